@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from commlib.tensor.pairs import NotPossible, divided_pair
+from commlib.tensor.pairs import NotPossible, States, divided_pair
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.styles import Column, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
+
+_LOGITS = Vocabulary(gather=True)
 
 Able = Callable[[str, Style], bool]
 """Whether an adapter knows how to divide a layer, by its name, in a style."""
@@ -33,8 +35,9 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
     for step in trace.steps:
         if step.kind == "attention" and step.layer not in found.reasons:
             _attention(step, size, able, found)
+    undivided = check(trace, {}).states
     for last, firsts in _pairs(trace, found).items():
-        _pair(trace, size, able, found, firsts, last)
+        _pair(trace, undivided, size, able, found, firsts, last)
     for step in trace.steps:
         if step.kind == "product":
             found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
@@ -47,20 +50,39 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
 
 
 def _give_up(trace: Trace, found: Found, error: PlanError) -> None:
-    """Leave out what breaks a rule in the whole plan, with all that goes with it."""
-    names = {error.step.layer, error.state.by} & set(found.plan)
-    why = found.reasons[next(iter(names))] if names else None
-    for name in [name for name in found.plan if not names or found.reasons[name] == why or name in names]:
+    """Leave out what breaks a rule in the whole plan, with what was divided together with it, and nothing else."""
+    tied = {name for names in trace.tied if error.step.layer in names for name in names}
+    names = {error.step.layer, error.state.by, *tied}.intersection(found.plan) or _before(trace, found, error.step)
+    reasons = {found.reasons[name] for name in names}
+    for name in [name for name in found.plan if not names or found.reasons[name] in reasons]:
         del found.plan[name]
         found.reasons[name] = f"{error}"
+
+
+def _before(trace: Trace, found: Found, step: Step) -> set[str]:
+    """Return the layers of the plan that what a step takes comes from, without another one between."""
+    names, waiting, seen = set[str](), list(step.inputs), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        maker = trace.maker(value)
+        if maker.layer in found.plan:
+            names.add(maker.layer)
+        else:
+            waiting += maker.inputs
+    return names
 
 
 def _vocabularies(trace: Trace, size: int, able: Able, found: Found) -> None:
     """Find embeddings of words, which come from outside, and the layer whose result are as many logits."""
     users, arguments = trace.users(), {v for step in trace.steps if step.kind == "given" for v in step.outputs}
     logits = [step for step in trace.steps if step.kind == "product" and _is_last(trace, users, step)]
+    tables = {step.layer for step in trace.steps if step.kind == "table"}
+    called = {step.layer for step in trace.steps}
     for step in trace.steps:
-        if step.kind != "table":
+        if step.kind != "table" or step.layer in found.reasons:
             continue
         words, features = step.size
         tied = {name for names in trace.tied if step.layer in names for name in names}
@@ -69,21 +91,24 @@ def _vocabularies(trace: Trace, size: int, able: Able, found: Found) -> None:
             found.reasons[step.layer] = f"{words} rows are few, or no words"
         elif words < size:
             found.reasons[step.layer] = f"{words} rows for {size} ranks"
-        elif tied - heads - {step.layer}:
+        elif tied.intersection(called) - heads - tables:
             found.reasons[step.layer] = f"its weight is that of {', '.join(sorted(tied - {step.layer}))}, too"
         else:
-            _vocabulary(step.layer, heads, able, found)
+            _vocabulary(step.layer, tied & tables | {step.layer}, heads, tied - called, able, found)
 
 
-def _vocabulary(table: str, heads: set[str], able: Able, found: Found) -> None:
-    styles: dict[str, Style] = {table: Vocabulary(), **dict.fromkeys(sorted(heads), Vocabulary(gather=True))}
+def _vocabulary(table: str, tables: set[str], heads: set[str], idle: set[str], able: Able, found: Found) -> None:
+    """Divide tables that share a weight, and what makes logits. idle: layers that have it too, and were not called."""
+    styles: dict[str, Style] = {**dict.fromkeys(sorted(tables), Vocabulary()), **dict.fromkeys(sorted(heads), _LOGITS)}
+    for name in sorted(idle):
+        styles[name] = _LOGITS if able(name, _LOGITS) else Vocabulary()
     unable = [name for name, style in styles.items() if not able(name, style)]
     for name, style in styles.items():
         if unable:
             found.reasons[name] = f"{unable[0]} cannot be divided by words"
         else:
             found.plan[name] = style
-            found.reasons[name] = "words" if name == table else f"logits of the words of {table}"
+            found.reasons[name] = f"logits of the words of {table}" if name in heads else "words"
 
 
 def _is_last(trace: Trace, users: Mapping[int, list[int]], step: Step) -> bool:
@@ -135,10 +160,10 @@ def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
     return pairs
 
 
-def _pair(trace: Trace, size: int, able: Able, found: Found, firsts: list[str], last: str) -> None:
+def _pair(trace: Trace, undivided: States, size: int, able: Able, found: Found, firsts: list[str], last: str) -> None:
     """Try to divide some layers and the one that they reach."""
     try:
-        styles = divided_pair(trace, size, firsts, last)
+        styles = divided_pair(trace, undivided, size, firsts, last)
         for name, style in styles.items():
             if not able(name, style):
                 raise NotPossible(f"{name} cannot be divided as {brief(style)}")

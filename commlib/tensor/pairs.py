@@ -12,31 +12,31 @@ from commlib.tensor.trace import Step, Trace
 
 _OUTSIDE = ("given", "constant", "weight")
 
+States = Mapping[int, State]
+"""The states of values, by their numbers."""
+
 
 class NotPossible(Exception):
     """The reason why a pair stays whole."""
 
 
-def divided_pair(trace: Trace, size: int, firsts: list[str], last: str) -> dict[str, Style]:
+def divided_pair(trace: Trace, undivided: States, size: int, firsts: list[str], last: str) -> dict[str, Style]:
     """Return styles for the layers `firsts`, for `last`, and for norms and dropout between them.
+
+    undivided: the states of all values where no layer is divided.
 
     The rules are asked, and what they refuse is mended where the trace shows how: fused features that are split into
     parts, heads of keys and values that all queries share, dropout of what is divided. Raises PlanError for what they
     refuse after that, and NotPossible where there are too few heads, or numbers in reshapes that fit the whole alone.
     """
-    part = _between(trace, {*firsts, last})
-    styles: dict[str, Style] = {**dict.fromkeys(firsts, Column()), last: Row()}
-    for _ in part.steps:
-        try:
-            states = check(part, styles).states
-            break
-        except PlanError as error:
-            changes = _mended(part, styles, firsts, error)
-            if not changes:
-                raise
-            styles |= changes
-    _refuse_numbers(part, states)
+    part = _between(trace, undivided, {*firsts, last})
+    styles, states = _accepted(part, {**dict.fromkeys(firsts, Column()), last: Row()}, firsts)
     heads = {name: _heads(part, states, name) for name in firsts}
+    one = [name for name in firsts if heads[name] == 1]
+    if one and max(heads.values()) >= size:  # it serves the queries of all ranks
+        styles, states = _accepted(part, styles | dict.fromkeys(one, Replicate(into_sharded=True)), firsts)
+        heads = {name: count for name, count in heads.items() if count != 1}
+    _refuse_numbers(part, states)
     units = gcd(*heads.values())
     if units and units < size:
         raise NotPossible(f"{units} heads for {size} ranks")
@@ -45,6 +45,19 @@ def divided_pair(trace: Trace, size: int, firsts: list[str], last: str) -> dict[
             _refuse_few(_call(part, name), style, units, size)
             styles[name] = Column(style.parts, units)
     return styles | {last: Row(units=units)}
+
+
+def _accepted(part: Trace, styles: dict[str, Style], firsts: list[str]) -> tuple[dict[str, Style], States]:
+    """Return styles that the rules accept, and the states of values with them. Raises PlanError if there are none."""
+    for _ in part.steps:
+        try:
+            return styles, check(part, styles).states
+        except PlanError as error:
+            changes = _mended(part, styles, firsts, error)
+            if not changes:
+                raise
+            styles = styles | changes
+    return styles, check(part, styles).states
 
 
 def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: PlanError) -> dict[str, Style]:
@@ -66,23 +79,30 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
     return {}
 
 
-def _between(trace: Trace, names: set[str]) -> Trace:
-    """Return the steps from the first to the last call of some layers. What they take from before is whole."""
+def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
+    """Return the steps from the first to the last call of some layers. What they take from before is whole.
+
+    It has gradients but where all that it is made of has none, as angles of positions.
+    """
     calls = [at for at, step in enumerate(trace.steps) if step.kind == "product" and step.layer in names]
     steps = trace.steps[calls[0] : calls[-1] + 1]
     outside = [step for step in trace.steps[: calls[0]] if step.kind in _OUTSIDE]
     known = {value for step in (*outside, *steps) for value in step.outputs}
     before = tuple(dict.fromkeys(value for step in steps for value in step.inputs if value not in known))
-    weight = -1  # so that what comes from before has gradients
-    source = (Step("", "weight", (), (weight,)), Step("", "unknown", (weight,), before))
-    return Trace((*source, *outside, *steps), trace.shapes, ())
+    weight = -1
+    sources = [Step("", "weight", (), (weight,))]
+    for value in before:
+        origin = undivided[value].origin
+        has_none = origin in ("given", "constant")
+        sources.append(Step("", origin, (), (value,)) if has_none else Step("", "unknown", (weight,), (value,)))
+    return Trace((*sources, *outside, *steps), trace.shapes, (), discrete=trace.discrete)
 
 
 def _call(part: Trace, name: str) -> Step:
     return next(step for step in part.steps if step.layer == name and step.kind == "product")
 
 
-def _heads(part: Trace, states: Mapping[int, State], name: str) -> int:
+def _heads(part: Trace, states: States, name: str) -> int:
     """Return how many heads the features of a layer become; 0 if they become none."""
     for step in part.steps:
         if step.kind == "reshape":
@@ -92,7 +112,7 @@ def _heads(part: Trace, states: Mapping[int, State], name: str) -> int:
     return 0
 
 
-def _refuse_numbers(part: Trace, states: Mapping[int, State]) -> None:
+def _refuse_numbers(part: Trace, states: States) -> None:
     """Raise NotPossible if the model says how long a dimension is that will be shorter."""
     for step in part.steps:
         if not step.asked or not states[step.inputs[0]].is_divided:

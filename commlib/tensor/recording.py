@@ -15,6 +15,7 @@ class Recording:
 
     shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
     step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
+    is_discrete: returns whether a tensor is of integers or booleans.
     """
 
     def __init__(
@@ -22,8 +23,9 @@ class Recording:
         shape_of: Callable[[Any], Shape],
         outside: Callable[[Any], tuple[str, str] | None],
         key: Callable[[Any], Hashable] = id,
+        is_discrete: Callable[[Any], bool] = lambda tensor: False,
     ) -> None:
-        self._shape_of, self._outside, self._key = shape_of, outside, key
+        self._shape_of, self._outside, self._key, self._is_discrete = shape_of, outside, key, is_discrete
         self._numbers: dict[Hashable, int] = {}
         self.tensors: list[Any] = []
         """By their numbers."""
@@ -39,7 +41,8 @@ class Recording:
         """Return what was recorded of a model that returned `results`."""
         outputs = tuple(self._number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
-        return Trace(tuple(self._steps), shapes, outputs, tuple(tied), whole)
+        discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
+        return Trace(tuple(self._steps), shapes, outputs, tuple(tied), whole, discrete)
 
     def _number(self, tensor: Any) -> int:
         known = self._numbers.get(self._key(tensor))

@@ -65,18 +65,24 @@ def whole_of(states: list[State]) -> State:
     return GIVEN if "given" in origins else CONSTANT
 
 
-def reshaped(state: State, old: Shape, new: Shape) -> State | None:
+def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State | None:
     """Return how a divided value lies after the same elements are given another shape; None if its parts are torn.
 
     The divided dimension may become several, of which the first one is divided: heads and their features. It may be
-    joined with those behind it. Fused parts may become a dimension of their own in front of it.
+    joined with those behind it. Fused parts may become a dimension of their own in front of it. asked: the shape as it
+    was asked for: of several that it may be, -1 is the one whose length the model left open.
     """
-    if new[: state.dim + 1] == old[: state.dim + 1]:
+    same = next((dim for dim in range(state.dim + 1) if new[dim : dim + 1] != old[dim : dim + 1]), state.dim + 1)
+    if same > state.dim:
         return state
     before, length = _before(old)[state.dim], old[state.dim]
-    places = [dim for dim, count in enumerate(_before(new)) if count == before]
-    if length > 1 and len(places) > 1 and state.unit != length:  # the one head of a rank is a dimension of length 1
-        places = [dim for dim in places if new[dim] > 1]
+    places = [dim for dim, count in enumerate(_before(new)) if count == before and dim >= same]
+    if len(places) > 1:
+        open_ones = [dim for dim in places if len(asked) == len(new) and asked[dim] == -1]
+        if open_ones:
+            places = open_ones
+        elif length > 1 and state.unit != length:  # the one head of a rank is a dimension of length 1
+            places = [dim for dim in places if new[dim] > 1]
     if not places or (length == 1 and len(places) > 1):
         return UNKNOWN
     dim = places[0]

@@ -59,6 +59,7 @@ class Trace:
     """The steps of one call, the shapes of all values, and the numbers of those that the model returns.
 
     tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
+    discrete: values that are integers or booleans, and so have no gradient.
     """
 
     steps: tuple[Step, ...]
@@ -66,6 +67,7 @@ class Trace:
     outputs: tuple[int, ...]
     tied: tuple[tuple[str, ...], ...] = ()
     whole: bool = True
+    discrete: frozenset[int] = frozenset()
 
     def users(self) -> dict[int, list[int]]:
         """Return which steps take a value, by its number."""

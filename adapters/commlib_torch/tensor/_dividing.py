@@ -51,6 +51,16 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     compare_at_first_use(module, what, axis, shardings)
 
 
+def describe_everywhere(model: nn.Module) -> None:
+    """Let modules that have a divided parameter for another one, as models tie biases, know what it is a part of."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shard = shard_of(parameter)
+            if shard is not None and name not in shards_of(module):
+                take_own_when_loaded(module)
+                describe(module, name, shard)
+
+
 def compare_at_first_use(module: nn.Module, what: str, axis: Axis, options: Mapping[str, Any]) -> None:
     """Let ranks compare a layer, and how they call it, at its first call. what: its name."""
     if axis.size > 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from commlib.tensor import equations
@@ -109,7 +110,9 @@ def _loss(called: Called) -> Found | None:
 
 
 def _viewed(called: Called, dims: Sequence[int]) -> Found | None:
-    return _equation(equations.viewed(len(called.shape), dims))
+    found = equations.viewed(len(called.shape), dims)
+    places = ((),) * (len(called.inputs) - 1)  # numbers, of no dimension of the result
+    return _equation(Equation((*found.inputs, *places), found.output, found.needs))
 
 
 def _transpose(called: Called) -> Found | None:
@@ -147,12 +150,17 @@ def _selected(called: Called) -> Found | None:
 
 
 def _picked(called: Called) -> Found | None:
-    """x[...] with numbers, slices, None and an ellipsis."""
+    """x[...] with numbers, slices, None, an ellipsis, and one list or tensor of numbers."""
     index = called.args[1] if isinstance(called.args[1], tuple) else (called.args[1],)
-    if not all(part is None or part is ... or isinstance(part, int | slice) for part in index):
+    many = [part for part in index if _is_many(part)]
+    if len(many) > 1 or not all(
+        part is None or part is ... or isinstance(part, int | slice) for part in index if not _is_many(part)
+    ):
         return None
+    if many and any(isinstance(part, int) for part in index):
+        return None  # counts as another list
     missing = len(called.shape) - sum(part is not None and part is not ... for part in index)
-    if ... not in index:
+    if not any(part is ... for part in index):
         index = (*index, ...)
     dims, at = list[int](), 0
     for part in index:
@@ -162,17 +170,29 @@ def _picked(called: Called) -> Found | None:
             dims += range(at, at + missing)
             at += missing
         else:
-            if isinstance(part, slice):
+            if _is_many(part):
+                dims += [-1] * (part.dim() if isinstance(part, Tensor) else 1)
+            elif isinstance(part, slice):
                 length = called.shape[at]
                 dims.append(at if len(range(*part.indices(length))) == length and part.step in (None, 1) else -1)
             at += 1
     return _viewed(called, dims)
 
 
-def _same_places(called: Called) -> Found | None:
+def _is_many(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return part.dtype not in (torch.bool, torch.uint8)
+    return isinstance(part, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in part)
+
+
+def _repeated(called: Called) -> Found | None:
     """Elements are repeated where they are, as keys are for all queries of a group."""
-    given = called.argument(2, "dim")
-    return None if given is None else _viewed(called, range(len(called.shape)))
+    dim = called.argument(2, "dim")
+    if dim is None:
+        return None
+    every = range(len(called.shape))
+    same_for_all = len(called.inputs) == 1
+    return _viewed(called, [-1 if at == dim % len(every) and not same_for_all else at for at in every])
 
 
 def _reshape(called: Called) -> Found | None:
@@ -266,7 +286,7 @@ _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     "squeeze": _squeeze,
     **dict.fromkeys(("select", "narrow", "index_select"), _selected),
     "getitem": _picked,
-    "repeat_interleave": _same_places,
+    "repeat_interleave": _repeated,
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "iter"), _split),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),

@@ -19,6 +19,7 @@ from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
+from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
@@ -76,6 +77,7 @@ def parallelize(
             module.__class__ = layer
             module.become(name, shared, style)
             module.style = style  # the plan's, where a layer has made another one of it
+    describe_everywhere(model)
     keep_padding(model)
     shared.threads = torch.get_num_threads()
     if checks is not None:

@@ -18,6 +18,7 @@ from commlib.tensor.trace import Trace
 from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _leaves, moves
 from commlib_torch.tensor._operations import Called, described
+from commlib_torch.tensor._tied import tied
 
 
 def attempted(
@@ -74,12 +75,14 @@ class Recorder(TorchFunctionMode):
         self._model, self._styles = model, styles
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
-            self._weights |= {id(weight): name for weight in module.parameters(recurse=False)}
+            for weight in module.parameters(recurse=False):
+                if _leaves.is_leaf(module) or id(weight) not in self._weights:  # others may have it for a layer
+                    self._weights[id(weight)] = name
             self._constants |= {id(tensor) for tensor in (*module.buffers(recurse=False), *vars(module).values())}
         self._within: list[str] = []
         self._leaves: list[str] = []
         """Leaves that are running, one within another."""
-        self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source)
+        self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete)
         self.tensors = self._recording.tensors
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Trace, Any]:
@@ -92,7 +95,7 @@ class Recorder(TorchFunctionMode):
 
     def trace_of(self, result: Any) -> Trace:
         """Return the trace of what ran so far."""
-        return self._recording.trace(tensors_in(result), _tied(self._model), whole=not styles_in(self._model))
+        return self._recording.trace(tensors_in(result), tied(self._model), whole=not styles_in(self._model))
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -172,18 +175,13 @@ class Recorder(TorchFunctionMode):
         return ("constant", "") if id(tensor) in self._constants else None
 
 
+def _is_discrete(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _name(func: Any) -> str:
     """Return a function's name without marks of methods, properties and changes in place: "add" of `__iadd__`, too."""
     if getattr(func, "__name__", "") == "__get__":
         return str(getattr(func.__self__, "__name__", ""))
     full = resolve_name(func) or getattr(func, "__name__", "")
     return str(full).rpartition(".")[2].strip("_")
-
-
-def _tied(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of modules that share a weight."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for weight in module.parameters(recurse=False):
-            owners.setdefault(id(weight), []).append(name)
-    return [tuple(names) for names in owners.values() if len(names) > 1]

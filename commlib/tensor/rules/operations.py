@@ -92,7 +92,7 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
     for at, (state, dims) in enumerate(zip(found, inputs, strict=True)):
         if state.name != "whole":
             continue
-        if label in dims:
+        if _has_all(following, step.inputs[at], dims, label):
             what = {"weight": "a weight that is not divided", "constant": "a constant"}.get(state.origin, "a value")
             came = f"{what} has all of that dimension (input {at}), and another input is {first}"
             todo = f"put {first.by}'s parts together before (Row, or gather=True), or divide this one, too"
@@ -101,6 +101,11 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
             came = f"input {at} is whole and meets what is {first}, so each rank has a part of its gradient"
             todo = "let it come from a layer with Replicate(into_sharded=True), or of a Sequence"
             raise PlanError(step, "gradient", came, todo, first)
+
+
+def _has_all(following: Following, value: int, dims: tuple[int, ...], label: int) -> bool:
+    """Return whether a whole value has all of a dimension: of length 1 it is repeated, however few a rank has."""
+    return any(one == label and length != 1 for one, length in zip(dims, following.shape(value), strict=False))
 
 
 def of_whole(found: list[State]) -> State:

@@ -19,23 +19,24 @@ def reshape(following: Following, step: Step) -> State:
         came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
         raise PlanError(step, "shape", came, "let the model say -1 for the dimension that is divided", state)
     new = following.shape(step.outputs[0])
-    found = reshaped(state, old, new)
+    found = reshaped(state, old, new, step.asked)
     if found is None:
         came = f"its input has {state.parts} parts, {state}, and is given the shape {list(new)}"
         todo = f"make them a dimension of {state.parts}, chunk them, or say what is fused by Column(parts=)"
         raise PlanError(step, "parts", came, todo, state)
     if found.is_divided and new[found.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
-        _heads(following, step, state, old[state.dim], new[found.dim])
+        _heads(following, step, state, old[state.dim], new[found.dim], found.dim)
     return found
 
 
-def _heads(following: Following, step: Step, state: State, length: int, count: int) -> None:
-    """Check that what becomes heads on one rank is heads of the whole."""
+def _heads(following: Following, step: Step, state: State, length: int, count: int, dim: int) -> None:
+    """Check that what becomes heads on one rank, along `dim`, is heads of the whole: -1 gives as many as it has."""
     inner = length // max(1, count)
     if state.unit > 0 and inner % state.unit and state.unit % inner:
         came = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
         raise PlanError(step, "heads", came, "let the model's reshape say -1 for the number of heads", state)
-    if state.unit == 0 or (state.unit > 0 and inner % state.unit):
+    after = step.asked[dim] if dim < len(step.asked) else 0
+    if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
         following.doubts.append(
             f"{step.where}: {length} features of {state.by} become {count} of {inner} on this rank: if the model gives "
             "a fixed number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
@@ -62,11 +63,13 @@ def split(following: Following, step: Step) -> State:
 
 def join(following: Following, step: Step) -> State:
     """Follow pieces that are put together."""
-    found = [following.of(value) for value in step.inputs]
     if not step.outputs:
         return UNKNOWN
     rank = len(following.shape(step.outputs[0]))
-    inserts = len(following.shape(step.inputs[0])) < rank
+    # What has no elements adds nothing, as an empty cache: PyTorch takes it in the place of any.
+    inputs = [value for value in step.inputs if 0 not in following.shape(value)] or step.inputs
+    found = [following.of(value) for value in inputs]
+    inserts = len(following.shape(inputs[0])) < rank
     dim = step.dim % max(1, rank)
     plain = tuple(range(rank - inserts))
     divided = next((state for state in found if state.is_divided), None)

@@ -181,3 +181,34 @@ def test_the_table():
     assert "whole" in places
     assert "32 x 16" in places
     assert max(map(len, lines)) < 120
+
+
+def test_angles_of_positions_have_no_gradient():
+    """What came from before a pair was taken for computed of weights, as RoPE's angles are not."""
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    angles = m.pointwise(m.constant(1, 1, 5, 4), text="cos")
+    q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
+    y = m.attend(m.pointwise(q, angles), m.pointwise(k, angles), v)
+    head = m.linear("head", m.linear("o", m.joined(y), WIDTH), WORDS)
+    assert found(m.trace(head)).plan == {**ENDS, **HEADS}
+
+
+def test_what_breaks_a_rule_is_left_out_alone():
+    """A weight that two modules shared, of which one was divided, made all of the plan go."""
+    result = found(replace(language_model(), tied=(("places", "b0.up"),)))
+    expected: Plan = {**ENDS, **both({**HEADS, **PAIR})}
+    assert result.plan == {name: style for name, style in expected.items() if name not in ("b0.up", "b0.down")}
+    assert "tied weights need one style" in result.reasons["b0.down"]
+
+
+def test_tables_and_logits_that_share_a_weight():
+    """Encoder and decoder have the words of one table, which is called by neither."""
+    m = Written()
+    table = m.table("encoder.words", m.given(2, 5), WORDS, WIDTH)
+    shifted = m.pointwise(m.given(2, 5), text="masked_fill")
+    y = m.pointwise(table, m.table("decoder.words", shifted, WORDS, WIDTH))
+    trace = m.trace(m.linear("head", y, WORDS), tied=[("shared", "encoder.words", "decoder.words", "head")])
+    table_only = found(trace, able=lambda name, style: name == "head" or not getattr(style, "gather", False)).plan
+    words = ("shared", "encoder.words", "decoder.words")
+    assert table_only == {**dict.fromkeys(words, Vocabulary()), "head": Vocabulary(gather=True)}

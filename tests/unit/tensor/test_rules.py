@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commlib.errors import UsageError
@@ -283,3 +285,31 @@ def test_of_what_is_unknown_nothing_is_claimed():
 def test_errors_are_usage_errors():
     with pytest.raises(UsageError, match=r"plan: down \(Linear\): a Row takes"):
         check(mlp(), {"down": Row()})
+
+
+def test_an_empty_cache_is_joined_with_what_is_divided():
+    m = Written()
+    keys = m.permute(m.reshape(m.linear("k", m.given(2, 5, 8), 8), 2, 5, 4, 2), 0, 2, 1, 3)
+    cached = m.step("", "join", [m.constant(0), keys], [(2, 4, 5, 2)], dim=2)[0]
+    assert check(m.trace(cached), {"k": Column()}, divided_output=True).states[cached].dim == 1
+
+
+def test_one_head_on_a_rank():
+    """-1 is the number of heads, be it 1; and what has length 1 there is repeated, not all that there is."""
+    m = Written()
+    q = m.heads(m.linear("q", m.given(2, 5, 8), 4), 1)
+    turned = m.pointwise(q, m.constant(1, 1, 5, 4), text="mul")
+    m.linear("o", m.joined(turned), 8)
+    checked = check(m.trace(whole=False), {"q": Column(), "o": Row()})
+    assert checked.states[turned].dim == 1 and not checked.doubts
+
+
+def test_integers_have_no_gradient():
+    """A mask that is computed of what is computed meets what is divided."""
+    m = Written()
+    x = m.given(2, 5, 8)
+    mask = m.pointwise(m.linear("gate", x, 1), text="gt")
+    m.linear("down", m.pointwise(m.linear("up", x, 8), mask, text="mul"), 8)
+    with pytest.raises(PlanError, match="gradient"):
+        check(m.trace(), PAIR)
+    check(replace(m.trace(), discrete=frozenset([mask])), PAIR)

@@ -1,0 +1,180 @@
+"""Models of Hugging Face, built from small configurations: `auto` divides them, and they compute what one process does.
+
+The oracle is the same model from the same state, whole, in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import commlib
+from commlib.tensor import Column, Row, Style
+from commlib_torch.tensor import gather_state_dict, parallelize, shard_of
+from tests.torch_adapter.dividing import Pair, assert_equal
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+WORDS, TOKENS, TOLERANCE = 128, 12, 1e-10
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+pytestmark = [pytest.mark.ranks(min=2, max=2), pytest.mark.any_mpi]
+
+
+class Kind(NamedTuple):
+    """A model's class, its configuration's and what that is given."""
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+
+
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "bert": Kind(
+        "BertForMaskedLM",
+        "BertConfig",
+        {**SIZES, **NO_DROPOUT, "intermediate_size": 128, "max_position_embeddings": 16},
+    ),
+    "mistral": Kind("MistralForCausalLM", "MistralConfig", LLAMA),
+    "qwen2": Kind("Qwen2ForCausalLM", "Qwen2Config", LLAMA),
+    "gpt_neox": Kind("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SIZES, "intermediate_size": 128}),
+    "vit": Kind(
+        "ViTForImageClassification",
+        "ViTConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+        | {"image_size": 16, "patch_size": 4, "num_labels": 10, **NO_DROPOUT},
+    ),
+}
+USUAL = ("llama", "bert")
+EVERY = [pytest.param(name, marks=() if name in USUAL else (pytest.mark.long,)) for name in KINDS]
+CAUSAL = [one for one in EVERY if one.values[0] not in ("bert", "vit")]
+
+
+@pytest.fixture(scope="module")
+def axis():
+    return commlib.Mesh(tp=-1)["tp"]
+
+
+def made(name: str, **more: Any) -> Any:
+    """Return a model in float64, with weights of the same seed on every rank, biases and norms included."""
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.model)(getattr(transformers, kind.config)(**kind.sizes, **more)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, dtype=parameter.dtype)
+    return model
+
+
+def batch(name: str, rows: int = 2) -> dict[str, Tensor]:
+    """Return what a model is called with: the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        images = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"pixel_values": images, "labels": torch.randint(0, 10, (rows,), generator=generator)}
+    words = torch.randint(1, WORDS, (rows, TOKENS), generator=generator)
+    return {"input_ids": words, "labels": words}
+
+
+def divided(axis, name: str, plan: Any = "auto", **more: Any) -> Pair:
+    """Return a model, whole and divided."""
+    plain = made(name, **more)
+    return Pair(plain, parallelize(copy.deepcopy(plain), axis, plan, example=batch(name), report=lambda text: None))
+
+
+@pytest.fixture(scope="module")
+def kept(axis):
+    """Return what makes a model once, and divides it by `auto`: no warning is given."""
+
+    @functools.cache
+    def of(name: str) -> Pair:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return divided(axis, name)
+
+    return of
+
+
+def assert_same_step(found: Pair, given: dict[str, Tensor]) -> None:
+    """Compare losses, logits and the gradients of all weights, relative to the largest of them."""
+    results = [model(**given) for model in found]
+    for model, result in zip(found, results, strict=True):
+        model.zero_grad()
+        result.loss.backward()
+    assert_equal(results[1].loss.detach(), results[0].loss.detach(), "loss", TOLERANCE)
+    assert_equal(results[1].logits.detach(), results[0].logits.detach(), "logits", TOLERANCE)
+    largest = max(float(one.grad.abs().max()) for one in found.plain.parameters() if one.grad is not None)
+    for (name, plain), own in zip(found.plain.named_parameters(), found.divided.parameters(), strict=True):
+        assert (plain.grad is None) == (own.grad is None), name
+        if plain.grad is not None:
+            shard = shard_of(own)
+            expected = plain.grad if shard is None else torch.from_numpy(shard.own(plain.grad.numpy()))
+            torch.testing.assert_close(own.grad, expected, rtol=0, atol=TOLERANCE * largest, msg=name)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_auto_divides_a_model(kept, name):
+    """Angles of RoPE, empty caches and tied biases left 0.67 to 0.97 of it on each rank, of BERT all."""
+    found = kept(name)
+    own, whole = (sum(one.numel() for one in model.parameters()) for model in reversed(found))
+    assert own / whole <= 0.55
+    assert_same_step(found, batch(name))
+    state = gather_state_dict(found.divided)
+    assert state.keys() == found.plain.state_dict().keys()
+    found.divided.load_state_dict(state)  # a bias of BERT has two names, of which one knew of no parts
+    assert_same_step(found, batch(name, rows=3))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generates_the_same(kept, name):
+    """Keys and values of a rank's heads stay in its cache."""
+    found, words = kept(name), batch(name)["input_ids"]
+    mask = torch.ones_like(words)
+    mask[0, :3] = 0  # padded
+    for options in ({}, {"attention_mask": mask}, {"use_cache": False}):
+        tokens = [
+            model.eval().generate(words, do_sample=False, max_new_tokens=6, pad_token_id=0, **options)
+            for model in found
+        ]
+        assert torch.equal(*tokens), options
+    for model in found:
+        model.train()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_gradient_checkpointing(kept, name, use_reentrant):
+    found = kept(name)
+    for model in found:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_same_step(found, batch(name))
+    for model in found:
+        model.gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_own_plan_of_llama_gives_no_warning(axis, units):
+    """The head of keys that a rank has was taken for features, and what meets it refused."""
+    plan: dict[str, Style] = {f"*.{name}_proj": Column() for name in ("q", "k", "v", "gate", "up")}
+    plan |= {f"*.{name}_proj": Row() for name in ("o", "down")}
+    if units:
+        plan |= {"*.q_proj": Column(units=4), "*.o_proj": Row(units=4)}
+        plan |= {f"*.{name}_proj": Column(units=2) for name in ("k", "v")}
+    plain = made("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Pair(plain, parallelize(copy.deepcopy(plain), axis, plan))
+        assert_same_step(found, batch("llama", rows=1))
