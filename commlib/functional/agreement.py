@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -128,7 +129,27 @@ def told(comm: Communicator, what: str, lines: Sequence[str], number: int = 0) -
 
     Raises MismatchError on all ranks if `lines`, what they are about to call, differ.
     """
-    everyone = comm.all_gather(np.array([[digest_of(lines), number]], np.int64))
-    if len(set(everyone[:, 0].tolist())) > 1:
+    return tuple(number for (number,) in all_told(comm, what, lines, (number,)))
+
+
+def all_told(comm: Communicator, what: str, lines: Sequence[str], numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers that each rank gives: as `told`."""
+    everyone = comm.all_gather(np.array([[digest_of(lines), *numbers]], np.int64)).tolist()
+    if len({digest for digest, *_ in everyone}) > 1:
         check_agreement(comm, what, lines)
-    return tuple(everyone[:, 1].tolist())
+    return [given for _, *given in everyone]
+
+
+def or_refused(comm: Communicator, what: str, make: Callable[[], _T], numbers: int = 1) -> _T:
+    """Return what `make` returns. Not collective, unless it raises UsageError: then other ranks are told.
+
+    These wait in `told`, or `all_told` with as many numbers, for what this rank is about to call. They raise
+    MismatchError, or UsageError as this rank does.
+    """
+    try:
+        return make()
+    except UsageError as error:
+        if comm.size > 1:
+            with suppress(MismatchError):  # this rank's own error says more
+                all_told(comm, what, [what, f"refused: {error}"], (0,) * numbers)
+        raise

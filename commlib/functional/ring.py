@@ -1,7 +1,7 @@
 """Ring attention, once for all frameworks: keys and values travel round the ranks, queries stay.
 
 Each rank computes its queries with the keys and values that are there while the next ones arrive, and merges what it
-gets by the log-sum-exp of the scores. In the backward keys and values travel again; their gradients travel behind them,
+gets by the stats of the scores. In the backward keys and values travel again; their gradients travel behind them,
 each rank adds its part, and after `size` steps they come home. So a rank holds two ranks' keys and values at a time,
 and the scores of one block. Source: Liu et al., Ring Attention with Blockwise Transformers (2023), arXiv:2310.01889.
 """
@@ -18,7 +18,7 @@ from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.functional.axis import Axis
 from commlib.p2p.device_channel import DeviceChannel
-from commlib.tensor.context import Step
+from commlib.tensor.context import Block, Step
 
 T = TypeVar("T")
 
@@ -28,23 +28,28 @@ KEYS, GRADIENTS = 32_766, 32_767  # tags of messages
 class Blocks(Protocol[T]):
     """What a framework computes. Tensors are (batch, heads, tokens, head_dim); keys and values are one, stacked first.
 
-    Sums are of float32 at least. A log-sum-exp is (batch, heads, tokens, 1).
+    Sums are of float32 at least. The stats of scores are (batch, heads, tokens, 2): the largest one, or what takes its
+    place, and the sum of exp(score - largest); kept apart, for one number cannot hold a largest score such as the
+    least number there is, with which models hide keys, and how often there is one.
     """
 
     def rows(self, x: T, span: tuple[int, int]) -> T:
         """Return some of the tokens."""
         ...
 
-    def attend(self, q: T, kv: T, causal: bool) -> tuple[T, T]:
-        """Return the softmax over these keys' scores times their values, and the scores' log-sum-exp."""
+    def attend(self, q: T, kv: T, block: Block, source: int) -> tuple[T, T]:
+        """Return the softmax over these keys' scores times their values, and the scores' stats.
+
+        q, kv: the rows of a block, whose keys are those of the rank `source`.
+        """
         ...
 
-    def gradients(self, gradient: T, q: T, kv: T, out: T, lse: T, causal: bool) -> tuple[T, T]:
+    def gradients(self, gradient: T, q: T, kv: T, out: T, stats: T, block: Block, source: int) -> tuple[T, T]:
         """Return the gradients of q and kv for the part of these keys in `out`, the result over all keys."""
         ...
 
     def nothing(self, q: T) -> tuple[T, T]:
-        """Return the result over no keys: zeros, and a log-sum-exp of minus infinity. It may be written to."""
+        """Return the result over no keys: zeros, and a largest score of minus infinity. It may be written to."""
         ...
 
     def merge(self, found: tuple[T, T], span: tuple[int, int], more: tuple[T, T]) -> tuple[T, T]:
@@ -76,18 +81,18 @@ class Ring:
     counts: Sequence[int]
 
     def forward(self, blocks: Blocks[T], q: T, kv: T) -> tuple[T, T]:
-        """Return this rank's results and their log-sum-exp. Collective. Queries that see no key get zeros."""
+        """Return this rank's results and their stats. Collective. Queries that see no key get zeros."""
         found = blocks.nothing(q)
         for number, step in enumerate(self.steps):
             following = self._keys_of_next(blocks, number, kv)
             for block in step.blocks:
-                more = blocks.attend(blocks.rows(q, block.queries), blocks.rows(kv, block.keys), block.causal)
+                more = blocks.attend(blocks.rows(q, block.queries), blocks.rows(kv, block.keys), block, step.source)
                 found = blocks.merge(found, block.queries, more)
             if following is not None:
                 kv = following()
         return found
 
-    def backward(self, blocks: Blocks[T], gradient: T, q: T, kv: T, out: T, lse: T) -> tuple[T, T]:
+    def backward(self, blocks: Blocks[T], gradient: T, q: T, kv: T, out: T, stats: T) -> tuple[T, T]:
         """Return the gradients of q, and of this rank's kv over all ranks' queries. Collective."""
         of_q = blocks.zeros(q)
         arriving: Callable[[], T] | None = None
@@ -96,9 +101,9 @@ class Ring:
             following = self._keys_of_next(blocks, number, kv)
             of_kv = blocks.zeros(kv)
             for block in step.blocks:
-                mine = [blocks.rows(x, block.queries) for x in (gradient, q, out, lse)]
+                mine = [blocks.rows(x, block.queries) for x in (gradient, q, out, stats)]
                 theirs = blocks.rows(kv, block.keys)
-                parts = blocks.gradients(mine[0], mine[1], theirs, mine[2], mine[3], block.causal)
+                parts = blocks.gradients(mine[0], mine[1], theirs, mine[2], mine[3], block, step.source)
                 of_q = blocks.add(of_q, block.queries, parts[0])
                 of_kv = blocks.add(of_kv, block.keys, parts[1])
             if arriving is not None:

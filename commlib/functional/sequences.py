@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.agreement import told
+from commlib.functional.agreement import all_told
 from commlib.functional.axis import Axis
 from commlib.tensor.context import Layout, document_bounds
 
@@ -63,9 +63,15 @@ def settle(axis: Axis, terms: Terms, tokens: int) -> Layout:
     mean different things. Raises on all ranks, or on none: MismatchError if terms differ, UsageError if the ranks'
     tokens are not those of the layout.
     """
+    return settle_with(axis, terms, tokens, 0)[0]
+
+
+def settle_with(axis: Axis, terms: Terms, tokens: int, number: int) -> tuple[Layout, int]:
+    """Return what `settle` does, and the number that the first rank of the axis gives."""
     if axis.size == 1:
-        return terms.layout((tokens,))
-    return terms.layout(told(axis.comm, terms.what, terms.lines(), tokens))
+        return terms.layout((tokens,)), number
+    everyone = all_told(axis.comm, terms.what, terms.lines(), (tokens, number))
+    return terms.layout([theirs for theirs, _ in everyone]), everyone[0][1]
 
 
 def shard(array: Array, layout: Layout, rank: int, dim: int) -> Array:
@@ -80,9 +86,15 @@ def picked(array: Array, ranges: Sequence[range], dim: int) -> Array:
     return np.concatenate(parts or [array[(*front, slice(0, 0))]], axis=dim)
 
 
+def positions(layout: Layout, rank: int) -> Array:
+    """Return the positions of a rank's tokens in the whole sequence, as int64."""
+    parts = [np.arange(part.start, part.stop, dtype=np.int64) for part in layout.ranges(rank)]
+    return np.concatenate([np.arange(0, dtype=np.int64), *parts])
+
+
 def position_ids(layout: Layout, rank: int, bounds: Sequence[int]) -> Array:
     """Return the positions of a rank's tokens within their documents, as int64. bounds: see `document_bounds`."""
-    own = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in layout.ranges(rank))])
+    own = positions(layout, rank)
     starts = np.asarray(bounds, np.int64)
     return np.asarray(own - starts[np.searchsorted(starts, own, "right") - 1], np.int64)
 

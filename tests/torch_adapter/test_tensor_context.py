@@ -192,7 +192,7 @@ def test_recomputed_and_compiled(comm: Any, method: str) -> None:
     [
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
-        ({"dropout_p": 0.1}, "weights are not dropped"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
         ({"documents": (0, 4)}, "from 0 up to 8"),
         ({"length": 40}, "of 40 the layout"),
     ],

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import tensorflow as tf
 
 from commlib.functional.attention import Attention
-from commlib.tensor.context import Layout
-from commlib.tensor.moves import Move
+from commlib.functional.axis import Axis
+from commlib.tensor.context import Block, Layout
+from commlib.tensor.moves import Move, gather
+from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow.tensor._blocks import attend, batch_of
+from commlib_tensorflow.tensor._ring import Way, ring_attention
+from commlib_tensorflow.tensor._sight import Sight
+from commlib_tensorflow.tensor._taken import taken
 from commlib_tensorflow.tensor.moves import moved
 
 
-def attention_by_heads(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, what: Attention, layout: Layout) -> tf.Tensor:
-    """Return attention. Queries, keys and values go in one exchange, results in another.
+def attention_by_heads(
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor | None, what: Attention, layout: Layout, seed: Any
+) -> tf.Tensor:
+    """Return attention. Queries, keys and values go in one exchange, results in another; a mask in one of its own.
+
+    mask: of this rank's queries, over the keys of ranks 0, 1, ...
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), arXiv:2309.14509.
     """
@@ -29,25 +38,42 @@ def attention_by_heads(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, what: Attention
     of_queries, k, v = tf.split(taken(whole, layout.in_order, 2), [served * width, width, values], -1)
     q = tf.reshape(of_queries, [*batch_of(of_queries), own, layout.length, served, width])
     q = tf.reshape(tf.transpose(q, [0, 1, 3, 2, 4]), [*batch_of(q), own * served, layout.length, width])
-    out = taken(_local(q, k, v, what, what.bounds(layout)), layout.by_rank, 2)
-    back = Move("all_to_all", 2, 1, layout.counts, tuple(units * served for units in heads.lengths))
-    return moved(out, axis, back)
+    of_ranks = tuple(units * served for units in heads.lengths)
+    if mask is not None:
+        mask = taken(taken(_of_heads(mask, tokens, axis, of_ranks, layout), layout.in_order, 2), layout.in_order, 3)
+    if what.is_plain or not own or not layout.length:
+        out = _local(q, k, v, what, what.bounds(layout))
+        if mask is not None and mask.dtype.is_floating:  # it has its place among gradients, too: nothing is added up
+            out += tf.cast(tf.reduce_sum(mask), out.dtype)
+    else:
+        way = Way(Layout(layout.length, 1, "contiguous"), 0, seed, sum(of_ranks[: axis.rank]))
+        out = ring_attention(q, k, v, mask, what, way)
+    return moved(taken(out, layout.by_rank, 2), axis, Move("all_to_all", 2, 1, layout.counts, of_ranks))
 
 
-def taken(x: tf.Tensor, ranges: Sequence[range], dim: int) -> tf.Tensor:
-    """Return the rows in these ranges along `dim`, one behind another."""
-    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
-        return x
-    front = (slice(None),) * dim
-    parts = [x[(*front, slice(part.start, part.stop))] for part in ranges]
-    return tf.concat(parts, dim) if parts else x[(*front, slice(0, 0))]
+def _of_heads(mask: tf.Tensor, tokens: int, axis: Axis, heads: tuple[int, ...], layout: Layout) -> tf.Tensor:
+    """Return the mask of this rank's heads, of the queries of ranks 0, 1, ... Its gradient goes where it came from."""
+    mask = tf.broadcast_to(mask, [*batch_of(mask), mask.shape[1], tokens, mask.shape[3]])
+    sent = tf.cast(mask, tf.uint8) if mask.dtype == tf.bool else mask
+    plain = Axis(axis.comm, empty=result_empty)  # what hides a key is not to be rounded by a codec
+    if mask.shape[1] == 1:
+        found = moved(sent, plain, gather(2, partial=True, lengths=layout.counts))
+    else:
+        found = moved(sent, plain, Move("all_to_all", 1, 2, heads, layout.counts))
+    return tf.cast(found, tf.bool) if mask.dtype == tf.bool else found
 
 
 def _local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, what: Attention, bounds: tuple[int, ...]) -> tf.Tensor:
     if not q.shape[1] or not q.shape[2]:  # what has no elements keeps its place among gradients: all call the same
         return tf.repeat(v, what.heads.served, 1)
     parts = [
-        attend(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], what.scale, what.causal)[0]
+        attend(
+            q[:, :, start:stop],
+            k[:, :, start:stop],
+            v[:, :, start:stop],
+            what.scale,
+            Sight(Block((0, stop - start), (0, stop - start), what.causal)),
+        )[0]
         for start, stop in pairwise(bounds)
     ]
     return tf.cast(tf.concat(parts, 2), q.dtype)

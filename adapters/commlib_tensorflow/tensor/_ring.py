@@ -4,79 +4,122 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.functional.attention import Attention
-from commlib.functional.ring import Ring, pass_on
+from commlib.functional.ring import pass_on
+from commlib.tensor.context import Block, Layout
 from commlib_tensorflow._graph import Spec
 from commlib_tensorflow._on_device import array_of, call_on_device, tensors_of
 from commlib_tensorflow._placement import Place, place_of
 from commlib_tensorflow.devices import working
 from commlib_tensorflow.errors import as_tensorflows
 from commlib_tensorflow.tensor._agreed import agreed_backward
-from commlib_tensorflow.tensor._blocks import attend, gradients
+from commlib_tensorflow.tensor._blocks import attend, finite, gradients
+from commlib_tensorflow.tensor._sight import Sights
 
 
-def ring_attention(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, what: Attention, ring: Ring) -> tf.Tensor:
-    """Return attention by a ring. Where heads of `v` have another length than those of `k`, zeros make them equal."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a call goes: the rank whose queries these are, of those that have the sequence by a layout.
+
+    seed: of what is dropped. first_head: the number of the first head of these queries among all.
+    """
+
+    layout: Layout
+    rank: int
+    seed: Any = 0
+    first_head: int = 0
+
+
+def ring_attention(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: Any, what: Attention, way: Way) -> tf.Tensor:
+    """Return attention by a ring, which one rank alone is, too. mask: over the keys of ranks 0, 1, ...
+
+    Where heads of `v` have another length than those of `k`, zeros make them equal.
+    """
     width, values = q.shape[-1], v.shape[-1]
     if width != values:
         q, k, v = (tf.pad(x, [[0, 0]] * 3 + [[0, max(width, values) - x.shape[-1]]]) for x in (q, k, v))
-    blocks = _Blocks(what)
+    ring, learns = what.ring(way.layout, way.rank), mask is not None and mask.dtype.is_floating
 
-    def forward(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        total, lse = ring.forward(blocks, q, tf.stack([k, v]))
+    def forward(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *masks: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        given = masks[0] if learns else mask
+        total, stats = ring.forward(_Blocks(what, way, q, given), q, tf.stack([k, v]))
         out = tf.cast(total, q.dtype)
 
         def backward(gradient: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            q_now = agreed_backward(what, q)
-            of_q, of_kv = ring.backward(blocks, gradient, q_now, tf.stack([k, v]), out, lse)
-            return tuple(tf.cast(x, q.dtype) for x in (of_q, of_kv[0], of_kv[1]))
+            q_now = agreed_backward(what, q) if way.layout.size > 1 else q
+            blocks = _Blocks(what, way, q_now, given, learns)
+            of_q, of_kv = ring.backward(blocks, gradient, q_now, tf.stack([k, v]), out, stats)
+            found = (tf.cast(x, q.dtype) for x in (of_q, of_kv[0], of_kv[1]))
+            return (*found, tf.cast(blocks.of_mask, given.dtype)) if learns else tuple(found)
 
         # What travels in it has no gradient that TensorFlow would know of, and it would leave it out without a word.
         once = tf.custom_gradient(lambda gradient, *inputs: (backward(gradient), _refuse))
-        return out, lambda gradient: once(gradient, q, k, v)
+        return out, lambda gradient: once(gradient, q, k, v, *masks)
 
-    return tf.custom_gradient(forward)(q, k, v)[..., :values]
+    return tf.custom_gradient(forward)(q, k, v, *([mask] if learns else []))[..., :values]
 
 
 def _refuse(*gradients: Any) -> Any:
     raise as_tensorflows(
-        UsageError("attention by a ring has no gradients of gradients: use method='all_to_all', which has")
+        UsageError(
+            "attention by a ring, or with a window, masks or dropout, has no gradients of gradients: use "
+            "method='all_to_all' without these, which has"
+        )
     )
 
 
 class _Blocks:
-    def __init__(self, what: Attention) -> None:
+    def __init__(self, what: Attention, way: Way, q: tf.Tensor, mask: Any, learns: bool = False) -> None:
         self._axis, self._scale = what.axis, what.scale
+        self._sights = Sights(what, way.layout, way.rank, mask, way.seed, q, way.first_head)
+        self.of_mask: Any = self.zeros(mask) if learns else None
 
     def rows(self, x: tf.Tensor, span: tuple[int, int]) -> tf.Tensor:
         return x[..., span[0] : span[1], :]
 
-    def attend(self, q: tf.Tensor, kv: tf.Tensor, causal: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        return attend(q, kv[0], kv[1], self._scale, causal)
+    def attend(self, q: tf.Tensor, kv: tf.Tensor, block: Block, source: int) -> tuple[tf.Tensor, tf.Tensor]:
+        return attend(q, kv[0], kv[1], self._scale, self._sights.of(block, source))
 
     def gradients(
-        self, gradient: tf.Tensor, q: tf.Tensor, kv: tf.Tensor, out: tf.Tensor, lse: tf.Tensor, causal: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        of_q, *of_kv = gradients(gradient, q, kv[0], kv[1], out, lse, self._scale, causal)
-        return of_q, tf.stack(of_kv)
+        self, gradient: tf.Tensor, q: tf.Tensor, kv: tf.Tensor, out: tf.Tensor, stats: tf.Tensor, block: Block,
+        source: int,
+    ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+        sight = self._sights.of(block, source)
+        of_q, of_k, of_v, of_scores = gradients(gradient, q, kv[0], kv[1], out, stats, self._scale, sight)
+        if self.of_mask is not None:
+            self.of_mask += self._placed(of_scores, block, source)
+        return of_q, tf.stack([of_k, of_v])
+
+    def _placed(self, of_scores: tf.Tensor, block: Block, source: int) -> tf.Tensor:
+        """Return a block's part of the gradient of the mask, with zeros around it."""
+        mask = self.of_mask
+        for dim, (size, of) in enumerate(zip(mask.shape[:3], of_scores.shape[:3], strict=True)):
+            if size == 1 and of != 1:
+                of_scores = tf.reduce_sum(of_scores, dim, keepdims=True)
+        start, stop = self._sights.columns(block, source)
+        first, last = (0, 1) if mask.shape[2] == 1 else block.queries
+        around = [[0, 0], [0, 0], [first, mask.shape[2] - last], [start, mask.shape[3] - stop]]
+        return tf.pad(of_scores, around)
 
     def nothing(self, q: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         out = self.zeros(q)
-        return out, out[..., :1] - float("inf")
+        return out, tf.concat([out[..., :1] - float("inf"), out[..., :1]], -1)
 
     def merge(
         self, found: tuple[tf.Tensor, tf.Tensor], span: tuple[int, int], more: tuple[tf.Tensor, tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        out, lse = (self.rows(x, span) for x in found)
-        largest = tf.maximum(lse, more[1])
-        together = largest + tf.math.log(tf.exp(lse - largest) + tf.exp(more[1] - largest))
-        merged = out * tf.exp(lse - together) + more[0] * tf.exp(more[1] - together)
-        return _replaced(found[0], span, merged), _replaced(found[1], span, together)
+        out, stats = (self.rows(x, span) for x in found)
+        largest = finite(tf.maximum(stats[..., :1], more[1][..., :1]))
+        here, there = (x[..., 1:] * tf.exp(x[..., :1] - largest) for x in (stats, more[1]))
+        total = here + there
+        merged = (out * here + more[0] * there) / tf.maximum(total, 1)  # of the largest score alone it is 1
+        return _replaced(found[0], span, merged), _replaced(found[1], span, tf.concat([largest, total], -1))
 
     def zeros(self, x: tf.Tensor) -> tf.Tensor:
         return tf.zeros_like(x, tf.float64 if x.dtype == tf.float64 else tf.float32)

@@ -16,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from commlib.functional.attention import Attention
+from commlib.errors import UsageError
+from commlib.functional.agreement import or_refused
+from commlib.functional.attention import WHAT, Attention, Given, Options
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreed import agreed
 from commlib_tensorflow.tensor._by_heads import attention_by_heads
-from commlib_tensorflow.tensor._ring import ring_attention
+from commlib_tensorflow.tensor._keys import whole_mask
+from commlib_tensorflow.tensor._ring import Way, ring_attention
 from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
@@ -49,17 +53,34 @@ def attention(
     layout: str = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    key_mask: Any = None,
     method: str = "ring",
     dropout_p: float = 0.0,
+    seed: Any = None,
 ) -> tf.Tensor:
     """Return attention, softmax(q k^T scale) v, over sequences that are divided among ranks.
 
     q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves as many of
     q's. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and those before it in
-    the whole sequence. scale: by default 1 / sqrt(head_dim). layout: "balanced" or "contiguous", as `shard_sequence`
-    has divided it. length: of the whole sequence; in a graph it has to be given, else it is what the ranks' tokens add
-    up to. documents: where packed documents begin and the last one ends, (0, 5, 11), the same for the whole batch;
-    tokens see their document alone.
+    the whole sequence. scale: by default 1 / sqrt(head_dim); a negative one, too. layout: "balanced" or "contiguous",
+    as `shard_sequence` has divided it. length: of the whole sequence; in a graph it has to be given, else it is what
+    the ranks' tokens add up to. documents: where packed documents begin and the last one ends, (0, 5, 11), the same for
+    the whole batch; tokens see their document alone.
+
+    window: (left, right), how many positions before and after its own a token sees, -1 for all; with `causal` none
+    after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
+    for keys that none sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
+    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the first one or two:
+    bool, True for what is seen, or floats that are added to scores, and have a gradient, that of this rank's queries.
+    Where several are given, a token sees what all let it see; one that sees nothing gets zeros, and gives no gradient.
+
+    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: of what is dropped, a
+    `keras.random.SeedGenerator`, what its `next()` gave, or a number; each rank gives one, and that of the axis' first
+    rank counts. The same weights are dropped on any number of ranks, by either method. Draw the seed outside of a
+    function that `tf.recompute_grad` calls twice. Heads that are divided among other ranks with the same stream, as
+    those along "tp", drop alike: give `streams.own(generator.next(), mesh["tp"])`.
 
     method: "ring", keys and values travel round the ranks while blocks are computed; a rank never has the whole
     sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are
@@ -70,24 +91,49 @@ def attention(
     """
     over = axis_of(axis)
     q, k, v = (as_tensor(x) for x in (q, k, v))
+    mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))
+    options = Options(causal, scale, layout, length, documents, window, method, dropout_p)
     place = place_of((q, k, v))
-    what = Attention.of(
-        over,
-        q.shape.as_list(),
-        k.shape.as_list(),
-        v.shape.as_list(),
-        [dtype_name(x.dtype) for x in (q, k, v)],
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        length=length,
-        documents=documents,
-        method=method,
-        dropout_p=dropout_p,
-        device="" if place is None else place.name,
-    )
-    divided, q = agreed(over, what.terms, q, 2)
+
+    def made() -> Attention:
+        given = [_given(x) for x in (q, k, v, mask, key_mask)]
+        if mask is not None and None in [*mask.shape][max(0, len(mask.shape) - 3) :]:
+            raise UsageError(f"attention: mask has shape {mask.shape}: all but its batch must be known in a graph")
+        if dropout_p and seed is None:
+            raise UsageError("attention: dropout_p without a seed: give seed=keras.random.SeedGenerator(...)")
+        found = Attention.of(over, given, options, "" if place is None else place.name)
+        if not tf.executing_eagerly() and length is not None and found.mask is not None:
+            found.mask.check_keys(WHAT, length)
+        return found
+
+    what = or_refused(over.comm, WHAT, made, 2) if tf.executing_eagerly() else made()
+    divided, q, drawn = agreed(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
+    if what.mask is not None:
+        what.mask.check_keys(WHAT, divided.length)
     k, v = (tf.ensure_shape(x, [*x.shape[:2], q.shape[2], x.shape[3]]) for x in (k, v))
+    if what.sign < 1:
+        q = q * tf.cast(what.sign, q.dtype)
+    seen = whole_mask(mask, key_mask, over, divided)
     if method == "all_to_all":
-        return attention_by_heads(q, k, v, what, divided)
-    return ring_attention(q, k, v, what, what.ring(divided))
+        return attention_by_heads(q, k, v, seen, what, divided, drawn)
+    return ring_attention(q, k, v, seen, what, Way(divided, over.rank, drawn))
+
+
+def _given(x: Any) -> Given:
+    if x is None:
+        return Given()
+    if x.shape.rank is None:
+        raise UsageError("attention: a tensor without a known number of dimensions")
+    return Given(dtype_name(x.dtype), x.shape.as_list(), x.dtype.is_floating)
+
+
+def _number(seed: Any) -> Any:
+    """Return a seed as one number of int64."""
+    if isinstance(seed, int):
+        return seed & _SEED
+    drawn = seed.next() if isinstance(seed, keras.random.SeedGenerator) else seed
+    low, high = tf.unstack(tf.cast(drawn, tf.int64), 2)
+    return (high & (_SEED >> 32)) * (1 << 32) + (low & 0xFFFFFFFF)
+
+
+_SEED = (1 << 62) - 1

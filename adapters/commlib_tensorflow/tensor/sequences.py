@@ -18,7 +18,7 @@ from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._graph import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreed import agreed
-from commlib_tensorflow.tensor._by_heads import taken
+from commlib_tensorflow.tensor._taken import taken
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 
@@ -54,7 +54,7 @@ def unshard_sequence(
         "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
         "partial": partial,
     }  # fmt: skip
-    divided, x = agreed(over, Terms.of("unshard_sequence", layout, length, None, rest), x, dim)
+    divided, x, _ = agreed(over, Terms.of("unshard_sequence", layout, length, None, rest), x, dim)
     whole = moved(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return taken(whole, divided.in_order, dim)
 

@@ -10,13 +10,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from commlib.functional.attention import Attention
+from commlib.functional.axis import Axis
 from commlib.tensor.context import Layout
-from commlib.tensor.moves import Move
+from commlib.tensor.moves import Move, gather
+from commlib_torch.tensor._ring import Way, ring_attention
+from commlib_torch.tensor._taken import taken
 from commlib_torch.tensor.moves import moved
 
 
-def attention_by_heads(q: Tensor, k: Tensor, v: Tensor, call: Attention, layout: Layout) -> Tensor:
-    """Return attention. Queries, keys and values go in one exchange, results in another.
+def attention_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, layout: Layout, seed: int
+) -> Tensor:
+    """Return attention. Queries, keys and values go in one exchange, results in another; a mask in one of its own.
+
+    mask: of this rank's queries, over the keys of ranks 0, 1, ...
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), arXiv:2309.14509.
     """
@@ -27,17 +34,30 @@ def attention_by_heads(q: Tensor, k: Tensor, v: Tensor, call: Attention, layout:
     whole = moved(together, axis, Move("all_to_all", 1, 2, heads.lengths, layout.counts))
     of_queries, k, v = taken(whole, layout.in_order, 2).split((heads.served * width, width, v.shape[-1]), -1)
     q = of_queries.unflatten(3, (heads.served, width)).transpose(2, 3).flatten(1, 2)
-    out = taken(_local(q, k, v, call, call.bounds(layout)), layout.by_rank, 2)
     own = tuple(units * heads.served for units in heads.lengths)
+    if mask is not None:
+        mask = taken(taken(_of_heads(mask, tokens, axis, own, layout), layout.in_order, 2), layout.in_order, 3)
+    if call.is_plain or not q.numel():
+        out = _local(q, k, v, call, call.bounds(layout))
+        if mask is not None and mask.is_floating_point():  # it has its place among gradients, too: nothing is added up
+            out = out + mask.sum().to(out.dtype)
+    else:
+        way = Way(Layout(layout.length, 1, "contiguous"), 0, seed, sum(own[: axis.rank]))
+        out = ring_attention(q, k, v, mask, call, way)
+    out = taken(out, layout.by_rank, 2)
     return moved(out, axis, Move("all_to_all", 2, 1, layout.counts, own))
 
 
-def taken(x: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
-    """Return the rows in these ranges along `dim`, one behind another."""
-    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
-        return x
-    parts = [x.narrow(dim, part.start, len(part)) for part in ranges]
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+def _of_heads(mask: Tensor, tokens: int, axis: Axis, heads: Sequence[int], layout: Layout) -> Tensor:
+    """Return the mask of this rank's heads, of the queries of ranks 0, 1, ... Its gradient goes where it came from."""
+    mask = mask.expand(-1, -1, tokens, -1)
+    sent = mask.byte() if mask.dtype is torch.bool else mask
+    plain = Axis(axis.comm)  # what hides a key is not to be rounded by a codec
+    if mask.shape[1] == 1:
+        found = moved(sent, plain, gather(2, partial=True, lengths=layout.counts))
+    else:
+        found = moved(sent, plain, Move("all_to_all", 1, 2, tuple(heads), layout.counts))
+    return found.bool() if mask.dtype is torch.bool else found
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, call: Attention, bounds: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,72 +13,112 @@ from torch.nn.functional import pad
 
 from commlib.errors import UsageError
 from commlib.functional.attention import Attention
-from commlib.functional.ring import Ring, pass_on
+from commlib.functional.ring import pass_on
+from commlib.tensor.context import Block, Layout
 from commlib_torch._bridge import read, to_tensor
 from commlib_torch.devices import in_order
+from commlib_torch.tensor._masked import finite, masked_backward, masked_forward
+from commlib_torch.tensor._sight import Sights, narrowed
 from commlib_torch.tensor.attending import attending
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: Attention, ring: Ring) -> Tensor:
-    """Return attention by a ring. Where heads of `v` have another length than those of `k`, zeros make them equal."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a call goes: the rank whose queries these are, of those that have the sequence by a layout.
+
+    seed: of what is dropped. first_head: the number of the first head of these queries among all.
+    """
+
+    layout: Layout
+    rank: int
+    seed: int = 0
+    first_head: int = 0
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, way: Way) -> Tensor:
+    """Return attention by a ring, which one rank alone is, too. mask: over the keys of ranks 0, 1, ...
+
+    Where heads of `v` have another length than those of `k`, zeros make them equal.
+    """
     width, values = q.shape[-1], v.shape[-1]
     q, k, v = (pad(x, (0, max(width, values) - x.shape[-1])) if width != values else x for x in (q, k, v))
-    out: Tensor = _Ring.apply(q, k, v, call, ring)  # type: ignore[no-untyped-call]
+    out: Tensor = _Ring.apply(q, k, v, mask, call, way)  # type: ignore[no-untyped-call]
     return out[..., :values]
 
 
 class _Ring(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Attention, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, way: Way) -> Tensor:
         q = q.contiguous()
-        total, lse = ring.forward(_Blocks(call), q, torch.stack((k, v)))
+        blocks = _Blocks(call, way, q, mask)
+        total, stats = call.ring(way.layout, way.rank).forward(blocks, q, torch.stack((k, v)))
         out = total.to(q.dtype)
-        ctx.call, ctx.ring = call, ring
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.way = call, way
+        ctx.save_for_backward(q, k, v, out, stats, mask)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UsageError(
-                "attention by a ring has no gradients of gradients (create_graph=True): use method='all_to_all' within "
+                "attention by a ring, or with a window, masks or dropout, has no gradients of gradients "
+                "(create_graph=True): use method='all_to_all' without these, within "
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
             )
-        q, k, v, out, lse = ctx.saved_tensors
-        ctx.call.agree_backward(q.shape[2])
-        blocks, kv = _Blocks(ctx.call), torch.stack((k, v))
-        of_q, of_kv = ctx.ring.backward(blocks, gradient.contiguous(), q, kv, out, lse)
-        return of_q.to(q.dtype), of_kv[0].to(q.dtype), of_kv[1].to(q.dtype), None, None
+        q, k, v, out, stats, mask = ctx.saved_tensors
+        if ctx.way.layout.size > 1:
+            ctx.call.agree_backward(q.shape[2])
+        blocks, kv = _Blocks(ctx.call, ctx.way, q, mask, learns=ctx.needs_input_grad[3]), torch.stack((k, v))
+        ring = ctx.call.ring(ctx.way.layout, ctx.way.rank)
+        of_q, of_kv = ring.backward(blocks, gradient.contiguous(), q, kv, out, stats)
+        of_mask = None if blocks.of_mask is None else blocks.of_mask.to(mask.dtype)
+        return of_q.to(q.dtype), of_kv[0].to(q.dtype), of_kv[1].to(q.dtype), of_mask, None, None
 
 
 class _Blocks:
-    def __init__(self, call: Attention) -> None:
+    def __init__(self, call: Attention, way: Way, q: Tensor, mask: Tensor | None, learns: bool = False) -> None:
         self._axis, self._scale = call.axis, call.scale
+        self._sights = Sights(call, way.layout, way.rank, mask, way.seed, q, way.first_head)
+        self.of_mask = self.zeros(mask) if mask is not None and learns else None
 
     def rows(self, x: Tensor, span: tuple[int, int]) -> Tensor:
         return x[..., slice(*span), :]
 
-    def attend(self, q: Tensor, kv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse = attending(q).forward(q, kv[0], kv[1], causal, self._scale)
-        return out, lse.unsqueeze(-1)
+    def attend(self, q: Tensor, kv: Tensor, block: Block, source: int) -> tuple[Tensor, Tensor]:
+        sight = self._sights.of(block, source)
+        if sight is not None:
+            return masked_forward(q, kv[0], kv[1], sight, self._scale)
+        out, lse = attending(q).forward(q, kv[0], kv[1], block.causal, self._scale)
+        return out, torch.stack((lse, torch.ones_like(lse)), -1)
 
     def gradients(
-        self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, stats: Tensor, block: Block, source: int
     ) -> tuple[Tensor, Tensor]:
-        of_q, *of_kv = attending(q).backward(gradient, q, kv[0], kv[1], out, lse.squeeze(-1), causal, self._scale)
+        sight = self._sights.of(block, source)
+        if sight is None:
+            lse = stats[..., 0] + stats[..., 1].log()
+            of_q, *of_kv = attending(q).backward(gradient, q, kv[0], kv[1], out, lse, block.causal, self._scale)
+            return of_q, torch.stack(of_kv)
+        of_mask = None
+        if self.of_mask is not None:
+            of_mask = narrowed(self.of_mask, block.queries)[..., self._sights.columns(block, source)]
+        of_q, *of_kv = masked_backward(gradient, q, kv[0], kv[1], out, stats, sight, self._scale, of_mask)
         return of_q, torch.stack(of_kv)
 
     def nothing(self, q: Tensor) -> tuple[Tensor, Tensor]:
         out = self.zeros(q)
-        return out, out.new_full((*q.shape[:-1], 1), -torch.inf)
+        return out, out.new_tensor([-torch.inf, 0]).expand(*q.shape[:-1], 2).clone()
 
     def merge(
         self, found: tuple[Tensor, Tensor], span: tuple[int, int], more: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = (self.rows(x, span) for x in found)
-        together = torch.logaddexp(lse, more[1])
-        out.mul_(torch.exp(lse - together)).addcmul_(more[0].to(out.dtype), torch.exp(more[1] - together))
-        lse.copy_(together)
+        out, stats = (self.rows(x, span) for x in found)
+        largest = finite(torch.maximum(stats[..., :1], more[1][..., :1]))
+        here, there = (x[..., 1:] * torch.exp(x[..., :1] - largest) for x in (stats, more[1]))
+        total = here + there
+        weight = total.clamp(min=1)  # of the largest score alone it is 1
+        out.mul_(here / weight).addcmul_(more[0].to(out.dtype), there / weight)
+        stats.copy_(torch.cat((largest, total), -1))
         return found
 
     def zeros(self, x: Tensor) -> Tensor:

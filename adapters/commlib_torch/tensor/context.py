@@ -16,12 +16,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from commlib.functional.attention import Attention
+from commlib.functional.agreement import or_refused
+from commlib.functional.attention import WHAT, Attention, Given, Options
 from commlib.functional.axis import Axis
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import attention_by_heads
-from commlib_torch.tensor._ring import ring_attention
+from commlib_torch.tensor._keys import whole_mask
+from commlib_torch.tensor._ring import Way, ring_attention
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
 
@@ -40,16 +42,33 @@ def attention(
     layout: str = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
+    window: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
     method: str = "ring",
     dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention` over sequences that are divided among ranks.
 
     q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves as many of
     q's. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and those before it in
-    the whole sequence. scale: by default 1 / sqrt(head_dim). layout: "balanced" or "contiguous", as `shard_sequence`
-    has divided it. length: of the whole sequence, by default what the ranks' tokens add up to. documents: where packed
-    documents begin and the last one ends, (0, 5, 11), the same for the whole batch; tokens see their document alone.
+    the whole sequence. scale: by default 1 / sqrt(head_dim); a negative one, too. layout: "balanced" or "contiguous",
+    as `shard_sequence` has divided it. length: of the whole sequence, by default what the ranks' tokens add up to.
+    documents: where packed documents begin and the last one ends, (0, 5, 11), the same for the whole batch; tokens see
+    their document alone.
+
+    window: (left, right), how many positions before and after its own a token sees, -1 for all; with `causal` none
+    after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
+    for keys that none sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
+    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the first one or two:
+    bool, True for what is seen, or floats that are added to scores, and have a gradient, that of this rank's queries.
+    Where several are given, a token sees what all let it see; one that sees nothing gets zeros, and gives no gradient.
+
+    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: of what is dropped, by default a number of
+    PyTorch's generator, which each rank draws; that of the axis' first rank counts. The same weights are dropped on any
+    number of ranks, by either method, and where a checkpoint recomputes. Heads that are divided among other ranks
+    with the same stream, as those along "tp", drop alike: call it within `streams.divided(mesh["tp"])`.
 
     method: "ring", keys and values travel round the ranks while blocks are computed; a rank never has the whole
     sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are
@@ -60,25 +79,29 @@ def attention(
     """
     axis = _axis_of(axis)
     q, k, v = (_cast(x) for x in (q, k, v))
-    call = Attention.of(
-        axis,
-        q.shape,
-        k.shape,
-        v.shape,
-        [dtype_name(x.dtype) for x in (q, k, v)],
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        length=length,
-        documents=documents,
-        method=method,
-        dropout_p=dropout_p,
-        device=device_kind((q, k, v)),
-    )
-    divided = call.agree(q.shape[2])
+    options = Options(causal, scale, layout, length, documents, window, method, dropout_p)
+
+    def made() -> Attention:
+        masks = [x for x in (mask, key_mask) if x is not None]
+        tensors = _given(q), _given(k), _given(v), _given(mask), _given(key_mask)
+        return Attention.of(axis, tensors, options, device_kind((q, k, v, *masks)))
+
+    call = or_refused(axis.comm, WHAT, made, 2)
+    if dropout_p and seed is None:
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+    divided, seed = call.agree(q.shape[2], seed or 0)
+    if call.sign < 1:
+        q = q * call.sign
+    seen = whole_mask(mask, key_mask, axis, divided)
     if method == "all_to_all":
-        return attention_by_heads(q, k, v, call, divided)
-    return ring_attention(q, k, v, call, call.ring(divided))
+        return attention_by_heads(q, k, v, seen, call, divided, seed)
+    return ring_attention(q, k, v, seen, call, Way(divided, axis.rank, seed))
+
+
+def _given(x: Tensor | None) -> Given:
+    if x is None:
+        return Given()
+    return Given(dtype_name(x.dtype), x.shape, torch.is_grad_enabled() and x.requires_grad)
 
 
 def _axis_of(axis: On) -> Axis:

@@ -18,7 +18,7 @@ from commlib.tensor.context import Layout, document_bounds
 from commlib.tensor.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._uncompiled import uncompiled
-from commlib_torch.tensor._by_heads import taken
+from commlib_torch.tensor._taken import taken
 from commlib_torch.tensor.moves import On, axis_of, moved
 
 

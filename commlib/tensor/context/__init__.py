@@ -7,9 +7,15 @@ says how heads are divided for the other method, in which each rank has whole se
 
 from __future__ import annotations
 
+from commlib.tensor.context.dropping import check_rate
 from commlib.tensor.context.heads import Heads
 from commlib.tensor.context.layout import ORDERS, Layout, document_bounds
+from commlib.tensor.context.mask import Mask, check_key_mask
 from commlib.tensor.context.picture import draw
 from commlib.tensor.context.steps import Block, Step, pairs, steps
+from commlib.tensor.context.window import Window
 
-__all__ = ["ORDERS", "Block", "Heads", "Layout", "Step", "document_bounds", "draw", "pairs", "steps"]
+__all__ = [
+    "ORDERS", "Block", "Heads", "Layout", "Mask", "Step", "Window", "check_key_mask", "check_rate", "document_bounds",
+    "draw", "pairs", "steps",
+]  # fmt: skip

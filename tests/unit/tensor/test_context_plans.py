@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import UsageError
-from commlib.tensor.context import ORDERS, Heads, Layout, document_bounds, draw, pairs, steps
+from commlib.tensor.context import ORDERS, Heads, Layout, Window, document_bounds, draw, pairs, steps, window
 
 LENGTHS, SIZES = st.integers(0, 40), st.integers(1, 6)
+WINDOWS = st.tuples(st.integers(-1, 14), st.integers(-1, 14))
 
 
 @st.composite
@@ -36,28 +37,38 @@ def test_each_position_is_on_one_rank(length: int, size: int, order: str) -> Non
     assert max(layout.counts) - min(layout.counts) <= 2
 
 
-@given(packed(), SIZES, st.sampled_from(ORDERS), st.booleans())
+@given(packed(), SIZES, st.sampled_from(ORDERS), st.booleans(), st.none() | WINDOWS, st.integers(1, 6))
 def test_each_visible_pair_occurs_once(
-    documents: tuple[int, tuple[int, ...]], size: int, order: str, causal: bool
+    documents: tuple[int, tuple[int, ...]], size: int, order: str, causal: bool, sees: tuple[int, int] | None, rows: int
 ) -> None:
     """Elsewhere whole shards were left out, or seen twice, without a word."""
     length, given_bounds = documents
+    reach = Window.of("here", sees, causal)
+    left, right = (length if side is None else side for side in reach)
     layout, bounds = Layout(length, size, order), document_bounds(given_bounds, length)
     shards = [[position for part in layout.ranges(rank) for position in part] for rank in range(size)]
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(size):
-        plan = steps(layout, rank, causal, bounds)
+        with pytest.MonkeyPatch.context() as patch:  # blocks of a few rows, as long sequences have them
+            patch.setattr(window, "ROWS", rows)
+            steps.cache_clear()
+            plan = steps(layout, rank, causal, bounds, reach)
         assert [step.source for step in plan] == [(rank - number) % size for number in range(size)]
         for step in plan:
             for block in step.blocks:
                 queries, keys = shards[rank][slice(*block.queries)], shards[step.source][slice(*block.keys)]
-                seen = [(q, k) for q in queries for k in keys if not block.causal or k <= q]
+                low, high = block.band or (-length, length)
+                seen = [
+                    (q, k) for row, q in enumerate(queries) for column, k in enumerate(keys)
+                    if (k <= q or not block.causal) and low <= column - row <= high
+                ]  # fmt: skip
                 assert len(seen) == block.pairs
+                assert {q for q, _ in seen} == set(queries)  # none of them sees nothing
                 assert not block.causal or queries == keys == list(range(queries[0], queries[-1] + 1))
                 found.update(seen)
     expected = {
         (q, k) for start, stop in pairwise(bounds) for q in range(start, stop) for k in range(start, stop)
-        if not causal or k <= q
+        if (k <= q or not causal) and q - left <= k <= q + right
     }  # fmt: skip
     assert found == dict.fromkeys(expected, 1)
 
@@ -89,6 +100,21 @@ def test_a_block_without_a_mask_is_as_large_as_can_be() -> None:
         for step in steps(Layout(30, 3), rank, False, (0, 30)):
             assert [(block.queries, block.keys) for block in step.blocks] == [((0, 10), (0, 10))]
     assert [len(step.blocks) for step in steps(Layout(32, 4), 1, True, (0, 32))] == [3, 1, 1, 1]
+
+
+def test_work_within_a_window_is_as_long_as_the_window() -> None:
+    """Not as the sequence: what nobody sees is not computed, and most of the rest has no mask."""
+    length, reach = 1 << 16, Window(4095, 0)
+    blocks = [block for step in steps(Layout(length, 4), 1, True, (0, length), reach) for block in step.blocks]
+    areas = [(block.queries[1] - block.queries[0]) * (block.keys[1] - block.keys[0]) for block in blocks]
+    assert sum(areas) < 1.6 * 4096 * length / 4
+    assert sum(area for area, block in zip(areas, blocks, strict=True) if block.band is None) > 0.6 * sum(areas)
+
+
+@pytest.mark.parametrize("given", [4096, (1, 2, 3), (-2, 0), (1.5, 0), (True, 0), "ab"], ids=str)
+def test_a_window_that_is_none_is_refused(given: object) -> None:
+    with pytest.raises(UsageError, match=r"expected \(left, right\)"):
+        Window.of("attention", given, False)
 
 
 def test_the_picture_of_a_plan() -> None:

@@ -1,0 +1,77 @@
+"""Attention over a block of which a query does not see each key, or where weights are dropped: by products.
+
+What is seen is asked of a `Sight`. Else as `ByProducts`, with the stats of scores that `commlib.functional.ring` has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commlib_torch.tensor._sight import Sight
+
+_MOST_SCORES = 1 << 24
+"""Elements of the scores that are there at a time."""
+
+
+def masked_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the softmax over these keys' scores times their values, and stats; zeros where no key is seen."""
+    kind = torch.promote_types(q.dtype, torch.float32)
+    of_keys, values = (x.to(kind).unsqueeze(2) for x in (k, v))
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=kind, device=q.device)
+    stats = torch.empty((*q.shape[:-1], 2), dtype=kind, device=q.device)
+    for rows in _pieces(q, k):
+        scores = _scores(q[:, :, rows].to(kind), of_keys, sight, rows, scale)
+        most = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - finite(most))
+        total = weights.sum(-1, keepdim=True)
+        found = sight.drop(weights, rows) @ values / total.clamp(min=1)
+        out[:, :, rows] = found.flatten(1, 2)
+        stats[:, :, rows] = torch.cat((most, total), -1).flatten(1, 2)
+    return out, stats
+
+
+def masked_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, sight: Sight, scale: float,
+    of_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v for the part of these keys in `out`; that and `stats` are over all keys.
+
+    of_mask: the gradient of the block's mask, to which this part is added.
+    """
+    heads, kind = (k.shape[1], q.shape[1] // k.shape[1]), torch.promote_types(q.dtype, torch.float32)
+    of_keys, values = (x.to(kind).unsqueeze(2) for x in (k, v))
+    of_q = torch.empty_like(q, dtype=kind)
+    of_k, of_v = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
+    for rows in _pieces(q, k):
+        mine, result, given = (x[:, :, rows].to(kind) for x in (q, out, gradient))
+        scores = _scores(mine, of_keys, sight, rows, scale)
+        most, total = stats[:, :, rows].unflatten(1, heads).split(1, -1)
+        weights = torch.exp(scores - finite(most)) / total.clamp(min=1)
+        of_result = given.unflatten(1, heads)
+        drawn = (given * result).sum(-1, keepdim=True).unflatten(1, heads)
+        of_scores = weights * (sight.drop(of_result @ values.mT, rows) - drawn)
+        if of_mask is not None:
+            part = of_mask if of_mask.shape[2] == 1 else of_mask[:, :, rows]
+            part += of_scores.flatten(1, 2).sum_to_size(part.shape)
+        of_scores *= scale
+        of_q[:, :, rows] = (of_scores @ of_keys).flatten(1, 2)
+        of_k += (of_scores.mT @ mine.unflatten(1, heads)).sum(2)
+        of_v += (sight.drop(weights, rows).mT @ of_result).sum(2)
+    return of_q, of_k, of_v
+
+
+def finite(most: Tensor) -> Tensor:
+    """Return the largest scores, where there is none the least number: no score less it is then NaN."""
+    return most.clamp(min=torch.finfo(most.dtype).min)
+
+
+def _pieces(q: Tensor, k: Tensor) -> list[slice]:
+    batch, heads, queries = q.shape[:3]
+    length = max(1, _MOST_SCORES // max(1, batch * heads * k.shape[2]))
+    return [slice(start, min(start + length, queries)) for start in range(0, queries, length)]
+
+
+def _scores(q: Tensor, k: Tensor, sight: Sight, rows: slice, scale: float) -> Tensor:
+    """Return (batch, heads of keys, queries for each, rows, keys)."""
+    return sight.hide(q.unflatten(1, (k.shape[1], -1)) @ k.mT * scale, rows)
