@@ -15,10 +15,18 @@ from commlib.errors import UsageError
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import ExpertRanks, shard_for
 from commlib.functional.axis import Axis
-from commlib.functional.shards import part
-from commlib.tensor.sharding import Nested, Sharding
+from commlib.functional.shards import Shard, part
+from commlib.tensor.sharding import Nested
 from commlib.tensor.streams import fold
 from commlib_tensorflow._shards import mark
+from commlib_tensorflow.expert._of_each import (
+    ConstraintOfEach,
+    RegularizerOfEach,
+    check_call,
+    check_layer,
+    check_rows,
+    takes_training,
+)
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
@@ -29,12 +37,15 @@ class Expert:
     It is no layer itself, so that Keras takes the layer's weights for nobody's.
     """
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+    def __init__(self, name: str, layer: Any) -> None:
+        self.name, self.layer = name, layer
+        self._takes_training = takes_training(layer)
 
-    def call(self, weights: Sequence[Any], rows: Any) -> Any:
-        """Return what the expert with these weights makes of rows."""
-        out, _ = self.layer.stateless_call(list(weights), [], rows)
+    def call(self, weights: Sequence[Any], rows: Any, *, training: bool) -> Any:
+        """Return what the expert with these weights makes of rows. Raises UsageError for others than rows like them."""
+        options = {"training": training} if self._takes_training else {}
+        out, _ = self.layer.stateless_call(list(weights), [], rows, **options)
+        check_rows(self.name, rows, out)
         return out
 
 
@@ -56,38 +67,50 @@ def stacked(
                 layer.build((None, width))
             made.append(layer)
     first = made[0]
-    if first.non_trainable_variables:
-        raise UsageError(
-            f"{owner.name}: an expert has {first.non_trainable_variables[0].path}, which is not trained: experts keep "
-            "trainable weights alone, since each sees other tokens (no dropout, no batch normalisation)"
-        )
+    if not isinstance(first, MLP):
+        check_layer(owner.name, first)
+        check_call(owner.name, first, width)
     stacks = []
-    is_divided = isinstance(first, MLP) and ranks.tensor is not None
-    divided = first.divided() if is_divided else {}
+    divided = first.divided() if isinstance(first, MLP) and ranks.tensor is not None else {}
     for number, variable in enumerate(first.trainable_variables):
         values = np.stack([layer.trainable_variables[number].numpy() for layer in made])
         name = f"experts_{number}_{variable.name}"
-        stacks.append(_stack(owner, name, values, divided.get(variable.name), placement, ranks))
+        shard = shard_for((len(placement.owners), *values.shape[1:]), divided.get(variable.name), ranks)
+        stacks.append(_stack(owner, name, values, shard, ranks, **_settings(first, variable, ranks)))
     watch_optimizers()
-    return Expert(first), stacks
+    return Expert(owner.name, first), stacks
 
 
-def _stack(
-    owner: Any, name: str, values: Any, divided: Sharding | None, placement: Placement, ranks: ExpertRanks
-) -> Any:
+def _settings(layer: Any, variable: Any, ranks: ExpertRanks) -> dict[str, Any]:
+    """Return what a stack has of one expert's weight."""
+    one, constraint = variable.regularizer, variable.constraint
+    return {
+        "dtype": variable.dtype,
+        "autocast": isinstance(layer, MLP),  # other layers say of each weight in what they compute
+        "regularizer": None if one is None else RegularizerOfEach(one, ranks.axis.size),
+        "constraint": None if constraint is None else ConstraintOfEach(constraint),
+    }
+
+
+def _stack(owner: Any, name: str, values: Any, shard: Shard, ranks: ExpertRanks, **settings: Any) -> Any:
     """Return a weight of `owner` with the values of this rank's experts, one behind another."""
-    shard = shard_for((len(placement.owners), *values.shape[1:]), divided, ranks)
     if isinstance(shard.sharding, Nested):
         assert ranks.tensor is not None
         values = part(values, shard.sharding.inner, ranks.tensor.rank, ranks.tensor.size)
     weight = owner.add_weight(
-        shape=values.shape, initializer=lambda shape, dtype: keras.ops.cast(values, dtype), trainable=True, name=name
+        shape=values.shape,
+        initializer=lambda shape, dtype: keras.ops.cast(values, dtype),
+        trainable=True,
+        name=name,
+        **settings,
     )
     mark(weight, shard)
     return weight
 
 
-def computed(expert: Expert, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None) -> Any:
+def computed(
+    expert: Expert, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None, *, training: bool
+) -> Any:
     """Return what the experts of a rank make of their rows, of which each has `counts`.
 
     tensor: the ranks among which each of them is divided, if it is.
@@ -96,7 +119,8 @@ def computed(expert: Expert, stacks: Sequence[Any], rows: Any, counts: Any, loca
         return expert.layer.grouped(stacks, rows, counts, local, tensor)
     parts = tf.split(rows, counts, num=local)
     values = zip(*(tf.unstack(keras.ops.convert_to_tensor(one), num=local) for one in stacks), strict=True)
-    return tf.concat([expert.call(weights, part) for weights, part in zip(values, parts, strict=True)], 0)
+    each = zip(values, parts, strict=True)
+    return tf.concat([expert.call(weights, part, training=training) for weights, part in each], 0)
 
 
 @contextmanager

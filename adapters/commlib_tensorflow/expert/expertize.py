@@ -7,15 +7,17 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import agree_on_call, together
+from commlib.functional.agreement import agree_on_call, said, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow.expert._of_each import check_call, check_layer, check_plain, check_rows
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.expert.verify import verify as verify_experts
 from commlib_tensorflow.tensor.names import layers_named, only
@@ -43,7 +45,7 @@ def expertize(
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
-    lines = [f"layer {place}: {experts}" for place, _, experts in found]
+    lines = [f"layer {place}: {experts}, {_told(layer, experts)}" for place, layer, experts in found]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
     made = {id(layer): _made(layer, experts, ranks) for _, layer, experts in found}
     before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in found]
@@ -77,25 +79,32 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         name = list(named)[place]
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
-        width_of(name, layer)
+        check_layer(f"expertize: {name}", layer)
+        width = width_of(name, layer)
         if experts.shared and experts.hidden is None:
             raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
         if experts.copy and experts.hidden is not None:
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
-        if experts.hidden is None:
-            try:
-                _like(layer)
-            except Exception as error:
-                raise UsageError(
-                    f"expertize: {name} cannot be made from its configuration ({type(error).__name__}: {error}): give "
-                    "hidden= for built-in MLPs"
-                ) from error
+        if experts.hidden is not None:
+            check_plain(f"expertize: {name}", layer)
+            continue
+        try:
+            made = _like(layer)
+        except Exception as error:
+            raise UsageError(
+                f"expertize: {name} cannot be made from its configuration ({type(error).__name__}: {error}): give "
+                "hidden= for built-in MLPs"
+            ) from error
+        check_layer(f"expertize: {name}", made)
+        check_call(f"expertize: {name}", made, width)
+        rows = tf.zeros((1, width), layer.compute_dtype)
+        check_rows(f"expertize: {name}", rows, made(rows))
     return found
 
 
 def width_of(name: str, layer: Any) -> int:
     """Return the features that an MLP takes and gives. Raises UsageError where its kernels do not say so."""
-    kernels = [tuple(variable.shape) for variable in layer.trainable_variables if len(variable.shape) == 2]
+    kernels = [tuple(variable.shape) for variable in layer.variables if len(variable.shape) == 2]
     if not kernels or kernels[0][0] not in {outputs for _, outputs in kernels}:
         raise UsageError(
             f"expertize: {name} is a {type(layer).__name__}, expected an MLP whose first kernel takes the features "
@@ -107,11 +116,36 @@ def width_of(name: str, layer: Any) -> int:
 def _like(layer: Any) -> Any:
     """Return a new layer of the same configuration, built for rows [number, width]."""
     if type(layer) is keras.Sequential:  # but for the shape that it has been built for
-        made = keras.Sequential([inner.__class__.from_config(inner.get_config()) for inner in layer.layers])
+        made = keras.Sequential([inner.__class__.from_config(_unseeded(inner.get_config())) for inner in layer.layers])
     else:
-        made = layer.__class__.from_config(layer.get_config())
+        made = layer.__class__.from_config(_unseeded(layer.get_config()))
     made(np.zeros((1, width_of(layer.name, layer)), np.float32))
     return made
+
+
+def _unseeded(config: Any) -> Any:
+    """Return a configuration whose initializers have no seed of their own: all experts would begin as one."""
+    if isinstance(config, list | tuple):
+        return type(config)(map(_unseeded, config))
+    if not isinstance(config, dict):
+        return config
+    found = {key: _unseeded(value) for key, value in config.items()}
+    if config.get("module") == "keras.initializers" and "seed" in config.get("config", {}):
+        found["config"]["seed"] = None
+    return found
+
+
+def _told(layer: Any, experts: Experts) -> Any:
+    """Return what all ranks must have in a layer of which experts are made: its configuration, without names."""
+    return "" if experts.hidden is not None else _nameless(layer.get_config())
+
+
+def _nameless(config: Any) -> Any:
+    if isinstance(config, list | tuple):
+        return list(map(_nameless, config))
+    if isinstance(config, dict):
+        return {key: _nameless(value) for key, value in sorted(config.items()) if key not in ("name", "build_config")}
+    return said(config)
 
 
 def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:

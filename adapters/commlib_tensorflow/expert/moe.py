@@ -124,10 +124,10 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
 
         logits, given = self.logits(tokens, training=training), list(more.values())
         if options.chunks > 1 and self.ranks.axis.size > 1:
-            y, losses = self._in_parts(tokens, logits, route, given)
+            y, losses = self._in_parts(tokens, logits, route, given, training)
         else:
             came = sent(tokens, logits, mixture, route, given)
-            y, losses = self._computed(came, tokens), came.losses
+            y, losses = self._computed(came, tokens, training), came.losses
         if training and options.has_losses:
             loss = options.balance_weight * losses[0] + options.z_weight * losses[1]
             self.add_loss(tf.cast(loss, keras.config.floatx()))  # Keras adds it to losses of that dtype
@@ -135,14 +135,14 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             y = y + self.shared(tokens)
         return tf.reshape(y, tf.shape(inputs))
 
-    def _computed(self, came: Sent, tokens: Any) -> Any:
+    def _computed(self, came: Sent, tokens: Any, training: bool) -> Any:
         """Return for tokens what the experts of all ranks make of them."""
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
-        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
+        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
         return combined(out, self.mixture, came, tokens)
 
-    def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any) -> tuple[Any, Any]:
+    def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any, training: bool) -> tuple[Any, Any]:
         """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""
         count = self.options.chunks
         found = routed(logits, count, route, given)
@@ -151,7 +151,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         for part in range(count):
             if part + 1 < count:
                 came.append(dispatched(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
-            results.append(self._computed(came[part], xs[part]))
+            results.append(self._computed(came[part], xs[part], training))
         return tf.concat(results, 0), found.losses
 
     def _balance(self) -> None:
@@ -164,8 +164,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         bias.assign(moved)
 
     def one_expert(self, weights: Sequence[Any], rows: Any) -> Any:
-        """Return what an expert with these weights makes of rows."""
-        return self._expert.call(weights, rows)
+        """Return what an expert with these weights makes of rows, in evaluation."""
+        return self._expert.call(weights, rows, training=False)
 
     def stats(self) -> Stats:
         """Return how experts were used since the last time, by tokens of all ranks. Collective."""

@@ -1,0 +1,171 @@
+"""Experts like an MLP have its regularizers, constraints and dtypes, and what they cannot have is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib import Communicator, Mesh
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_tensorflow import DistributedOptimizer, gather_weights
+from commlib_tensorflow.expert import MoE, expertize
+
+L = keras.layers
+WIDTH = 4
+
+
+def dense(*layers: Any, **settings: Any) -> Any:
+    """Return a model x + mlp(x), whose MLP has a first layer of some settings, and others behind it."""
+    keras.utils.set_random_seed(3)
+    x = keras.Input((3, WIDTH))
+    last = L.Dense(WIDTH, name="last")
+    mlp = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, name="first", **settings), *layers, last], name="mlp")
+    return keras.Model(x, x + mlp(x))
+
+
+def rows(comm: Communicator) -> Any:
+    return np.random.default_rng(comm.rank).normal(size=(4, 3, WIDTH)).astype(np.float32)
+
+
+def plan(comm: Communicator, **options: Any) -> dict[str, Experts]:
+    return {"mlp": Experts(2 * comm.size, top_k=2, balance="none", **options)}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Roots(keras.regularizers.Regularizer):  # type: ignore[misc]
+    """The norm of a weight: that of a stack is not the sum of those of its weights."""
+
+    def __call__(self, weight: Any) -> Any:
+        return 0.5 * keras.ops.sqrt(keras.ops.sum(weight**2))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("copies", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_regularizers_and_constraints_are_of_each_expert(comm: Communicator, copies: bool) -> None:
+    """They were left out: a model trained on without its weight decay."""
+    if comm.size == 3 and copies:
+        pytest.skip("2 ranks for copies")
+    settings = {
+        "kernel_regularizer": Roots(),
+        "bias_regularizer": "l2",
+        "kernel_constraint": keras.constraints.UnitNorm(axis=0),
+    }
+    mesh = Mesh(dp=-1).refactor({"dp": {"edp": -1, "ep": 1 if copies else comm.size}})
+    made = expertize(dense(**settings), mesh, plan(comm))
+    for stack in made.get_layer("mlp").stacks[1::2]:  # biases
+        stack.assign_add(tf.ones_like(stack))
+    kernels, biases = gather_weights(made)[1:3]
+    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), loss=lambda y, out: 0.0 * out)
+    losses = made.fit(rows(comm), rows(comm), batch_size=4, verbose=0).history["loss"]
+    norms = np.sqrt((kernels.astype(np.float64) ** 2).sum((1, 2)))
+    expected = 0.5 * norms.sum() + 0.01 * (biases**2).sum()
+    np.testing.assert_allclose(comm.all_reduce(np.array(losses), "mean"), expected, rtol=1e-6)
+    stepped = kernels - 0.1 * 0.5 * kernels / norms[:, None, None]
+    stepped /= np.sqrt((stepped**2).sum(1, keepdims=True))
+    after = gather_weights(made)
+    np.testing.assert_allclose(after[1], stepped, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after[2], biases - 0.1 * 0.02 * biases, rtol=1e-6)
+    mesh.close()
+
+
+def test_each_weight_has_the_dtype_that_it_had(comm: Communicator) -> None:
+    """Those of a layer in float64 were rounded to float32."""
+    plain = dense(dtype="float64")
+    x = rows(comm)
+    expected = plain(x).numpy()
+    values = plain.get_layer("mlp").layers[0].kernel.numpy()
+    made = expertize(plain, comm, plan(comm, copy=True))
+    first, _, last, _ = made.get_layer("mlp").stacks
+    assert (first.dtype, last.dtype) == ("float64", "float32")
+    np.testing.assert_array_equal(first[0], values)
+    np.testing.assert_allclose(made(x), expected, rtol=1e-6, atol=1e-6)
+
+
+class Doubles(keras.layers.Layer):  # type: ignore[misc]
+    """An MLP that does something else in training."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.up = L.Dense(6)
+        self.down = L.Dense(WIDTH)
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 6))
+
+    def call(self, x: Any, training: Any = False) -> Any:
+        return self.down(self.up(x)) * (2.0 if training else 1.0)
+
+
+class AddsLosses(keras.layers.Layer):  # type: ignore[misc]
+    """A layer whose loss is of what it is given."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.sum(x))
+        return x
+
+
+def test_experts_are_told_whether_they_are_trained(comm: Communicator) -> None:
+    """They computed as in evaluation."""
+    x = keras.Input((3, WIDTH))
+    made = expertize(keras.Model(x, Doubles(name="mlp")(x)), comm, plan(comm))
+    given = rows(comm)
+    np.testing.assert_allclose(made(given, training=True), 2 * made(given), rtol=1e-6)
+
+
+def test_a_seed_of_an_initializer_does_not_make_experts_alike(comm: Communicator) -> None:
+    """All experts began with the same values, and stayed so."""
+    made = expertize(dense(kernel_initializer=keras.initializers.GlorotUniform(seed=5)), comm, plan(comm))
+    kernels = gather_weights(made)[1]
+    assert len({kernel.tobytes() for kernel in kernels}) == 2 * comm.size
+
+
+def refused() -> dict[str, tuple[Any, str]]:
+    frozen = dense()
+    frozen.get_layer("mlp").trainable = False
+    part = dense()
+    part.get_layer("mlp").layers[0].trainable = False
+    lora = dense()
+    lora.get_layer("mlp").layers[0].enable_lora(2)
+    in_64 = dense()
+    in_64.get_layer("mlp").layers[-1].dtype_policy = keras.DTypePolicy("float64")
+    return {
+        "frozen": (frozen, r"mlp is frozen \(trainable=False\).*freeze the mixture of experts afterwards"),
+        "a frozen layer": (part, r"first is frozen \(trainable=False\)"),
+        "LoRA": (lora, r"first has LoRA.*merged with it"),
+        "activity": (dense(activity_regularizer="l2"), "first has an activity regularizer.*behind the mixture"),
+        "add_loss": (dense(AddsLosses()), "calls add_loss.*behind the mixture"),
+        "dropout": (dense(L.Dropout(0.1, name="drop")), r"drop \(Dropout\) draws random numbers"),
+        "batch norm": (dense(L.BatchNormalization()), "moving_mean, which is not trained"),
+        "another dtype": (in_64, r"of rows float32\[number, 4\] an expert makes float64\[number, 4\]"),
+    }
+
+
+def test_what_experts_cannot_have_is_refused_by_name(comm: Communicator) -> None:
+    """A frozen MLP was said to be none, and losses of activities were left out. The model is as it was."""
+    for name, (made, message) in refused().items():
+        layers = [type(layer) for layer in made.layers]
+        expected = made(rows(comm)).numpy()
+        with pytest.raises(UsageError, match=message):
+            expertize(made, comm, plan(comm, copy=True))
+        assert [type(layer) for layer in made.layers] == layers, name
+        np.testing.assert_array_equal(made(rows(comm)), expected, err_msg=name)
+    made = dense(kernel_regularizer="l2")
+    with pytest.raises(UsageError, match=r"kernel has a regularizer, and built-in experts \(hidden=\) have none"):
+        expertize(made, comm, plan(comm, hidden=3))
+    with pytest.raises(UsageError, match=r"of rows float32\[number, 4\] an expert makes float32\[number, 5\]"):
+        MoE(Experts(2 * comm.size), comm, expert=lambda: L.Dense(5))(rows(comm))
+
+
+@pytest.mark.ranks(min=2)
+def test_other_settings_on_ranks(comm: Communicator) -> None:
+    """Ranks trained their experts with another weight decay each."""
+    with pytest.raises(MismatchError, match="expertize: entry 0"):
+        expertize(dense(kernel_regularizer=keras.regularizers.L2(0.1 + comm.rank)), comm, plan(comm))
