@@ -11,7 +11,7 @@ import tensorflow as tf
 from commlib.functional.attention import Attention
 from commlib.functional.sequences import positions
 from commlib.tensor.context import Block, Layout
-from commlib.tensor.context.dropping import hashed, least_kept, started
+from commlib.tensor.context.dropping import hashed, hashed_key, least_kept, started
 
 
 class Bits(NamedTuple):
@@ -73,7 +73,7 @@ class Sights:
             shift = tf.bitwise.right_shift
             of_rows, of_keys = started(tf.cast(seed, tf.int64), shift)
             rows = hashed(hashed(of_rows, rows, shift)[..., tf.newaxis], keys[rank], shift)
-            self._bits = Bits(rows, hashed(of_keys, tf.concat(keys, 0), shift))
+            self._bits = Bits(rows, hashed_key(of_keys, tf.concat(keys, 0), shift))
 
     def of(self, block: Block, source: int) -> Sight:
         """Return that of a block whose keys are a rank's."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from commlib.functional.attention import Attention
 from commlib.functional.sequences import positions
 from commlib.tensor.context import Block, Layout
-from commlib.tensor.context.dropping import hashed, least_kept, started
+from commlib.tensor.context.dropping import hashed, hashed_key, least_kept, started
 
 
 class Bits(NamedTuple):
@@ -73,7 +73,7 @@ class Sights:
             rows = torch.arange(q.shape[0], device=q.device).unsqueeze(1) * call.heads.queries + heads
             of_rows, of_keys = started(seed, rshift)
             rows = hashed(hashed(of_rows, rows, rshift).unsqueeze(-1), keys[rank], rshift)
-            self._bits = Bits(rows, hashed(of_keys, torch.cat(keys), rshift))
+            self._bits = Bits(rows, hashed_key(of_keys, torch.cat(keys), rshift))
 
     def of(self, block: Block, source: int) -> Sight | None:
         """Return that of a block whose keys are a rank's; None if there is nothing but, perhaps, `causal`."""

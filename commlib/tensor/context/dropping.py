@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.errors import UsageError
 
-_BITS = (1 << 32) - 1
+_BITS, _ODD = (1 << 32) - 1, 0x9E3779B1
 
 
 def check_rate(what: str, rate: float) -> float:
@@ -25,13 +25,19 @@ def check_rate(what: str, rate: float) -> float:
 
 def started(seed: Any, right_shift: Callable[[Any, int], Any]) -> tuple[Any, Any]:
     """Return where the hashes of rows and of keys start, for a seed of 63 bits."""
-    low = _mixed((seed & _BITS) ^ 0x9E3779B9, right_shift)
-    return low, _mixed((right_shift(seed, 32) & _BITS) ^ low, right_shift)
+    low = _mixed((seed & _BITS) ^ _ODD, right_shift)
+    high = _mixed((right_shift(seed, 32) & _BITS) ^ low, right_shift)
+    return low, _mixed((high + _ODD) & _BITS, right_shift)
 
 
 def hashed(start: Any, number: Any, right_shift: Callable[[Any, int], Any]) -> Any:
     """Return 32 random bits for a start, such as the hash of other numbers, and a number of 32 bits."""
     return _mixed(start ^ number, right_shift)
+
+
+def hashed_key(start: Any, key: Any, right_shift: Callable[[Any, int], Any]) -> Any:
+    """Return 32 random bits for a key. Never those of a query one by one: a row would meet itself."""
+    return _mixed(start ^ ((key * _ODD) & _BITS), right_shift)
 
 
 def least_kept(rate: float) -> int:

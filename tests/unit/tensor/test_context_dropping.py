@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor.context.dropping import check_rate, hashed, least_kept, started
+from commlib.tensor.context.dropping import check_rate, hashed, hashed_key, least_kept, started
 
 EXAMPLES, QUERIES, KEYS = 8, 200, 200
 
@@ -18,7 +18,7 @@ def kept(seed: int, rate: float) -> Any:
     """Return what numpy makes of it, for (examples, queries, keys)."""
     of_rows, of_keys = (np.array([start]) for start in started(seed, rshift))
     rows = hashed(hashed(of_rows, np.arange(EXAMPLES), rshift)[:, None], np.arange(QUERIES), rshift)
-    return hashed(rows[..., None], hashed(of_keys, np.arange(KEYS), rshift), rshift) >= least_kept(rate)
+    return hashed(rows[..., None], hashed_key(of_keys, np.arange(KEYS), rshift), rshift) >= least_kept(rate)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 1 << 61, (1 << 62) - 1])
@@ -47,7 +47,7 @@ def test_integers_of_python_are_those_of_numpy() -> None:
     found = kept(12345, 0.5)
     for example, query, key in ((0, 0, 0), (7, 199, 3), (2, 5, 199)):
         row = hashed(hashed(of_rows, example, rshift), query, rshift)
-        assert (hashed(row, hashed(of_keys, key, rshift), rshift) >= least_kept(0.5)) == found[example, query, key]
+        assert (hashed(row, hashed_key(of_keys, key, rshift), rshift) >= least_kept(0.5)) == found[example, query, key]
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
