@@ -88,6 +88,11 @@ def check(layers: Sequence[Layer], shapes: Sequence[Mapping[str, tuple[int, ...]
                 )
 
 
+def of_optimizer(layer: Layer, name: str) -> set[str]:
+    """Return the names of what a layer that was read has of an optimizer for `name`, apart from steps."""
+    return {key.removeprefix(f"{name}/") for key in layer if key.startswith(f"{name}/")} - {STEP}
+
+
 def check_states(layers: Sequence[Layer], kept: Sequence[Mapping[str, Collection[str]]], optimizer: str) -> None:
     """Raise UsageError unless layers that were read have of an optimizer what this one keeps.
 
@@ -95,7 +100,7 @@ def check_states(layers: Sequence[Layer], kept: Sequence[Mapping[str, Collection
     """
     for place, (layer, names) in enumerate(zip(layers, kept, strict=True)):
         for name, wanted in names.items():
-            found = {_one(key.removeprefix(f"{name}/")) for key in layer if key.startswith(f"{name}/")} - {STEP}
+            found = {_one(key) for key in of_optimizer(layer, name)}
             if found != (own := {_one(key) for key in wanted}):
                 raise UsageError(
                     f"load_experts: layer {place}: for {name} the file has {_listed(found)} of an optimizer, and "

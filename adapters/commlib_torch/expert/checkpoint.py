@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,71 +12,75 @@ from torch import Tensor, nn
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert import checkpoint
-from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._shards import shard_of
 from commlib_torch._staged import Staged
+from commlib_torch.expert._states import States, own, whole
 from commlib_torch.expert.moe import MoE
-
-_MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "max_exp_avg_sq": "largest", "momentum_buffer": "momentum"}
-_STEP = "step"
 
 
 def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the mixtures of experts of a model to a file, with what an optimizer (Adam, AdamW, SGD) keeps for them.
+    """Write the mixtures of experts of a model to a file, with all that an optimizer keeps for them.
 
-    Experts are in it by their global numbers. Collective; the first rank writes.
+    Experts are in it by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for
+    what an optimizer keeps neither for each element of a parameter nor for the whole of it; MismatchError if ranks keep
+    different things.
+
+        ct.save_experts("run/experts", model, optimizer)
     """
     layers = _layers(model)
+    if not layers:
+        return
+    ranks = layers[0].mixture.ranks
+    parts = checkpoint.agreed(ranks, "save_experts", lambda: _parts(layers, States("save_experts", optimizer)))
+    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+
+
+def _parts(layers: Sequence[MoE], states: States) -> list[dict[str, Callable[[], Array]]]:
+    """Return what makes the arrays of each layer, by their names; most are collective to make."""
     found = []
     for layer in layers:
-        arrays = {name: _whole(tensor, tensor) for name, tensor in _named(layer)}
-        for name, parameter in _named(layer):
-            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for key, own in _MOMENTS.items():
-                if state.get(key) is not None:
-                    arrays[f"{name}/{own}"] = _whole(state[key], parameter)
-            if _STEP in state:
-                arrays[f"{name}/{_STEP}"] = array_of(torch.as_tensor(float(state[_STEP])))
-        found.append(arrays)
-    if layers:
-        checkpoint.write(layers[0].mixture.ranks, path, found)
+        parts: dict[str, Callable[[], Array]] = {}
+        for name, tensor in _named(layer):
+            parts[name] = partial(whole, tensor, tensor)
+            for key, kept in states.of(name, tensor).items():
+                parts[f"{name}/{key}"] = partial(whole, kept, tensor)
+        found.append(parts)
+    return found
 
 
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load what `save_experts` of either framework has written: each rank takes its part. Collective.
 
-    Raises UsageError on all ranks for another model.
+    Of Keras' files an optimizer takes what Adam, AdamW and SGD keep. Raises UsageError on all ranks for another model,
+    or for what another optimizer kept, or the same with other settings; all is as it was then.
+
+        ct.load_experts("run/experts", model, optimizer)
     """
     layers = _layers(model)
+    if not layers:
+        return
 
-    def put(found: list[dict[str, Array]]) -> None:
-        shapes = [{name: _whole_shape(tensor) for name, tensor in _named(layer)} for layer in layers]
-        checkpoint.check(found, shapes)
-        with torch.no_grad():
-            for layer, arrays in zip(layers, found, strict=True):
-                for name, tensor in _named(layer):
-                    tensor.copy_(_own(arrays[name], tensor))
-                    if optimizer is not None and isinstance(tensor, nn.Parameter):
-                        _put_state(optimizer, tensor, name, arrays)
+    def find(read: list[dict[str, Array]]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+        named, states = [list(_named(layer)) for layer in layers], States("load_experts", optimizer)
+        checkpoint.check(read, [{name: _whole_shape(tensor) for name, tensor in each} for each in named])
+        if optimizer is not None:
+            kept = [
+                {name: states.keeps(tensor, checkpoint.of_optimizer(arrays, name)) for name, tensor in each}
+                for arrays, each in zip(read, named, strict=True)
+            ]
+            checkpoint.check_states(read, kept, states.name)
+        return [
+            (tensor, own(arrays[name], tensor), {} if optimizer is None else states.read(arrays, name, tensor))
+            for arrays, each in zip(read, named, strict=True)
+            for name, tensor in each
+        ]
 
-    if layers:
-        checkpoint.load_together(layers[0].mixture.ranks, path, put)
-
-
-def _put_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, arrays: dict[str, Array]) -> None:
-    state = {
-        key: _own(arrays[f"{name}/{own}"], parameter).to(parameter.dtype)
-        for key, own in _MOMENTS.items()
-        if f"{name}/{own}" in arrays
-    }
-    if f"{name}/{checkpoint.UPDATE}" in arrays:  # as Keras' SGD keeps it
-        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
-        found = checkpoint.momentum(arrays, name, checkpoint.MOMENTUM, float(group["lr"]))
-        state["momentum_buffer"] = _own(found, parameter).to(parameter.dtype)
-    if "exp_avg" in state:
-        state[_STEP] = torch.tensor(float(arrays[f"{name}/{_STEP}"]))
-    if state:
-        optimizer.state[parameter].update(state)
+    found = checkpoint.load_together(layers[0].mixture.ranks, path, find)
+    states = States("load_experts", optimizer)
+    with torch.no_grad():
+        for tensor, value, kept in found:
+            tensor.copy_(value)
+            states.put(tensor, kept)
 
 
 def _layers(model: nn.Module) -> list[MoE]:
@@ -95,16 +100,6 @@ def _named(layer: MoE) -> Iterator[tuple[str, Any]]:
         yield "expert_bias", layer.expert_bias
 
 
-def _whole(value: Tensor, parameter: Tensor) -> Array:
-    shard, array = shard_of(parameter), array_of(on_host(value))
-    return array.copy() if shard is None else shard.whole(array)
-
-
 def _whole_shape(parameter: Tensor) -> tuple[int, ...]:
     shard = shard_of(parameter)
     return tuple(parameter.shape) if shard is None else shard.sharding.shape
-
-
-def _own(whole: Array, parameter: Tensor) -> Tensor:
-    shard = shard_of(parameter)
-    return to_tensor(whole.copy() if shard is None else shard.own(whole))

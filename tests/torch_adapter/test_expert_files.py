@@ -1,0 +1,177 @@
+"""Files of experts have all that an optimizer keeps: who loads one goes on as plain PyTorch with whole weights does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib import Communicator
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_torch import DistributedOptimizer
+from commlib_torch._shards import shard_of
+from commlib_torch.expert import MoE, load_experts, save_experts
+from tests.torch_adapter.expert_oracle import single
+
+O = torch.optim  # noqa: E741
+WIDTH = 4
+
+
+class Own(O.Optimizer):
+    """One of a user's, that keeps something of each element, a number and nothing."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                kept = self.state[one]
+                if not kept:
+                    kept.update(step=0, sign=torch.zeros_like(one), nothing=None)
+                kept["step"] += 1
+                kept["sign"].mul_(0.5).add_(one.grad.sign())
+                one.sub_(group["lr"] / kept["step"] * kept["sign"])
+
+
+class Rows(Own):
+    """One that keeps something of each row of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["rows"] = one.grad.reshape(len(one), -1).norm(dim=1)
+
+
+class Named(O.Adam):
+    """PyTorch's, under a name of the user's."""
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "amsgrad": lambda ps: O.AdamW(ps, 0.01, amsgrad=True),
+    "RMSprop": lambda ps: O.RMSprop(ps, 0.01, momentum=0.9, centered=True),
+    "SGD": lambda ps: O.SGD(ps, 0.1, momentum=0.9),
+    "NAdam": lambda ps: O.NAdam(ps, 0.01),
+    "ASGD": lambda ps: O.ASGD(ps, 0.01, t0=2),
+    "own": lambda ps: Own(ps, 0.1),
+    "Named": lambda ps: Named(ps, 0.01),
+    "RAdam": lambda ps: O.RAdam(ps, 0.01),
+    "Adagrad": lambda ps: O.Adagrad(ps, 0.1),
+    "Adadelta": lambda ps: O.Adadelta(ps, 0.1),
+    "Adamax": lambda ps: O.Adamax(ps, 0.01),
+    "Rprop": lambda ps: O.Rprop(ps, 0.01),
+    "plain SGD": lambda ps: O.SGD(ps, 0.1),
+    "foreach": lambda ps: O.Adam(ps, 0.01, foreach=True),
+    "fused": lambda ps: O.Adam(ps, 0.01, fused=True),
+}
+OFTEN = ("amsgrad", "RMSprop", "SGD", "ASGD", "own")
+
+
+def made(comm: Any, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    return MoE(WIDTH, Experts(4, hidden=3, shared=1, bias_rate=0.1), comm).double()
+
+
+def whole_gradients(number: int, shapes: list[Any]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def step(parameters: Any, optimizer: Any, numbers: Any) -> None:
+    """Update by gradients that are drawn."""
+    own = list(parameters)
+    shards = [shard_of(one) for one in own]
+    shapes = [one.shape if shard is None else shard.sharding.shape for one, shard in zip(own, shards, strict=True)]
+    for number in numbers:
+        for one, shard, gradient in zip(own, shards, whole_gradients(number, shapes), strict=True):
+            one.grad = gradient if shard is None else torch.from_numpy(shard.own(gradient.numpy()))
+        optimizer.step()
+
+
+def same(comm: Communicator, path: Path) -> str:
+    return str(comm.broadcast_object(str(path)))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
+)
+def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> None:
+    """Amsgrad's maxima and all that RMSprop keeps were lost: the next step raised KeyError, or began anew."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    make, path = MAKERS[name], same(comm, tmp_path / "experts")
+    model = made(comm)
+    whole = [
+        nn.Parameter(one.detach().clone() if shard is None else torch.from_numpy(shard.whole(one.detach().numpy())))
+        for one in model.parameters()
+        for shard in [shard_of(one)]
+    ]
+    plain, optimizer = make(whole), make(model.parameters())
+    step(model.parameters(), optimizer, range(3))
+    step(whole, plain, range(6))
+    save_experts(path, model, optimizer)
+    comm.barrier()
+    for ranks, steps in ((comm, [100]), (comm, []), (single(comm), [])):
+        other = made(ranks, 2)
+        loaded = make(other.parameters())
+        step(other.parameters(), loaded, steps)  # what it has kept so far is forgotten
+        load_experts(path, other, loaded)
+        assert torch.equal(other.expert_bias, model.expert_bias)
+        step(other.parameters(), loaded, range(3, 6))
+        for weight, expected in zip(other.parameters(), whole, strict=True):
+            shard = shard_of(weight)
+            mine = expected if shard is None else torch.from_numpy(shard.own(expected.detach().numpy()))
+            torch.testing.assert_close(weight.detach(), mine.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """It was left out, or kept where nobody looks; and so it is with another setting."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    path = same(comm, tmp_path / "experts")
+    model = made(comm)
+    optimizer = O.Adam(model.parameters(), 0.01)
+    step(model.parameters(), optimizer, range(1))
+    save_experts(path, model, optimizer)
+    comm.barrier()
+    for name in ("SGD", "amsgrad", "plain SGD", "own", "RMSprop"):
+        other = made(comm, 2)
+        wrong = MAKERS[name](other.parameters())
+        before = [one.detach().clone() for one in other.parameters()]
+        with pytest.raises(UsageError, match=r"for router the file has first, second of an optimizer, and .* none"):
+            load_experts(path, other, wrong)
+        assert all(map(torch.equal, other.parameters(), before)) and not wrong.state
+        load_experts(path, other)
+        assert torch.equal(other.router.weight, model.router.weight)
+    distributed = DistributedOptimizer(O.Adam(other.parameters(), 0.01), other.named_parameters(), comm=comm)
+    load_experts(path, other, distributed)
+    expert, of = next(model.experts.parameters()), next(other.experts.parameters())
+    assert torch.equal(distributed.state[of]["exp_avg"], optimizer.state[expert]["exp_avg"])
+
+
+def test_what_is_of_no_element_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """It is not known which expert has what of it."""
+    model = made(comm) if comm.size != 3 else made(single(comm))
+    optimizer = Rows(model.parameters(), 0.1)
+    step(model.parameters(), optimizer, range(1))
+    with pytest.raises(UsageError, match=r"save_experts: rows of router, which Rows keeps, is a tensor of shape \[4\]"):
+        save_experts(same(comm, tmp_path / "experts"), model, optimizer)
+
+
+@pytest.mark.ranks(min=2)
+def test_other_optimizers_on_ranks(comm: Communicator, tmp_path: Path) -> None:
+    """Ranks gathered one's momentum and the other's first moments into one array."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    model = made(comm)
+    optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
+    step(model.parameters(), optimizer, range(1))
+    with pytest.raises(MismatchError, match=r"save_experts: .*router/"):
+        save_experts(same(comm, tmp_path / "experts"), model, optimizer)
