@@ -43,7 +43,7 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Communicator] = {}
         for axes, group in zip(new, comm.split_all([self._request(axes) for axes in new]), strict=True):
             assert group is not None  # no color is negative
-            self._groups[axes] = group
+            self._keep(axes, group)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -64,8 +64,12 @@ class Mesh:
             return self._parent[names]
         (made,) = self.comm.split_all([self._request(names)])
         assert made is not None
-        self._groups[names] = made
+        self._keep(names, made)
         return made
+
+    def _keep(self, axes: tuple[str, ...], group: Communicator) -> None:
+        self._groups[axes] = group
+        group.kept["mesh"] = self  # what is divided along it knows by that which ranks have the same parts
 
     def __contains__(self, axis: object) -> bool:
         """Return whether there is an axis of this name, former ones included."""

@@ -28,6 +28,17 @@ _MADE_OF = ("_orig", "_g", "_v")
 """How pruning and normalisation of weights call the parameters that they make of one."""
 
 
+_DIVIDED: dict[int, weakref.ref[Tensor]] = {}
+"""All parameters that hold a part, by id: a gradient does not say whose it is."""
+
+
+def divided_parameters() -> Iterator[Tensor]:
+    """Yield all parameters of this process that hold a part."""
+    for reference in list(_DIVIDED.values()):
+        if (parameter := reference()) is not None:
+            yield parameter
+
+
 def shard_of(parameter: Tensor) -> Shard | None:
     """Return what a parameter holds a part of; None if it is whole."""
     found = getattr(parameter, _MARK, None)
@@ -98,7 +109,9 @@ def _renew(what: str, name: str, parameter: Tensor, shard: Shard) -> None:
 
 def _mark(parameter: Tensor, shard: Shard) -> None:
     """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not."""
-    reference = weakref.ref(parameter)
+    key = id(parameter)
+    reference = weakref.ref(parameter, lambda _: _DIVIDED.pop(key, None))
+    _DIVIDED[key] = reference
 
     def copied(memo: dict[int, Any]) -> nn.Parameter:
         original = reference()
@@ -116,6 +129,7 @@ def _forget(module: nn.Module) -> None:
     for name in shards_of(module):
         parameter = vars(module)["_parameters"].get(name)
         if shard_of(parameter) is not None:
+            _DIVIDED.pop(id(parameter), None)
             delattr(parameter, _MARK)
             delattr(parameter, "__deepcopy__")
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from commlib.communicator import Communicator
 from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.shards import check_apart, world_ranks
+from commlib.functional.same_parts import same_parts
+from commlib.functional.shards import Shard, check_apart, world_ranks
 from commlib.horovod.broadcast import NamedRanks, Ranks, broadcast_pack, named, packs
 from commlib.horovod.nested import put_back, take_out
 from commlib.horovod.process_sets import process_set_of
@@ -39,7 +40,9 @@ def broadcast_parameters(
     """Overwrite tensors on every rank by those of `root_rank`, in place. Collective.
 
     `params` is `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; any shapes and dtypes.
-    Experts are not the same on all ranks: they are made equal among those ranks alone that have the same ones.
+    Experts are not the same on all ranks: they are made equal among those ranks alone that have the same ones. So are
+    parameters that are divided along an axis of a mesh, and all that come with them: with the values of the rank that
+    is where `root_rank` is along the other axes.
     Raises MismatchError on every rank if ranks give different names, shapes or dtypes; UsageError for what is no
     tensor, and for divided parameters of which some of the ranks have other parts.
     """
@@ -52,8 +55,8 @@ def broadcast_parameters(
             check_dense(tensor)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
-    everyone = _world_ranks(process_set, comm)
-    check_apart("broadcast_parameters", ((name, shard_of(tensor)) for name, tensor in pairs), everyone)
+    shards = [(name, shard_of(tensor)) for name, tensor in pairs]
+    ranks, source = _apart("broadcast_parameters", shards, ranks, source, process_set, comm)
     lines = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in pairs]
     check_agreement(ranks, "tensors to broadcast", [f"root {source}", *lines])
     _broadcast_tensors([tensor for _, tensor in pairs if not _is_local(tensor)], source, ranks)
@@ -86,10 +89,12 @@ def broadcast_optimizer_state(
         if _is_local(parameter)
     }
     ranks, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, comm)
-    everyone = _world_ranks(process_set, comm)
-    for number, group in enumerate(optimizer.param_groups):
-        shards = ((f"parameter {place} of group {number}", shard_of(one)) for place, one in enumerate(group["params"]))
-        check_apart("broadcast_optimizer_state", shards, everyone)
+    shards = [
+        (f"parameter {place} of group {number}", shard_of(one))
+        for number, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+    ]
+    ranks, source = _apart("broadcast_optimizer_state", shards, ranks, source, process_set, comm)
     groups = [str([str(list(p.shape)) for p in group["params"]]) for group in optimizer.param_groups]
     check_agreement(ranks, "optimizer parameter groups", [f"root {source}", *groups])
     structure, tensors = take_out(optimizer.state_dict() if ranks.rank == source else None, Tensor)
@@ -127,8 +132,20 @@ def _ranks(
     return comm, source
 
 
-def _world_ranks(process_set: ProcessSets, comm: Communicator | None) -> Sequence[int]:
-    return process_set_of(process_set).ranks or () if comm is None else world_ranks(comm)
+def _apart(
+    what: str,
+    shards: Sequence[tuple[str, Shard | None]],
+    ranks: Ranks,
+    source: int,
+    process_set: ProcessSets,
+    comm: Communicator | None,
+) -> tuple[Ranks, int]:
+    """Return the ranks with the same parts, and the root among them, if nobody has said which. Raises UsageError."""
+    if comm is None and process_set is None and (found := same_parts(what, shards, ranks)) is not None:
+        ranks, source, comm = found.comm, found.root(source), found.comm
+    everyone = process_set_of(process_set).ranks or () if comm is None else world_ranks(comm)
+    check_apart(what, shards, everyone)
+    return ranks, source
 
 
 def _broadcast_tensors(tensors: Sequence[Tensor], root: int, ranks: Ranks) -> None:

@@ -45,25 +45,31 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator | None, float]]:
     """Yield the sum of squares of each gradient, 0 without one, with the ranks that have its other parts."""
-    given = list(parameters)
-    squares = squares_of([values_of(parameter.grad) for parameter in given if parameter.grad is not None])
-    for parameter in given:
-        shard = shard_of(parameter)
-        comm = None if shard is None else shard.axis.comm
-        yield comm, 0.0 if parameter.grad is None else next(squares)
+    return powers_by_axis(parameters, 2)
 
 
 def powers_by_axis(parameters: Iterable[Tensor], norm_type: float) -> Iterator[tuple[Communicator | None, float]]:
     """Yield the sum of powers of each gradient, or its largest element of the norm inf: as `squares_by_axis`."""
+    return powers_of(((parameter.grad, parameter) for parameter in parameters), norm_type)
+
+
+def powers_of(
+    given: Iterable[tuple[Tensor | None, Tensor | None]], norm_type: float
+) -> Iterator[tuple[Communicator | None, float]]:
+    """Yield as `powers_by_axis` does for (gradient, whose it is); that of nobody is whole."""
+    pairs = list(given)
+    comms = [None if owner is None or (shard := shard_of(owner)) is None else shard.axis.comm for _, owner in pairs]
     if norm_type == 2:
-        yield from squares_by_axis(parameters)
+        squares = squares_of([values_of(gradient) for gradient, _ in pairs if gradient is not None])
+        for comm, (gradient, _) in zip(comms, pairs, strict=True):
+            yield comm, 0.0 if gradient is None else next(squares)
         return
-    for parameter in parameters:
-        shard, power = shard_of(parameter), 0.0
-        if parameter.grad is not None and parameter.grad.numel():
-            norm = float(torch.linalg.vector_norm(_sizes(parameter.grad), norm_type, dtype=torch.float64))
+    for comm, (gradient, _) in zip(comms, pairs, strict=True):
+        power = 0.0
+        if gradient is not None and gradient.numel():
+            norm = float(torch.linalg.vector_norm(_sizes(gradient), norm_type, dtype=torch.float64))
             power = norm if norm_type == math.inf else norm**norm_type
-        yield None if shard is None else shard.axis.comm, power
+        yield comm, power
 
 
 def _sizes(gradient: Tensor) -> Tensor:

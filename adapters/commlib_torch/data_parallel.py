@@ -31,7 +31,7 @@ from commlib_torch._registrations import registrations
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
 from commlib_torch.devices import in_order
-from commlib_torch.gradients import Gradients, ranks_of, trained
+from commlib_torch.gradients import Gradients, comm_of_marks, ranks_of, trained
 
 _INNER = "module."
 
@@ -56,7 +56,8 @@ class DataParallel(nn.Module, Reporting):
     `overlap` they are sent while backward runs, else when it ends; by default where
     there are several nodes, or cores to spare. `compression` and `compress_within_node` are those of
     `DistributedOptimizer`; a compressor of your own is not for this class.
-    `comm` is the group to reduce over, by default all ranks.
+    `comm` is the group to reduce over, by default all ranks, or where parameters are divided along an axis of a mesh
+    those that have the same parts.
 
     Raises UsageError for parameters that cannot be managed, and in a step of LBFGS; MismatchError on every rank if
     ranks hold different ones.
@@ -76,7 +77,11 @@ class DataParallel(nn.Module, Reporting):
     ) -> None:
         super().__init__()
         self.module = module
-        comm = comm or core.running()
+        parameters = trained(unique(module.named_parameters()))
+        if comm is None:
+            comm = (
+                comm_of_marks(type(self).__name__, unique(module.named_parameters()), core.running()) or core.running()
+            )
         options = Options(
             op=reduction_name(op),
             bucket_cap_mib=bucket_cap_mib,
@@ -85,7 +90,6 @@ class DataParallel(nn.Module, Reporting):
             compression=compression,
             within_node=compress_within_node,
         )
-        parameters = trained(unique(module.named_parameters()))
         registrations.start()
         self._gradients: Gradients | None = Gradients(
             parameters, ranks_of(parameters, comm), options, wrapper=type(self).__name__

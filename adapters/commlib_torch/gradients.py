@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from commlib.buffers.freed_memory import keep_freed_memory
+from commlib.communicator import Communicator
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
+from commlib.functional.same_parts import same_parts
 from commlib.functional.shards import check_apart, reduced_apart, world_ranks
 from commlib.horovod.join import join as core_join
 from commlib.horovod.join import say_turn
@@ -314,6 +316,12 @@ def ranks_of(parameters: Iterable[Named], comm: Any, **options: Any) -> InOrder:
     shards = [(name, shard_of(parameter)) for name, parameter in parameters]
     check_apart("gradients", shards, world_ranks(comm))
     return InOrder(comm, reduced_apart(shards), **options)
+
+
+def comm_of_marks(what: str, parameters: Iterable[Named], everyone: Any) -> Communicator | None:
+    """Return the ranks that have the same parts as this one, if parameters are divided along a mesh. Collective."""
+    found = same_parts(what, ((name, shard_of(parameter)) for name, parameter in parameters), everyone)
+    return None if found is None else found.comm
 
 
 def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:

@@ -38,7 +38,7 @@ from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
 from commlib_torch.devices import in_order
-from commlib_torch.gradients import Gradients, Groups, ranks_of, trained
+from commlib_torch.gradients import Gradients, Groups, comm_of_marks, ranks_of, trained
 from commlib_torch.horovod._start import ProcessSets
 
 KEY = "commlib"
@@ -100,6 +100,7 @@ def DistributedOptimizer(
     `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
     default all; other ranks step by themselves. Or give `comm`, a communicator, or `mesh`,
     whose axes "dp" and "cp" it is. Ranks along "tp" have the same data, or parts of a parameter: nothing is reduced.
+    Parameters that are divided along an axis of a mesh know it: then nothing needs to be given.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
@@ -159,6 +160,10 @@ def DistributedOptimizer(
     )
     if options.compressor is not None and comm is not None:
         raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
+    if comm is None and process_set is None:
+        comm = comm_of_marks(
+            "DistributedOptimizer", chosen, core.process_set_of(None).communicator("DistributedOptimizer")
+        )
     if comm is not None:
         ranks = ranks_of(chosen, comm)
     else:

@@ -17,7 +17,7 @@ from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
 from commlib_torch._saved_parts import check_part
 from commlib_torch._shards import before_loading, describe, shard_of, shards_of
-from commlib_torch.tensor.optimizing import watch_optimizers
+from commlib_torch.tensor.optimizing import state_may_be_whole, watch_optimizers
 
 _TAKES = "commlib_takes_own"
 
@@ -37,6 +37,7 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     """
     check_division(what, module, shardings, Division(axis))
     watch_optimizers()
+    state_may_be_whole()
     keep_unfused(module)
     take_own_when_loaded(module)
     for name, sharding in shardings.items():

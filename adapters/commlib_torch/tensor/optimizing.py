@@ -1,29 +1,40 @@
 """Optimizers of PyTorch and divided parameters: refuse what looks at whole weights, before it changes anything.
 
-So is a step of a GradScaler that has asked this rank alone.
+So is a step of a GradScaler that has asked this rank alone, and one by which ranks would part. What an optimizer keeps
+of training before the model was divided is divided, too.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commlib.functional.optimizers import check_optimizer
 from commlib.functional.shards import world_ranks
+from commlib.functional.whole_weights import MOST, check_whole, is_due
+from commlib_torch._bridge import back, dtype_name, host_array
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
 from commlib_torch._shards import shard_of
+from commlib_torch.clip import squares_of, values_of
+from commlib_torch.tensor._norms import watch_norms
 
 
 @functools.cache
 def watch_optimizers() -> None:
     """Let every optimizer's step look for divided parameters first, from now on."""
+    watch_norms()
     register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _look(optimizer)
     groups = enumerate(optimizer.param_groups)
     check_optimizer(
         optimizer,
@@ -38,3 +49,66 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     for comm in {id(shard.axis.comm): shard.axis.comm for shard in shards if shard is not None}.values():
         check_scaler(scaler, world_ranks(comm), "parts of weights", "commlib_torch.GradScaler(mesh=mesh)")
+
+
+class _Steps:
+    """Counts an optimizer's steps, for all that is looked at now and then."""
+
+    def __init__(self) -> None:
+        self.count, self.divisions = 0, 0
+
+
+class _Divided:
+    """Counts how often anything was divided."""
+
+    divisions = 0
+
+
+_STEPS: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+
+
+def state_may_be_whole() -> None:
+    """Let all optimizers look at their next step whether they keep something for a parameter that is smaller by now."""
+    _Divided.divisions += 1
+
+
+def _look(optimizer: Optimizer) -> None:
+    steps = _STEPS.setdefault(optimizer, _Steps())
+    steps.count += 1
+    due = is_due(steps.count)
+    if due or steps.divisions != _Divided.divisions:
+        steps.divisions = _Divided.divisions
+        _divide_state(optimizer)
+    if due:
+        _check_whole(optimizer)
+
+
+def _divide_state(optimizer: Optimizer) -> None:
+    """Cut what an optimizer keeps for whole weights that are divided by now."""
+    for parameter, kept in optimizer.state.items():
+        shard = shard_of(parameter) if isinstance(parameter, Tensor) else None
+        if shard is None or shard.is_local or tuple(parameter.shape) == shard.sharding.shape:
+            continue
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
+                kept[key] = back(shard.own(host_array(value)), value)
+
+
+def _check_whole(optimizer: Optimizer) -> None:
+    """Compare the gradients of whole weights along the axes over which others are divided."""
+    named = [
+        (f"parameter {place} of group {number}, of shape {list(parameter.shape)},", parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+    shards = [shard_of(parameter) for _, parameter in named]
+    axes = {id(shard.axis): shard.axis for shard in shards if shard is not None and not shard.is_local}
+    if not axes:
+        return
+    whole = [(name, one) for (name, one), shard in zip(named, shards, strict=True) if shard is None]
+    given = [parameter.grad for _, parameter in whole]
+    squares = squares_of([values_of(gradient)[:MOST] for gradient in given if gradient is not None])
+    found = [0.0 if gradient is None else next(squares) for gradient in given]
+    names, dtypes = [name for name, _ in whole], [dtype_name(parameter.dtype) for _, parameter in whole]
+    for axis in axes.values():
+        check_whole(f"{type(optimizer).__name__}.step", axis, names, found, dtypes)

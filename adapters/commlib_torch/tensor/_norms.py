@@ -1,0 +1,59 @@
+"""Norms of PyTorch over gradients of divided parameters: those of whole weights, whoever asks for them.
+
+`torch.nn.utils.clip_grad_norm_` and `get_total_norm` are given gradients of this rank's parts. By a norm of these alone
+each rank would scale what is whole by another factor. Clipping as PyTorch's, of all libraries that use it, asks one
+function for the norm; from the first divided parameter on that adds up over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.optim.clipping import check_norm_type, norm_of_powers, power_over_axes
+from commlib_torch._shards import divided_parameters
+from commlib_torch._uncompiled import uncompiled
+from commlib_torch.clip import powers_of
+
+_Norm = Callable[..., Tensor]
+
+
+@functools.cache
+def watch_norms() -> None:
+    """Let PyTorch's norms of gradients be those of whole weights, from now on."""
+    clipping = torch.nn.utils.clip_grad
+    norm = _norm_over_axes(clipping._get_total_norm)
+    clipping._get_total_norm = norm  # type: ignore[assignment]
+    torch.nn.utils.get_total_norm = norm  # type: ignore[assignment]
+
+
+def _norm_over_axes(plain: _Norm) -> _Norm:
+    @functools.wraps(plain)
+    @uncompiled
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        owners = owners_of(given)
+        if not any(owner is not None for owner in owners):
+            return plain(given, norm_type, error_if_nonfinite, foreach)
+        kind = check_norm_type("get_total_norm", norm_type)
+        with torch.no_grad():
+            power = power_over_axes(powers_of(zip(given, owners, strict=True), kind), kind)
+            norm = torch.tensor([norm_of_powers([power], kind)], dtype=given[0].dtype, device=given[0].device)
+            return plain([norm], kind, error_if_nonfinite, foreach)  # its dtype, and its error
+
+    return total_norm
+
+
+def owners_of(gradients: Sequence[Tensor]) -> list[Any]:
+    """Return the divided parameter that each tensor is the gradient of, or None."""
+    known = {id(parameter.grad): parameter for parameter in divided_parameters() if parameter.grad is not None}
+    return [known.get(id(gradient)) for gradient in gradients]

@@ -1,0 +1,58 @@
+"""Whole weights beside divided ones: their gradients are the same on all ranks of the axis, or ranks part.
+
+What comes of that is seen by nobody: each rank trains another model. A norm of this rank's gradients alone by which all
+are clipped, other batches or seeds along the axis, values from outside of which a rank has a part of the gradient: all
+of it shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.errors import MismatchError
+from commlib.functional.axis import Axis
+
+_EVERY = 64
+_TOLERANCES = {"float64": 1e-7, "float32": 1e-3}
+_OF_HALVES, _OF_A_CODEC = 5e-2, 0.2
+MOST = 2**16
+"""Elements of one gradient that are looked at."""
+
+
+def is_due(step: int) -> bool:
+    """Return whether gradients are compared before a step, of those from 1 on: seldom, so that it costs nothing."""
+    return step % _EVERY == 0 if step > _EVERY else step & (step - 1) == 0
+
+
+def check_whole(what: str, axis: Axis, names: Sequence[str], squares: Sequence[float], dtypes: Sequence[str]) -> None:
+    """Compare the gradients of whole weights by their sums of squares. Collective over the axis: one small message.
+
+    what: steps. names, squares, dtypes: of each, the same weights in the same order on all ranks. Nothing is said of
+    what is not finite. Raises MismatchError on all ranks, with the weight that differs most.
+    """
+    if axis.size == 1 or not names:
+        return
+    everyone: Array = np.sqrt(axis.comm.all_gather(np.array([squares], np.float64)))
+    if not np.isfinite(everyone).all():
+        return
+    low, high = everyone.min(0), everyone.max(0)
+    tolerance = max(_TOLERANCES.get(dtype, _OF_HALVES) for dtype in dtypes)
+    if axis.codec is not None:
+        tolerance = _OF_A_CODEC
+    # What is zero but for rounding differs by as much as it has.
+    apart = (high - low) / np.maximum(high, max(high.max() / 100, np.finfo(np.float64).tiny))
+    worst = int(apart.argmax())
+    if apart[worst] <= tolerance:
+        return
+    least, most = int(everyone[:, worst].argmin()), int(everyone[:, worst].argmax())
+    raise MismatchError(
+        f"{what} on rank {axis.rank} of {axis.comm.name}: ranks have different gradients of a weight that is whole on "
+        f"each, and would part: that of {names[worst]} has norm {low[worst]:.3g} on rank {least} and {high[worst]:.3g} "
+        f"on rank {most}. Ranks of an axis of divided layers need the same batches and seeds; clip by the norm of "
+        "whole weights (clip_grad_norm, clip_by_global_norm with variables=), not by one of this rank's parts; and "
+        "let values of which gradients are needed enter divided layers through a Column, or "
+        "Replicate(into_sharded=True)"
+    )

@@ -1,0 +1,239 @@
+"""Steps with divided parameters: norms of PyTorch's own, replicas that would part, and optimizers that have state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib import Mesh
+from commlib.errors import MismatchError
+from commlib.expert.experts import Experts
+from commlib.tensor import Column, Row
+from commlib_torch import DataParallel, DistributedOptimizer, broadcast_parameters, clip_grad_norm_
+from commlib_torch.expert import MoE
+from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, parallelize
+
+PLAN: Any = {"0": Column(), "2": Row()}
+LIMIT = 0.05
+
+
+def whole(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6)).double()
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    (model(x) - x.flip(0)).square().sum().backward()
+
+
+def close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def in_two(model: nn.Module, limit: float, kind: float) -> Tensor:
+    """Clip by the two functions of which PyTorch's one consists."""
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None], kind)
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+CLIPS: dict[str, Callable[[nn.Module, float, float], Tensor]] = {
+    "a list": lambda m, limit, kind: nn.utils.clip_grad_norm_(list(m.parameters()), limit, kind),
+    "a generator": lambda m, limit, kind: nn.utils.clip_grad_norm_(m.parameters(), limit, kind),
+    "values of a dict": lambda m, limit, kind: nn.utils.clip_grad_norm_(
+        dict(m.named_parameters()).values(), limit, kind
+    ),
+    "in two": in_two,
+    "one by one": lambda m, limit, kind: torch.stack(
+        [nn.utils.clip_grad_norm_(one, limit, kind) for one in m.parameters()]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [2.0, 1, 3.0, math.inf])
+@pytest.mark.parametrize("way", CLIPS)
+def test_norms_of_pytorch_are_those_of_whole_weights(comm: Any, way: str, kind: float) -> None:
+    """Each rank took the norm of its own parts, and scaled what is whole by another factor: LayerNorms parted."""
+    plain, model = whole(), parallelize(whole(), comm, PLAN)
+    norms = []
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
+        for step in range(2):
+            backward(one, step)
+            norms.append(CLIPS[way](one, LIMIT, kind))
+            optimizer.step()
+            optimizer.zero_grad()
+    close(torch.stack(norms[2:]), torch.stack(norms[:2]))
+    close(gather_state_dict(model), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("given", ["list", "generator", "values", "submodule"])
+def test_our_clipping_takes_any_list_of_parts(comm: Any, given: str) -> None:
+    plain, model = whole(), parallelize(whole(), comm, PLAN)
+    norms = []
+    for one, clip in ((plain, nn.utils.clip_grad_norm_), (model, clip_grad_norm_)):
+        backward(one)
+        lists: dict[str, Iterable[Tensor]] = {
+            "list": [*one[0].parameters(), one[3].weight],
+            "generator": (each for each in one.parameters()),
+            "values": dict(one.named_parameters()).values(),
+            "submodule": one[2].parameters(),
+        }
+        norms.append(clip(lists[given], LIMIT))
+    close(norms[1], norms[0])
+    close(model[3].weight.grad, plain[3].weight.grad)
+
+
+def test_an_error_of_pytorch_stays_one(comm: Any) -> None:
+    model = parallelize(whole(), comm, PLAN)
+    backward(model)
+    if comm.rank == comm.size - 1:
+        model[0].weight.grad[0] = math.inf
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_experts_count_as_a_whole(comm: Any) -> None:
+    """Each rank scaled the router by the norm of its own experts."""
+    layer = MoE(6, Experts(2 * comm.size, hidden=4), comm).double()
+    layer(torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).square().sum().backward()
+    ours = clip_grad_norm_(layer.parameters(), math.inf)
+    close(nn.utils.get_total_norm([one.grad for one in layer.parameters() if one.grad is not None]), ours)
+
+
+def by_hand(model: nn.Module) -> None:
+    """Clip by a norm of one's own."""
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(0.1 / norm)
+
+
+@pytest.mark.parametrize("late", [1, 3, 70])
+def test_ranks_that_would_part_are_told(comm: Any, late: int) -> None:
+    """By a norm of this rank's parts alone whole weights became others on each rank, in silence."""
+    model = parallelize(whole(), comm, PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def train() -> None:
+        for step in range(1, 140):
+            backward(model, step)
+            if step >= late:
+                by_hand(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if comm.size == 1:
+        train()
+        return
+    with pytest.raises(MismatchError, match=r"SGD.step on rank .* of shape \[6\], has norm .* on rank .*clip"):
+        train()
+
+
+def test_other_batches_along_the_axis_are_told(comm: Any) -> None:
+    if comm.size == 1:
+        return
+    model = parallelize(whole(), comm, PLAN)
+    backward(model, comm.rank)
+    with pytest.raises(MismatchError, match="the same batches and seeds"):
+        torch.optim.AdamW(model.parameters()).step()
+
+
+def test_what_is_zero_but_for_rounding_may_differ(comm: Any) -> None:
+    """A whole weight without an effect has a gradient of rounding errors, which may be others on each rank."""
+    model = parallelize(whole(), comm, PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model)
+    model[2].bias.grad = torch.full((6,), 1e-17 * (1 + comm.rank), dtype=torch.float64)
+    optimizer.step()
+    model[2].bias.grad = torch.full((6,), math.nan if comm.rank else 1.0, dtype=torch.float64)
+    optimizer.step()  # nothing is said of it
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
+    "adamw, amsgrad, foreach": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True, foreach=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.01),  # has state when it is made
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_from_before_the_model_was_divided_is_divided(comm: Any, kind: str, steps: int) -> None:
+    """It was refused, by an error about sizes of tensors, though Keras divides it."""
+    plain, model = whole(), whole()
+    others = parallelize(whole(1), comm, PLAN)  # optimizers have looked before
+    backward(others)
+    optimizers = [OPTIMIZERS[kind](one.parameters()) for one in (plain, model)]
+    for step in range(steps + 3):
+        if step == steps:
+            parallelize(model, comm, PLAN)
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(one, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    close(gather_state_dict(model), dict(plain.state_dict()))
+    state = gather_optimizer_state(optimizers[1], model.named_parameters())["state"]
+    for (name, _), kept in zip(plain.named_parameters(), optimizers[0].state_dict()["state"].values(), strict=True):
+        close(state[name], kept)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "wrapper"])
+def test_marks_know_their_mesh(comm: Any, way: str) -> None:
+    """Without mesh= it was an error, though what is divided knows which ranks have the same part."""
+    mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
+    plain, model = whole(), parallelize(whole(mesh.coordinate("dp")), mesh["tp"], PLAN)
+    broadcast_parameters(model.state_dict(), 0)
+    close(gather_state_dict(model), dict(plain.state_dict()))
+    wrapped = DataParallel(model) if way == "wrapper" else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if way == "optimizer":
+        DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(2):
+        backward(wrapped, 10 * step + mesh.coordinate("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(2):
+        for place in range(mesh["dp"].size):
+            backward(copy.copy(plain), 10 * step + place)
+        for one in plain.parameters():
+            one.grad /= mesh["dp"].size  # type: ignore[operator]
+        reference.step()
+        reference.zero_grad()
+    close(gather_state_dict(model), dict(plain.state_dict()))
+    mesh.close()
+
+
+def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
+    mesh = Mesh(tp=-1)
+    plain, model = whole(), parallelize(whole(), mesh["tp"], PLAN)
+    broadcast_parameters(model.state_dict(), comm.size - 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for one, each in ((plain, reference), (model, optimizer)):
+        backward(one)
+        each.step()
+    close(gather_state_dict(model), dict(plain.state_dict()))
+    mesh.close()
+
+
+def test_ranks_that_know_no_mesh_are_told(comm: Any) -> None:
+    """One stage has divided layers, another has none: they would have reduced over different ranks."""
+    if comm.size == 1:
+        return
+    mesh = Mesh(pp=comm.size, tp=1)
+    model = parallelize(whole(), mesh["tp"], PLAN) if comm.rank == 0 else whole()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(Exception, match="say among which ranks, by mesh="):
+        DistributedOptimizer(optimizer, model.named_parameters())
+    mesh.close()
