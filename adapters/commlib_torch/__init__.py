@@ -114,8 +114,8 @@ leave_uncompiled(
         *(
             f"{__name__}.{part}"
             for part in (
-                "_autograd", "_bridge", "_call", "_slots", "_uncompiled", "adasum", "broadcast", "clip", "collectives",
-                "devices", "gradients", "horovod", "one_bit", "optimizer", "pipeline",
+                "_autograd", "_bridge", "_call", "_shards", "_slots", "_uncompiled", "adasum", "broadcast", "clip",
+                "collectives", "devices", "gradients", "horovod", "one_bit", "optimizer", "pipeline",
             )
         ),
     ]

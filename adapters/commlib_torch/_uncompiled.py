@@ -13,6 +13,11 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_WHY = (
+    "commlib: what travels between ranks is no part of a graph, so a model with divided layers is compiled in several "
+    "graphs: leave out fullgraph=True"
+)
+
 
 def uncompiled(function: _F) -> _F:
     """Return a function that graphs break around. The compiler would else follow it into the core, and trace that.
@@ -28,6 +33,7 @@ def uncompiled(function: _F) -> _F:
             vars(called)["disabled"] = torch.compiler.disable(function)
         return vars(called)["disabled"](*args, **kwargs)
 
+    vars(called).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_WHY)  # what the compiler says of it
     return cast(_F, called)
 
 

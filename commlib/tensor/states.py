@@ -17,7 +17,7 @@ class State:
     rank's part alone), "unknown" (nothing is claimed). by: what made it so. parts: of fused features, as Q, K and V,
     that are not split yet. unit: how many features stay together, such as those of a head; 0 if nobody said. origin, of
     what is whole: "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to
-    be used with what is divided.
+    be used with what is divided. learns: it is given, and its gradient goes on to what has made it outside.
     """
 
     name: str
@@ -26,6 +26,7 @@ class State:
     parts: int = 1
     unit: int = 0
     origin: str = ""
+    learns: bool = False
 
     @property
     def is_divided(self) -> bool:
@@ -62,7 +63,9 @@ def whole_of(states: list[State]) -> State:
     for origin in ("shared", "weight", "computed"):
         if origin in origins:
             return SHARED if origin == "shared" else COMPUTED
-    return GIVEN if "given" in origins else CONSTANT
+    if "given" not in origins:
+        return CONSTANT
+    return replace(GIVEN, learns=any(state.learns for state in states))
 
 
 def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State | None:

@@ -59,7 +59,8 @@ class Trace:
     """The steps of one call, the shapes of all values, and the numbers of those that the model returns.
 
     tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
-    discrete: values that are integers or booleans, and so have no gradient.
+    discrete: values that are integers or booleans, and so have no gradient. learns: arguments whose gradients go on to
+    what has made them.
     """
 
     steps: tuple[Step, ...]
@@ -68,6 +69,7 @@ class Trace:
     tied: tuple[tuple[str, ...], ...] = ()
     whole: bool = True
     discrete: frozenset[int] = frozenset()
+    learns: frozenset[int] = frozenset()
 
     def users(self) -> dict[int, list[int]]:
         """Return which steps take a value, by its number."""

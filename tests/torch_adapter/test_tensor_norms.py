@@ -77,7 +77,8 @@ def test_norms_of_pytorch_are_those_of_whole_weights(comm: Any, way: str, kind: 
 
 @pytest.mark.parametrize("given", ["list", "generator", "values", "submodule"])
 def test_our_clipping_takes_any_list_of_parts(comm: Any, given: str) -> None:
-    plain, model = whole(), parallelize(whole(), comm, PLAN)
+    plain: Any = whole()
+    model: Any = parallelize(whole(), comm, PLAN)
     norms = []
     for one, clip in ((plain, nn.utils.clip_grad_norm_), (model, clip_grad_norm_)):
         backward(one)
@@ -93,7 +94,7 @@ def test_our_clipping_takes_any_list_of_parts(comm: Any, given: str) -> None:
 
 
 def test_an_error_of_pytorch_stays_one(comm: Any) -> None:
-    model = parallelize(whole(), comm, PLAN)
+    model: Any = parallelize(whole(), comm, PLAN)
     backward(model)
     if comm.rank == comm.size - 1:
         model[0].weight.grad[0] = math.inf
@@ -207,7 +208,8 @@ def test_marks_know_their_mesh(comm: Any, way: str) -> None:
         for place in range(mesh["dp"].size):
             backward(copy.copy(plain), 10 * step + place)
         for one in plain.parameters():
-            one.grad /= mesh["dp"].size  # type: ignore[operator]
+            assert one.grad is not None
+            one.grad /= mesh["dp"].size
         reference.step()
         reference.zero_grad()
     close(gather_state_dict(model), dict(plain.state_dict()))

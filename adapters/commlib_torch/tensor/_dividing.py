@@ -66,15 +66,15 @@ def compare_at_first_use(module: nn.Module, what: str, axis: Axis, options: Mapp
     """Let ranks compare a layer, and how they call it, at its first call. what: its name."""
     if axis.size > 1:
         codec = None if axis.codec is None else axis.codec.name
-        hook = _FirstUse(Agreement(axis.comm, type(module).__name__, what), {"codec": codec, **options})
+        hook = _FirstUse(Agreement(axis.comm, type(module).__name__, what), what, {"codec": codec, **options})
         hook.handle = module.register_forward_pre_hook(hook)
 
 
 class _FirstUse:
     """A hook that is there until the first call."""
 
-    def __init__(self, agreement: Agreement, options: Mapping[str, Any]) -> None:
-        self._agreement, self._options = agreement, options
+    def __init__(self, agreement: Agreement, what: str, options: Mapping[str, Any]) -> None:
+        self._agreement, self._what, self._options = agreement, what, options
         self.handle: Any = None  # copied with the module and its hooks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -84,6 +84,8 @@ class _FirstUse:
         if any(isinstance(one, fx.Proxy) for one in args):
             return
         self.handle.remove()
+        if (plan_check := getattr(module, "plan_check", None)) is not None:
+            plan_check.used(self._what)
         tensors = [one for one in args if isinstance(one, Tensor)]
         said = {"style": getattr(module, "style", None), **self._options}
         said |= {f"dtype of {name}": one.dtype for name, one in module.named_parameters()}

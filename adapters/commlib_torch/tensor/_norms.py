@@ -27,8 +27,8 @@ def watch_norms() -> None:
     """Let PyTorch's norms of gradients be those of whole weights, from now on."""
     clipping = torch.nn.utils.clip_grad
     norm = _norm_over_axes(clipping._get_total_norm)
-    clipping._get_total_norm = norm  # type: ignore[assignment]
-    torch.nn.utils.get_total_norm = norm  # type: ignore[assignment]
+    clipping._get_total_norm = norm
+    torch.nn.utils.get_total_norm = norm
 
 
 def _norm_over_axes(plain: _Norm) -> _Norm:

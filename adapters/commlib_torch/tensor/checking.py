@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from commlib.functional.division import Division
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import attempted, styles_in
 from commlib_torch.tensor.verify import ran
@@ -47,12 +49,16 @@ class Traced:
 
 
 class AtFirstCall:
-    """A hook that checks a divided model's plan at its first call, and goes. It runs the model once more."""
+    """A hook that checks a divided model's plan at its first calls, and goes. Each runs the model once more.
+
+    A model that was evaluated first may do other things when it is trained: it is checked once more then.
+    """
 
     @classmethod
     def of(cls, model: nn.Module, axis: Axis, *, divided_output: bool) -> None:
         """Put one on a model."""
         hook = cls(axis, divided_output)
+        hook._model = type(model).__name__
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = hook  # type: ignore[assignment]  # no module
@@ -61,17 +67,49 @@ class AtFirstCall:
     def __init__(self, axis: Axis, divided_output: bool) -> None:
         self.divided_output, self.warns = divided_output, axis.rank == 0
         self._axis = axis
-        self.done = False
+        self._checked: set[tuple[bool, bool]] = set()
+        """In which modes: training, and with gradients."""
+        self._is_checking = False
+        self._model = ""
         self._handle: Any = None  # copied with the model and its hooks
+
+    @property
+    def done(self) -> bool:
+        """The plan was checked, in one mode at least."""
+        return bool(self._checked)
 
     def __call__(self, model: nn.Module, args: Any, options: Any) -> None:
         """Check the plan for this call."""
-        if torch.compiler.is_compiling() or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, options))):
-            return  # the first call that is not compiled or traced is checked
-        self._handle.remove()
-        call = args, options
-        check_first_call(self._axis.comm, Traced(model), call, divided_output=self.divided_output, warns=self.warns)
-        self.done = True
+        mode = model.training, torch.is_grad_enabled()
+        if mode not in self._checked and not self._is_checking:
+            self._check(model, (args, options), mode)
+
+    @uncompiled
+    def _check(self, model: nn.Module, call: Any, mode: tuple[bool, bool]) -> None:
+        if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
+            return  # the first call that is not traced is checked
+        self._is_checking = True
+        try:
+            check_first_call(self._axis.comm, Traced(model), call, divided_output=self.divided_output, warns=self.warns)
+        finally:
+            self._is_checking = False
+        self.settle(mode)
+
+    def settle(self, mode: tuple[bool, bool] = (True, True)) -> None:
+        """Note that the plan was checked. With training and gradients all was, and the hook goes."""
+        self._checked.add(mode)
+        if mode == (True, True):
+            self._handle.remove()
+
+    def used(self, name: str) -> None:
+        """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
+        if not (self.done or self._is_checking or not self.warns):
+            self.warns = False
+            warnings.warn(
+                f"the plan of the divided layers of {self._model} is not checked: {name} is called before the model "
+                f"itself is. Call the model, or give parallelize an example= or verify=",
+                stacklevel=6,  # who calls the layer
+            )
 
 
 def check_stages(
@@ -101,4 +139,4 @@ def check_stages(
         warns=any(hook.warns for hook in left),
     )
     for hook in left:
-        hook.done = True
+        hook.settle()

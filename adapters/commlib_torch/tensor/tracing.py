@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ def attempted(
     gradients are computed; all is as before: see `unnoticed`. A model that is divided runs its collectives.
     """
     recorder = Recorder(model, styles)
+    learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
     with torch.no_grad(), unnoticed(model, args, options):
         try:
-            return recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], None
+            return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
         except Exception as error:
-            return recorder.trace_of(()), error
+            return replace(recorder.trace_of(()), learns=learns), error
 
 
 def styles_in(model: nn.Module) -> dict[str, Style]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Following
 from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
@@ -14,7 +16,9 @@ def given(following: Following, step: Step) -> State:
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
         came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
-    return {"given": GIVEN, "constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]
+    if step.kind == "given":
+        return replace(GIVEN, learns=step.outputs[0] in following.trace.learns)
+    return {"constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]
 
 
 def unknown(following: Following, step: Step) -> State:
@@ -97,9 +101,13 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
             came = f"{what} has all of that dimension (input {at}), and another input is {first}"
             todo = f"put {first.by}'s parts together before (Row, or gather=True), or divide this one, too"
             raise PlanError(step, "meet", came, todo, first)
-        if state.origin in ("computed", "weight"):
+        if state.origin in ("computed", "weight") or state.learns:
             came = f"input {at} is whole and meets what is {first}, so each rank has a part of its gradient"
             todo = "let it come from a layer with Replicate(into_sharded=True), or of a Sequence"
+            if state.learns:
+                todo = (
+                    "it comes from outside of the model that is divided: divide the one that makes it, too, and " + todo
+                )
             raise PlanError(step, "gradient", came, todo, first)
 
 

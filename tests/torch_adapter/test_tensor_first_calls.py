@@ -1,0 +1,170 @@
+"""The first call of a divided model is checked, whichever call it is: some passed, and computed something else."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_torch.tensor import parallelize, verify
+
+PLAN: Any = {"up": Column(), "down": Row()}
+X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Model(nn.Module):
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.up, self.down, self.wrong = nn.Linear(8, 12), nn.Linear(12, 8), wrong
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        h = self.up(x)
+        if self.wrong == "always" or (self.wrong == "training" and self.training):
+            h = h.softmax(-1)
+        out: Tensor = self.down(h.relu() if gate is None else h * gate)
+        return out
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+    """Return a plain model, and a divided one."""
+    torch.manual_seed(0)
+    plain = Model(wrong).double()
+    return plain, parallelize(copy.deepcopy(plain), comm, PLAN, **options)
+
+
+@contextmanager
+def warned(comm: Any, *texts: str) -> Iterator[None]:
+    """See to it that rank 0 warns so, and nobody else warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
+    for text, got in zip(texts, said, strict=False):
+        assert text in got
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model.forward(X),
+    "another method": lambda model: model.encode(X),
+    "a layer": lambda model: model.down(model.up(X).relu()),
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_a_call_around_the_model_is_told(comm: Any, way: str) -> None:
+    """It was not checked, and nobody said so."""
+    plain, model = made(comm)
+    with warned(comm, "of Model is not checked: up is called before the model itself is"):
+        torch.testing.assert_close(AROUND[way](model), AROUND[way](plain), rtol=0, atol=1e-12)
+        AROUND[way](model)
+    with warned(comm):  # the model itself is checked all the same
+        model(X)
+    _, model = made(comm, "always")
+    with warned(comm, "not checked"):
+        AROUND[way](model)
+    if way != "a layer" and comm.size > 1:
+        with pytest.raises(UsageError, match="softmax"):
+            model(X)
+
+
+@pytest.mark.parametrize("around", [*AROUND, "verify"])
+def test_what_is_checked_is_not_told(comm: Any, around: str) -> None:
+    plain, model = made(comm, example=X) if around != "verify" else made(comm)
+    with warned(comm):
+        if around == "verify":
+            verify(model, plain, comm, X)
+            model(X)
+        else:
+            AROUND[around](model)
+        copied = copy.deepcopy(model)
+        copied(X)
+        copied.encode(X)
+
+
+def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: Any) -> None:
+    """The first call was checked, and that was of another kind."""
+    _, model = made(comm, "training")
+    for mode in (False, False, True, True, False):
+        model.train(mode)
+        if mode and comm.size > 1:  # and refused again
+            with pytest.raises(UsageError, match="softmax"):
+                model(X)
+        else:
+            with torch.set_grad_enabled(mode):
+                model(X)
+
+
+class Outer(nn.Module):
+    """Makes a gate outside of what is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.inner = nn.Linear(8, 1), Model()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, self.gate(x))
+        return out
+
+
+def test_a_gradient_that_leaves_in_parts_is_refused(comm: Any) -> None:
+    """The weights that made a value outside of the divided model got a part of their gradient."""
+    model = Outer()
+    parallelize(model.inner, comm, PLAN)
+    with torch.no_grad():
+        model(X)  # nobody takes gradients
+    with pytest.raises(UsageError, match=r"mul.*input 1.*part of its gradient.*outside of the model that is divided"):
+        model(X)
+
+
+def test_a_value_from_outside_may_enter_by_a_column(comm: Any) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 8), Model(), nn.Linear(8, 8)).double()
+    model = copy.deepcopy(plain)
+    parallelize(model[1], comm, PLAN)
+    gate = torch.rand(4, 5, 1).double()  # that nobody learns
+    for one in (plain, model):
+        one[2](one[1](one[0](X), gate)).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
+    """What was compiled before its first call was never checked."""
+    plain, model = made(comm)
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        for one in (plain, compiled):
+            one(X).square().sum().backward()
+    torch.testing.assert_close(model.down.bias.grad, plain.down.bias.grad, rtol=1e-11, atol=1e-11)
+    if comm.size > 1:
+        with pytest.raises(UsageError, match="softmax"):
+            torch.compile(made(comm, "always")[1], backend=backend)(X)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_one_graph_is_refused(comm: Any) -> None:
+    """It was, with advice for those who work on the compiler."""
+    if comm.size > 1:
+        with pytest.raises(Exception, match="leave out fullgraph=True"):
+            torch.compile(made(comm, example=X)[1], backend="eager", fullgraph=True)(X)
