@@ -101,6 +101,10 @@ class Mixture:
         self.placement = placement
         self.exchange = exchange_over(self.ranks.axis, placement, self._codec)
 
+    def follow(self, original: Mixture) -> None:
+        """Send tokens as that of a layer does of which this one's is a copy: experts of both have moved."""
+        self.placement, self.exchange = original.placement, original.exchange
+
     def name_among(self, names: Collection[str]) -> str:
         """Return the layer's name, or one made of it that is not among others."""
         return self.name if self.name not in names else f"{self.name} ({len(names)})"

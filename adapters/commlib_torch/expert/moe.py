@@ -20,9 +20,11 @@ from commlib_torch._bridge import host_array, read, to_tensor
 from commlib_torch._shards import KeepsShards
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
+from commlib_torch.expert._family import Family
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
 from commlib_torch.expert._parts import in_parts
 from commlib_torch.expert._stacked import computed, seeded, stacked
+from commlib_torch.expert._steppers import watch_steps
 from commlib_torch.expert._waiting import is_again
 from commlib_torch.expert.losses import KeepsLosses
 from commlib_torch.expert.mlp import MLP
@@ -68,6 +70,9 @@ class MoE(KeepsShards, KeepsLosses):
             self.shared = self._mlp(experts.shared) if experts.shared else None
         self.experts = stacked(name, make, seed, self.mixture.placement, found, divided)
         self._tensor = found.tensor if divided else None
+        self.family = Family()
+        self._number = self.family.join(self)
+        watch_steps()
         self.register_buffer("expert_bias", None)
         if experts.bias_rate:
             self.expert_bias = _exact(torch.zeros(experts.count))
@@ -143,6 +148,10 @@ class MoE(KeepsShards, KeepsLosses):
             out, row_gates, mixture.exchange, mixture.name, passage
         )
         return y
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = self.family.join(self, self._number)  # it is a copy
 
     @property
     def _title(self) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from commlib.communicator import Communicator
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
 from commlib.expert.moving import moved
+from commlib.expert.placement import Placement
 from commlib.expert.ranks import placed
+from commlib.functional.agreement import together
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._shards import change_shard, shards_of
+from commlib_torch.expert._family import Family
+from commlib_torch.expert._states import is_number, is_stack
+from commlib_torch.expert._steppers import keepers_of
 from commlib_torch.expert.moe import MoE
 
 
@@ -21,37 +30,97 @@ def rebalance_experts(
 
     It goes by how often experts were chosen since the last time, or since `expert_stats`, by tokens of all ranks; call
     it between steps, every some hundred of them. A layer whose busiest rank would not get `least` times less stays as
-    it is. Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective.
+    it is. Copies of a layer, such as that of an average of weights, and what any optimizer keeps for these, go with it.
+    optimizer: one that may not have made a step yet.
+
+    Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective. Raises
+    UsageError on all ranks, before a layer's experts go, for an optimizer that keeps something else for them than for
+    each element of their weights; MismatchError if ranks have other copies, or optimizers.
+
+        ct.rebalance_experts(model, optimizer)
     """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    copies = _copies(layers)
     found: dict[str, tuple[float, float]] = {}
-    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+    for layer in layers:
         placement, before, after = layer.mixture.better_placement(least)
         if placement == layer.mixture.placement:
             after = before
         else:
-            _move(layer, optimizer, placement)
+            _move(layer, copies[id(layer)], optimizer, placement)
         found[layer.mixture.name_among(found)] = before, after
     return found
 
 
+def _copies(layers: Sequence[MoE]) -> dict[int, list[MoE]]:
+    """Return the copies that go with each layer, by its id. Collective."""
+    for layer in layers:
+        comm, count = layer.mixture.ranks.axis.comm, len(_living(layers)[id(layer)])
+        if len(set(comm.all_gather_object(count))) > 1:
+            gc.collect()  # some ranks may have some no more that others have not missed yet
+            count = len(_living(layers)[id(layer)])
+            what = f"rebalance_experts: {layer.mixture.name}"
+            check_agreement(comm, what, [f"copies of the layer, such as averages of weights: {count}"])
+    return _living(layers)
+
+
+def _living(layers: Sequence[MoE]) -> dict[int, list[MoE]]:
+    families: dict[int, tuple[Family, list[MoE]]] = {}
+    for layer in layers:
+        families.setdefault(id(layer.family), (layer.family, []))[1].append(layer)
+    found: dict[int, list[MoE]] = {}
+    for family, own in families.values():
+        for layer, copies in zip(own, family.copies(own), strict=True):
+            mixtures = {id(layer.mixture): layer.mixture}
+            found[id(layer)] = []
+            for copy in copies:
+                if id(copy.mixture) in mixtures or copy.mixture.placement != layer.mixture.placement:
+                    continue  # a shallow copy, or one whose experts are elsewhere
+                mixtures[id(copy.mixture)] = copy.mixture
+                found[id(layer)].append(copy)
+    return found
+
+
 @torch.no_grad()
-def _move(layer: MoE, optimizer: torch.optim.Optimizer | None, placement: Any) -> None:
-    stacks: list[Any] = []
-    for parameter in layer.experts.parameters():
-        kept = {} if optimizer is None else optimizer.state.get(parameter, {})
-        stacks += [parameter, *(value for _, value in sorted(kept.items()) if _is_stack(value, parameter))]
-    mixture = layer.mixture
+def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | None, placement: Placement) -> None:
+    mixture, everyone = layer.mixture, [layer, *copies]
     comm = mixture.ranks.axis.comm
+    stacks = _agreed(comm, mixture.name, everyone, optimizer)
     arrays = moved([array_of(on_host(each)) for each in stacks], mixture.placement, placement, comm)
     for each, array in zip(stacks, arrays, strict=True):
         each.copy_(to_tensor(array))
-    for module in layer.experts.modules():
-        for name, shard in shards_of(module).items():
-            change_shard(module, name, placed(shard, placement.owners))
-    for parameter in layer.experts.parameters():
-        parameter.grad = None
+    for one in everyone:
+        for module in one.experts.modules():
+            for name, shard in shards_of(module).items():
+                change_shard(module, name, placed(shard, placement.owners))
+        for parameter in one.experts.parameters():
+            parameter.grad = None
     mixture.place(placement)
+    for copy in copies:
+        copy.mixture.follow(mixture)
 
 
-def _is_stack(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+def _agreed(
+    comm: Communicator, name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer | None
+) -> list[Tensor]:
+    """Return what has a row for each expert: weights, and what optimizers keep for them. Collective."""
+    found = together(comm, lambda: list(_stacks(name, layers, optimizer)))
+    lines = [f"{what}: {stack.dtype}{list(stack.shape[1:])}" for what, stack in found]
+    check_agreement(comm, f"rebalance_experts: {name}", lines)
+    return [stack for _, stack in found]
+
+
+def _stacks(name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    for number, layer in enumerate(layers):
+        for own, parameter in layer.experts.named_parameters():
+            what = f"{name}.experts.{own}" if number == 0 else f"{name}.experts.{own} of copy {number}"
+            yield what, parameter
+            for one in keepers_of(parameter, optimizer):
+                for key, value in sorted(one.state[parameter].items()):
+                    if is_stack(value, parameter):
+                        yield f"{what}, {key} of {type(one).__name__}", value
+                    elif value is not None and not is_number(value):
+                        raise UsageError(
+                            f"rebalance_experts: {key} of {what}, which {type(one).__name__} keeps, is no tensor of "
+                            f"shape {list(parameter.shape)}: it is not known what of it belongs to which expert"
+                        )

@@ -1,0 +1,144 @@
+"""Experts that move between ranks take all with them that is theirs: what optimizers keep, and copies of the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from commlib import Communicator
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_torch import DistributedOptimizer, gather_state_dict
+from commlib_torch.expert import MoE, auxiliary_loss, rebalance_experts
+from tests.torch_adapter.expert_oracle import near, single
+
+pytestmark = pytest.mark.ranks(min=2)
+WIDTH = 6
+
+
+class Blocks(nn.Module):
+    """Two blocks, the second one made as a copy of the first one."""
+
+    def __init__(self, ranks: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = MoE(WIDTH, Experts(8, top_k=1, hidden=4), ranks)
+        self.blocks = nn.ModuleList([first, copy.deepcopy(first)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def rows(comm: Any, seed: int) -> Tensor:
+    return torch.randn(2 * comm.size, 3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mine(comm: Any, x: Tensor) -> Tensor:
+    own: Tensor = x.chunk(comm.size)[comm.rank]
+    return own
+
+
+def trained(model: Any, optimizer: Any, x: Tensor) -> None:
+    (model(x).square().mean() + auxiliary_loss(model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def busy(model: Any, which: int) -> None:
+    """Let neighbours be chosen most often, other ones in each block."""
+    for number, block in enumerate(model.blocks):
+        block.stats()
+        load = block.mixture.counted.numbers
+        load[:] = [*range(1, 9), 300, 0, 0]
+        place = 2 * ((which + number) % 4)
+        load[place : place + 2] = 100
+
+
+def owners(model: Any) -> list[Any]:
+    return [block.mixture.placement.owners for block in model.blocks]
+
+
+def adam(parameters: Any, rate: float = 0.01) -> Any:
+    return torch.optim.Adam(parameters, rate)
+
+
+@pytest.mark.parametrize("gives_optimizer", [True, False])
+def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool) -> None:
+    """An average was of one expert before, and of another one afterwards; so were moments without the optimizer."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    found: list[list[dict[str, Tensor]]] = []
+    for ranks, moves in ((single(comm), False), (comm, True)):
+        own: Any = Blocks(ranks).double()
+        other = copy.deepcopy(own)  # trained by itself
+        optimizer, second = adam(own.parameters()), adam(other.parameters(), 0.02)
+        if moves:
+            optimizer, second = (
+                DistributedOptimizer(one, model.named_parameters(), comm=comm)
+                for one, model in ((optimizer, own), (second, other))
+            )
+        average = AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        plain: Any = copy.deepcopy(copy.copy(average.module))  # what was in between has gone
+        for step in range(6):
+            x = rows(comm, step)
+            for model, by in ((own, optimizer), (other, second)):
+                trained(model, by, mine(comm, x) if moves else x)
+            if moves and step in (1, 3, 4):
+                busy(model := own if step < 4 else average.module, step)
+                rebalance_experts(model, optimizer if gives_optimizer else None)
+                assert owners(own)[0] != owners(own)[1]
+                assert owners(own) == owners(other) == owners(average.module) == owners(plain)
+            average.update_parameters(own)
+            with torch.no_grad():
+                for old, new in zip(plain.parameters(), own.parameters(), strict=True):
+                    old.mul_(0.9).add_(new, alpha=0.1)
+        found.append([gather_state_dict(model) for model in (own, other, average.module, plain)])
+        x = rows(comm, 9)
+        found[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
+    found[0][-1] = {"outputs": mine(comm, found[0][-1]["outputs"])}
+    for what, expected, got in zip(("model", "other", "average", "plain", "outputs"), *found, strict=True):
+        for name, value in expected.items():
+            near(got[name], value, f"{what}: {name}")
+
+
+def test_what_it_cannot_take_along(comm: Communicator) -> None:
+    """What is kept of no element in particular, and copies on one rank alone; nothing has moved then."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    model: Any = Blocks(comm).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    trained(model, optimizer, mine(comm, rows(comm, 0)))
+    before, weights = owners(model), [one.detach().clone() for one in model.parameters()]
+    expert = next(model.blocks[0].experts.parameters())
+    optimizer.state[expert]["rows"] = torch.zeros(len(expert))
+    busy(model, 0)
+    with pytest.raises(UsageError, match=r"rows of MoE.experts.up.weight, which SGD keeps, is no tensor of shape"):
+        rebalance_experts(model)
+    del optimizer.state[expert]["rows"]
+    if comm.rank == 0:
+        del optimizer.state[expert]["momentum_buffer"]
+    busy(model, 0)
+    with pytest.raises(MismatchError, match=r"rebalance_experts: MoE.*momentum_buffer of SGD"):
+        rebalance_experts(model)
+    if comm.rank == 0:
+        average = copy.deepcopy(model)
+    busy(model, 0)
+    with pytest.raises(MismatchError, match=r"copies of the layer, such as averages of weights: "):
+        rebalance_experts(model)
+    if comm.rank == 0:
+        average.itself = average  # is missed later
+        del average, optimizer.state[expert]
+    else:
+        del optimizer.state[expert]
+    assert owners(model) == before
+    assert all(map(torch.equal, model.parameters(), weights))
+    busy(model, 0)
+    rebalance_experts(model, optimizer)
+    assert owners(model) != before
