@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import Column, Row, Vocabulary
 from commlib.tensor.sharding import Sharding
@@ -68,6 +68,62 @@ def test_loss_and_gradients(comm: Any, smoothing: float, reduction: str, compile
         near(got, expected, 1e-11 if what == "second" else 1e-12, what)
 
 
+def weighted(logits: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
+    """The loss of each row of whole logits and what it counts, as PyTorch defines them; 7 is ignored."""
+    counted = tf.where(target == 7, tf.zeros((), weight.dtype), tf.gather(weight, target))
+    logs = tf.nn.log_softmax(logits)
+    losses = -(1 - smoothing) * counted * tf.gather(logs, target, batch_dims=target.shape.rank)
+    smooth = -smoothing / logits.shape[-1] * tf.reduce_sum(logs * weight, -1)
+    return losses + tf.where(target == 7, tf.zeros_like(smooth), smooth), counted
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_weights_of_words(comm: Any, smoothing: float, compiled: bool) -> None:
+    """There were none; with smoothing they weigh each word's part of it, and a mean is by the targets' weights."""
+    logits, target = tf.constant(5 * values(2, 5, VOCABULARY)), tf.constant(words(VOCABULARY, 2, 5))
+    target, weight = (
+        tf.where(target == 3, tf.cast(7, target.dtype), target),
+        tf.constant(values(VOCABULARY, seed=2) ** 2),
+    )
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(logits)
+        losses, counted = weighted(logits, target, weight, smoothing)
+        wanted = {"none": tf.reduce_sum(losses**2), "sum": tf.reduce_sum(losses)}
+        wanted["mean"] = wanted["sum"] / tf.reduce_sum(counted)
+
+    def step(own: Any, reduction: str) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            loss = vocabulary_cross_entropy(
+                own, target, comm, weight=weight, ignore_index=7, label_smoothing=smoothing, reduction=reduction
+            )
+            loss = tf.reduce_sum(loss**2) if reduction == "none" else loss
+        return loss, tape.gradient(loss, own)
+
+    run = tf.function(step) if compiled else step
+    for reduction, loss in wanted.items():
+        got, gradient = run(scatter(logits, comm, -1), reduction)
+        near(got, loss, 1e-12)
+        near(gradient, scatter(tape.gradient(loss, logits), comm, -1), 1e-12)
+    divided = VocabularyCrossEntropy(comm, weight=weight, vocabulary=VOCABULARY)
+    plain = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    expected = plain(target, logits, sample_weight=tf.gather(weight, target))
+    near(divided(target, scatter(logits, comm, -1)), expected, 1e-6)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_targets_are_told(comm: Any) -> None:
+    """One computed the loss of other words than the other, and nobody noticed."""
+    logits, target, weight = scatter(values(4, VOCABULARY), comm, -1), np.arange(4), values(VOCABULARY) ** 2
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="target, 4 rows"):
+            vocabulary_cross_entropy(logits, np.roll(target, comm.rank), comm)
+        with pytest.raises(MismatchError, match="weight: "):
+            vocabulary_cross_entropy(logits, target, comm, weight=np.roll(weight, comm.rank))
+    vocabulary_cross_entropy(logits, target, comm, weight=weight)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_precision(comm: Any, dtype: str) -> None:
     """It is computed in float32 at least, and not in the codec of an axis."""
@@ -102,6 +158,14 @@ def test_misuse(comm: Any, compiled: bool) -> None:
     refused("0 to 1", label_smoothing=2)
     refused("reduction is 'all'", reduction="all")
     refused("one word for each row", ((0, 1),))
+    refused("weight has 12 words, expected the 11", weight=np.ones(12))
+    refused("expected a float for each word", weight=np.ones((11, 1)))
+
+
+def test_a_target_of_padding_is_no_word(comm: Any) -> None:
+    """Keras' loss ignores none unless it is told; this one took -100 for a row that costs nothing, and counts."""
+    with pytest.raises(UsageError, match="a target is word -100"):
+        VocabularyCrossEntropy(comm)(np.array([1, -100, 2]), scatter(values(3, VOCABULARY), comm, -1))
 
 
 def model() -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commlib
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.schedule.layout import even
 from commlib.tensor import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import (
@@ -175,6 +175,39 @@ def test_cross_entropy(tp, shape, smoothing, reduction):
     torch.testing.assert_close(own.grad, own_head(tp)(plain.grad), rtol=0, atol=1e-14, equal_nan=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_with_weights_of_words(tp, smoothing, reduction):
+    """There were none; with smoothing they weigh each word's part of it, and a mean is by the targets' weights."""
+    whole, target, weight = random(2, 3, WORDS) * 5, words(2, 3, seed=3), random(WORDS, seed=2).abs()
+    target[0, 1], weight[4] = 7, 0
+    options = {"ignore_index": 7, "label_smoothing": smoothing, "reduction": reduction}
+    plain, own = whole.clone().requires_grad_(), own_head(tp)(whole).clone().requires_grad_()
+    expected = F.cross_entropy(plain.movedim(-1, 1), target, weight, **options)
+    got = vocabulary_cross_entropy(own, target, tp, weight=weight, vocabulary=WORDS, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    factors = random(*expected.shape, seed=5)
+    (expected * factors).sum().backward()
+    (got * factors).sum().backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(own.grad, own_head(tp)(plain.grad), rtol=0, atol=1e-14)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_targets_are_told(tp):
+    """One computed the loss of other words than the other, and nobody noticed."""
+    own, target, weight = own_head(tp)(random(4, WORDS)), words(4), random(WORDS).abs()
+    other = target.roll(1) if tp.rank else target
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="target, 4 rows"):
+            vocabulary_cross_entropy(own, other, tp)
+        with pytest.raises(MismatchError, match="weight: "):
+            vocabulary_cross_entropy(own, target, tp, weight=weight.flip(0) if tp.rank else weight)
+        with pytest.raises(MismatchError, match="ignore_index"):
+            vocabulary_cross_entropy(own, target, tp, ignore_index=-tp.rank)
+    vocabulary_cross_entropy(own, target, tp, weight=weight)
+
+
 def test_cross_entropy_of_nothing_is_nan(tp):
     target = torch.full((3,), -100)
     plain = random(3, WORDS).requires_grad_()
@@ -232,6 +265,8 @@ def test_what_does_not_fit_is_refused(tp):
     for target, options, said in [
         (random(3), {}, "probabilities"),
         (words(2), {}, "for a target of shape"),
+        (words(3), {"weight": torch.ones(12)}, "weight has 12 words, expected the 11"),
+        (words(3), {"weight": torch.ones(11, 1)}, "expected a float for each word"),
         (torch.tensor([0, 11, 1]), {}, "word 11, expected 0 to 10"),
         (words(3), {"vocabulary": 12}, "expected vocabulary=12"),
         (words(3), {"label_smoothing": 2.0}, "label_smoothing"),

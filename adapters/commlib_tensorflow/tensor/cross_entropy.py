@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import keras
@@ -26,7 +27,8 @@ def vocabulary_cross_entropy(
     target: Any,
     axis: On,
     *,
-    ignore_index: int = -100,
+    weight: Any = None,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     vocabulary: int | None = None,
@@ -34,47 +36,58 @@ def vocabulary_cross_entropy(
     """Return the cross-entropy of logits whose words are divided among the ranks of an axis.
 
     As that of PyTorch over the last dimension. logits: (..., this rank's words), of any floating dtype. target:
-    integers (...), words of the whole vocabulary, the same on every rank. vocabulary: the number of all words, if it is
-    to be checked. Returns a float32, or a float64 for such logits: the mean or sum over the rows that are not ignored
-    (nan for none), or with "none" that of each row (...), 0 where it is ignored.
+    integers (...), words of the whole vocabulary. weight: that of each word of the whole vocabulary, without a
+    gradient. Both are the same on every rank. ignore_index: None, if no target is to be ignored. vocabulary: the number
+    of all words, if it is to be checked. Returns a float32, or a float64 for such logits: the sum, or the mean by
+    weight, of the rows that are not ignored (nan for none), or with "none" that of each row (...), 0 where it is
+    ignored.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks.
+    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, and
+    MismatchError where these have other targets, weights or options.
     """
     logits, target = as_tensor(logits), as_tensor(target)
     shared = axis_of(axis.comm if isinstance(axis, Axis) else axis)  # sums are not encoded, whatever the codec
-    _check(logits, target, label_smoothing, reduction)
+    weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
+    _check(logits, target, weight, label_smoothing, reduction)
     wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
-    is_ignored = rows == ignore_index
+    is_ignored = tf.zeros_like(rows, tf.bool) if ignore_index is None else rows == ignore_index
     said = {
         "dtype": logits.dtype.name, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "reduction": reduction, "vocabulary": vocabulary,
     }  # fmt: skip
-    most, start, total = _shared_maximum(x, rows, ignore_index, shared, said)
+    most, start, total = _shared_maximum(x, rows, weight, ignore_index, shared, said)
     # Whatever is subtracted, the loss is the same: this has no gradient.
     x = x - tf.stop_gradient(most)[:, tf.newaxis]
     is_own = (rows >= start) & (rows < start + words) & ~is_ignored
     own = tf.where(is_own, rows - start, 0)
     sums = [tf.reduce_sum(tf.exp(x), -1), tf.where(is_own, tf.gather(x, own, batch_dims=1), 0)]
+    counted: Any = tf.cast(~is_ignored, x.dtype)
+    if weight is not None:
+        weight = tf.cast(weight, x.dtype)
+        counted *= tf.gather(weight, tf.where(is_ignored, tf.zeros_like(rows), rows))
     if label_smoothing:
-        sums.append(tf.reduce_sum(x, -1))
+        sums.append(tf.reduce_sum(x if weight is None else x * weight[start : start + words], -1))
     said = tf.unstack(moved(tf.stack(sums), shared, REDUCE), num=len(sums))
-    losses = tf.math.log(said[0]) - (1 - label_smoothing) * said[1]
+    logarithm, each = tf.math.log(said[0]), label_smoothing / tf.cast(total, x.dtype)
+    losses = (1 - label_smoothing) * counted * (logarithm - said[1])
     if label_smoothing:
-        losses -= label_smoothing / tf.cast(total, x.dtype) * said[2]
+        of_all = tf.cast(total, x.dtype) if weight is None else tf.reduce_sum(weight)
+        losses += each * (of_all * logarithm - said[2])
     losses = tf.where(is_ignored, tf.zeros_like(losses), losses)
     if reduction == "none":
         return tf.reshape(losses, tf.shape(target))
     whole = tf.reduce_sum(losses)
-    return whole if reduction == "sum" else whole / tf.cast(tf.reduce_sum(tf.cast(~is_ignored, tf.int64)), x.dtype)
+    return whole if reduction == "sum" else whole / tf.reduce_sum(counted)
 
 
 class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     """The loss of a model whose logits are divided by words: as `SparseCategoricalCrossentropy(from_logits=True)`.
 
     y_true: words (...), or (..., 1). y_pred: (..., this rank's words). ignore_index: as Keras' `ignore_class`, a word
-    whose rows count in no mean. Metrics of the model would see a part of the words.
+    whose rows count in no mean. weight: of each word of the whole vocabulary, which multiplies losses as
+    `sample_weight` does, so that Keras' mean is over rows. Metrics of the model would see a part of the words.
     """
 
     def __init__(
@@ -83,6 +96,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         *,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
+        weight: Any = None,
         vocabulary: int | None = None,
         reduction: str = "sum_over_batch_size",
         name: str = "vocabulary_cross_entropy",
@@ -90,7 +104,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
     ) -> None:
         super().__init__(name=name, reduction=reduction, dtype=dtype)
         self.divided_axis, self.ignore_index = axis_of(axis), ignore_index
-        self.label_smoothing, self.vocabulary = label_smoothing, vocabulary
+        self.label_smoothing, self.weight, self.vocabulary = label_smoothing, weight, vocabulary
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the loss of each row."""
@@ -101,7 +115,8 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
             y_pred,
             words,
             self.divided_axis,
-            ignore_index=-100 if self.ignore_index is None else self.ignore_index,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction="none",
             vocabulary=self.vocabulary,
@@ -111,37 +126,59 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         return losses
 
 
-def _shared_maximum(x: tf.Tensor, target: tf.Tensor, ignored: int, axis: Axis, options: dict[str, Any]) -> Any:
+def _shared_maximum(
+    x: tf.Tensor, target: tf.Tensor, weight: Any, ignored: int | None, axis: Axis, options: dict[str, Any]
+) -> Any:
     """Return the largest logit of each row, this rank's first word, and how many there are.
 
-    With digests of what ranks have asked for: MismatchError on all ranks if these differ.
+    With digests of what ranks have asked for, and with which targets: MismatchError on all ranks if these differ.
     """
     lines = [f"{name}: {value}" for name, value in options.items()]
 
-    def host(mine: Array, words: Array) -> list[Array]:
+    def host(mine: Array, words: Array, *weights: Array) -> list[Array]:
+        given = [
+            f"weight: {_digest(weights[0]) if weights else 'none'}",
+            f"target, {len(words)} rows: {_digest(words)}",
+        ]
+        # Of each rank its words, and 24 bits that tell what it means apart: in float32 both are exact.
+        told = np.zeros((2, axis.size), mine.dtype)
+        told[:, axis.rank] = mine[-1], digest_of([*lines, *given]) % 2**24
+        mine = np.concatenate((mine[:-1], told.ravel()))
         if axis.size > 1:
             mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
         counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
         if len(set(digests)) > 1:
-            check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
-        _check_words(axis, counts, options["vocabulary"], words[words != ignored])
+            check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", [*lines, *given])
+        _check_words(axis, counts, options["vocabulary"], words if ignored is None else words[words != ignored])
+        if weights and len(weights[0]) != sum(counts):
+            raise UsageError(
+                f"vocabulary_cross_entropy: weight has {len(weights[0])} words, expected the {sum(counts)} of the "
+                "whole vocabulary, the same on every rank"
+            )
         place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
         return [np.ascontiguousarray(mine[: -2 * axis.size]), place]
 
-    # How many words each rank has goes along: in float32 exact up to 2^24.
-    own = [tf.cast(tf.shape(x)[-1], x.dtype), tf.constant(digest_of(lines) % 2**24, x.dtype)]
-    counts = tf.scatter_nd([[axis.rank], [axis.size + axis.rank]], own, [2 * axis.size])
-    mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), counts], 0)
+    mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), [tf.cast(tf.shape(x)[-1], x.dtype)]], 0)
+    inputs = [mine, target, *([] if weight is None else [weight])]
     most, place = call_in_order(
-        "vocabulary_cross_entropy", host, [mine, target], [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))]
+        "vocabulary_cross_entropy", host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))]
     )
     return most, place[0], place[1]
 
 
-def _check(logits: tf.Tensor, target: tf.Tensor, smoothing: float, reduction: str) -> None:
+def _digest(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, reduction: str) -> None:
     if target.dtype.is_floating:
         raise UsageError(
             "vocabulary_cross_entropy: the target has probabilities of classes, expected integers: the words"
+        )
+    if weight is not None and (weight.shape.rank != 1 or not weight.dtype.is_floating):
+        raise UsageError(
+            f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each word of "
+            "the whole vocabulary"
         )
     if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
         raise UsageError(

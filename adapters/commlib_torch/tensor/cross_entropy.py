@@ -25,6 +25,7 @@ def vocabulary_cross_entropy(
     target: Tensor,
     axis: On,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
@@ -33,26 +34,33 @@ def vocabulary_cross_entropy(
     """Return the cross-entropy of logits whose words are divided among the ranks of an axis.
 
     As `F.cross_entropy` over the last dimension. logits: (..., this rank's words), of any floating dtype. target:
-    integers (...), words of the whole vocabulary, the same on every rank. vocabulary: the number of all words, if it is
-    to be checked. Returns a float32, or a float64 for such logits: the mean or sum over the rows that are not ignored
-    (nan for none), or with "none" that of each row (...). It has a gradient; a second one is refused.
+    integers (...), words of the whole vocabulary. weight: that of each word of the whole vocabulary, without a
+    gradient. Both are the same on every rank. vocabulary: the number of all words, if it is to be checked. Returns a
+    float32, or a float64 for such logits: the sum, or the mean by weight, of the rows that are not ignored (nan for
+    none), or with "none" that of each row (...). It has a gradient; a second one is refused.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks.
+    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, and
+    MismatchError where these have other targets, weights or options.
     """
     shared = axis_of(axis)
-    _check(logits, target, label_smoothing, reduction)
+    _check(logits, target, weight, label_smoothing, reduction)
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
     said = {
         "dtype": logits.dtype, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "reduction": reduction, "vocabulary": vocabulary,
     }  # fmt: skip
+    if weight is not None:
+        weight = weight.detach().to(logits.device, torch.promote_types(logits.dtype, torch.float32))
     losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
-        rows, words, is_ignored, shared, label_smoothing, vocabulary, said
+        rows, words, is_ignored, weight, shared, label_smoothing, vocabulary, said
     )
     if reduction == "none":
         return losses.reshape(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (~is_ignored).sum()
+    if reduction == "sum":
+        return losses.sum()
+    counted: Tensor = ~is_ignored if weight is None else _of_target(weight, words, is_ignored)
+    return losses.sum() / counted.sum()
 
 
 class _Losses(Function):
@@ -60,30 +68,40 @@ class _Losses(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, axis: Axis, smoothing: float, total: int | None,
-        options: dict[str, Any],
+        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, weight: Tensor | None, axis: Axis,
+        smoothing: float, total: int | None, options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x = logits.to(dtype, copy=True)
-        most, counts = _shared_maximum(x, axis, options)
+        most, counts = _shared_maximum(x, target, weight, axis, options)
         _check_words(axis, counts, total, target, is_ignored)
+        _check_weight(weight, sum(counts))
         start, stop = sum(counts[: axis.rank]), sum(counts[: axis.rank + 1])
         is_own = (target >= start) & (target < stop) & ~is_ignored
         own = (target - start).masked_fill(~is_own, 0).unsqueeze(-1)
         x -= most.unsqueeze(-1)
         sums = [x.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0)]
+        own_weight = None if weight is None else weight[start:stop]
         if smoothing:
-            sums.append(x.sum(-1))
+            sums.append(x.sum(-1) if own_weight is None else x @ own_weight)
         sums.append(x.exp_().sum(-1))
         said = torch.stack(sums)
         _reduce(said, axis, "sum")
         x /= said[-1].unsqueeze(-1)
-        losses = said[-1].log() - (1 - smoothing) * said[0]
+        # Factors of the target's term, and of the sum's logarithm.
+        ctx.each = smoothing / sum(counts)
+        of_target: Any = 1 - smoothing
+        of_all: Any = 1.0
+        if weight is not None:
+            of_target = of_target * _of_target(weight, target, is_ignored)
+            of_all = of_target + ctx.each * weight.sum() if smoothing else of_target
+        losses = said[-1].log() * of_all - of_target * said[0]
         if smoothing:
-            losses -= smoothing / sum(counts) * said[1]
-        ctx.save_for_backward(x, own, is_own, is_ignored)
-        ctx.dtype, ctx.smoothing, ctx.total = logits.dtype, smoothing, sum(counts)
-        return losses.masked_fill_(is_ignored, 0)
+            losses -= ctx.each * said[1]
+        ctx.save_for_backward(x, own, is_own, is_ignored, own_weight)
+        ctx.dtype, ctx.of_target, ctx.of_all = logits.dtype, of_target, of_all
+        found: Tensor = losses.masked_fill_(is_ignored, 0)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,30 +110,53 @@ class _Losses(Function):
                 "vocabulary_cross_entropy has no second gradient (create_graph=True): gather the logits, and use "
                 "F.cross_entropy"
             )
-        softmax, own, is_own, is_ignored = ctx.saved_tensors
-        scale = gradient.masked_fill(is_ignored, 0).unsqueeze(-1)
-        found = softmax * scale
-        found.scatter_add_(-1, own, scale * is_own.unsqueeze(-1) * (ctx.smoothing - 1))
-        if ctx.smoothing:
-            found -= scale * (ctx.smoothing / ctx.total)
-        return found.to(ctx.dtype), None, None, None, None, None, None
+        softmax, own, is_own, is_ignored, weight = ctx.saved_tensors
+        scale = gradient.masked_fill(is_ignored, 0)
+        found = softmax * (scale * ctx.of_all).unsqueeze(-1)
+        found.scatter_add_(-1, own, (scale * is_own * -ctx.of_target).unsqueeze(-1))
+        if ctx.each:
+            found -= (scale * ctx.each).unsqueeze(-1) * (1 if weight is None else weight)
+        return found.to(ctx.dtype), None, None, None, None, None, None, None
 
 
-def _shared_maximum(x: Tensor, axis: Axis, options: dict[str, Any]) -> tuple[Tensor, list[int]]:
+def _of_target(weight: Tensor, target: Tensor, is_ignored: Tensor) -> Tensor:
+    """Return the weight of each row's target, 0 where it is ignored."""
+    return weight[target.masked_fill(is_ignored, 0)].masked_fill(is_ignored, 0)
+
+
+def _shared_maximum(
+    x: Tensor, target: Tensor, weight: Tensor | None, axis: Axis, options: dict[str, Any]
+) -> tuple[Tensor, list[int]]:
     """Return the largest logit of each row, and how many words each rank has: both in one message.
 
-    With digests of what ranks have asked for. Raises MismatchError on all ranks if these differ.
+    With digests of what ranks have asked for, and with which targets. Raises MismatchError on all ranks if these
+    differ.
     """
     lines = [f"{name}: {value}" for name, value in options.items()]
     own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 words on a rank
-    told = x.new_zeros(2, axis.size)
-    told[:, axis.rank] = own.to(x.device)
+    told = x.new_zeros(3, axis.size)
+    told[:2, axis.rank], told[2, axis.rank] = own.to(x.device), _digest(target, weight)
     said = torch.cat((x.amax(-1), told.reshape(-1)))
     _reduce(said, axis, "max")
-    counts, digests = said[len(x) :].reshape(2, axis.size).tolist()
-    if len(set(digests)) > 1:
+    counts, *digests = said[len(x) :].reshape(3, axis.size).tolist()
+    if any(len(set(theirs)) > 1 for theirs in digests):
+        lines += [f"weight: {'none' if weight is None else int(_digest(weight, None))}"]
+        lines += [f"target, {len(target)} rows: {int(_digest(target, None))}"]
         check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
     return said[: len(x)], [int(count) for count in counts]
+
+
+def _digest(x: Tensor, other: Tensor | None) -> Tensor:
+    """Return 24 bits that tell tensors apart, where they are: nothing waits for a GPU."""
+    bits = x.double().view(torch.int64) if x.is_floating_point() else x
+    # An odd factor for each place, and so for two that are swapped another sum.
+    total = ((bits + 1) * (torch.arange(len(bits), device=x.device) * _FACTOR | 1)).sum()
+    if other is not None:
+        total = total + _digest(other, None) * _FACTOR
+    return (total ^ (total >> 24) ^ (total >> 48)) & 0xFFFFFF
+
+
+_FACTOR = 0x9E3779B97F4A7C1
 
 
 def _reduce(x: Tensor, axis: Axis, op: str) -> None:
@@ -123,15 +164,21 @@ def _reduce(x: Tensor, axis: Axis, op: str) -> None:
         writing.all_reduce_(x, op, comm=axis.comm).run()
 
 
-def _check(logits: Tensor, target: Tensor, smoothing: float, reduction: str) -> None:
+def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> None:
     if target.is_floating_point():
         raise UsageError(
             "vocabulary_cross_entropy: the target has probabilities of classes, expected integers: the words"
         )
+    if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
+        raise UsageError(
+            f"vocabulary_cross_entropy: weight is {weight.dtype}{list(weight.shape)}, expected a float for each word "
+            "of the whole vocabulary"
+        )
     if not logits.is_floating_point() or logits.shape[:-1] != target.shape or not logits.dim() or not logits.shape[-1]:
         raise UsageError(
             f"vocabulary_cross_entropy: logits of {logits.dtype}{list(logits.shape)} for a target of shape "
-            f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}"
+            f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}: words are the "
+            "last dimension, also where F.cross_entropy has them as the second (movedim(1, -1))"
         )
     if not 0 <= smoothing <= 1:
         raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
@@ -150,4 +197,12 @@ def _check_words(axis: Axis, counts: list[int], total: int | None, target: Tenso
         raise UsageError(
             f"vocabulary_cross_entropy: a target is word {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
             "ignore_index"
+        )
+
+
+def _check_weight(weight: Tensor | None, words: int) -> None:
+    if weight is not None and len(weight) != words:
+        raise UsageError(
+            f"vocabulary_cross_entropy: weight has {len(weight)} words, expected the {words} of the whole vocabulary, "
+            "the same on every rank"
         )
