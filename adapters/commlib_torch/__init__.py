@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
 from commlib_torch._uncompiled import leave_uncompiled
@@ -73,6 +73,7 @@ __all__ = [
     "OneBitLAMB",
     "ParallelAttention",
     "ParallelMLP",
+    "PerRank",
     "Pipeline",
     "Replicate",
     "Row",

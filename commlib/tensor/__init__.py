@@ -10,13 +10,14 @@ from __future__ import annotations
 from commlib.tensor.moves import COPY, REDUCE, Move, all_to_all, gather, reduce_scatter, scatter
 from commlib.tensor.plan import Plan, resolve
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Style, Vocabulary
 
 __all__ = [
     "COPY",
     "REDUCE",
     "Column",
     "Move",
+    "PerRank",
     "Plan",
     "Replicate",
     "Row",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from commlib.tensor.pairs import NotPossible, States, divided_pair
+from commlib.tensor.numbers import NotPossible
+from commlib.tensor.pairs import States, divided_pair
 from commlib.tensor.rules import PlanError, check
-from commlib.tensor.styles import Column, Style, Vocabulary, brief
+from commlib.tensor.styles import Column, PerRank, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
 _LOGITS = Vocabulary(gather=True)
@@ -163,9 +164,10 @@ def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
 def _pair(trace: Trace, undivided: States, size: int, able: Able, found: Found, firsts: list[str], last: str) -> None:
     """Try to divide some layers and the one that they reach."""
     try:
-        styles = divided_pair(trace, undivided, size, firsts, last)
+        numbers = {name: style for name, style in found.plan.items() if isinstance(style, PerRank)}
+        styles = divided_pair(trace, undivided, size, firsts, last, numbers)
         for name, style in styles.items():
-            if not able(name, style):
+            if not isinstance(style, PerRank) and not able(name, style):
                 raise NotPossible(f"{name} cannot be divided as {brief(style)}")
     except (PlanError, NotPossible) as error:
         found.reasons.update(dict.fromkeys((*firsts, last), f"{error}"))

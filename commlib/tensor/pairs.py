@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd
 
+from commlib.tensor.lengths import sources_of
+from commlib.tensor.numbers import NotPossible, Part, numbers_per_rank
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.states import SETTLED, State
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style
+from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Style
 from commlib.tensor.trace import Step, Trace
 
 _OUTSIDE = ("given", "constant", "weight")
+_ANY_WEIGHT = -1
+"""The number of a value that stands for weights of layers before."""
 
 States = Mapping[int, State]
 """The states of values, by their numbers."""
 
 
-class NotPossible(Exception):
-    """The reason why a pair stays whole."""
+def divided_pair(
+    trace: Trace, undivided: States, size: int, firsts: list[str], last: str, given: Mapping[str, PerRank]
+) -> dict[str, Style]:
+    """Return styles for the layers `firsts`, for `last`, and for norms, dropout and numbers between them.
 
-
-def divided_pair(trace: Trace, undivided: States, size: int, firsts: list[str], last: str) -> dict[str, Style]:
-    """Return styles for the layers `firsts`, for `last`, and for norms and dropout between them.
-
-    undivided: the states of all values where no layer is divided.
+    undivided: the states of all values where no layer is divided. given: numbers that have a style already.
 
     The rules are asked, and what they refuse is mended where the trace shows how: fused features that are split into
-    parts, heads of keys and values that all queries share, dropout of what is divided. Raises PlanError for what they
-    refuse after that, and NotPossible where there are too few heads, or numbers in reshapes that fit the whole alone.
+    parts, heads of keys and values that all queries share, dropout of what is divided, tables that have a bias for each
+    head. Raises PlanError for what they refuse after that, and NotPossible where there are too few heads, or numbers in
+    shapes that fit the whole alone.
     """
     part = _between(trace, undivided, {*firsts, last})
-    styles, states = _accepted(part, {**dict.fromkeys(firsts, Column()), last: Row()}, firsts)
+    styles, states = _accepted(part, {**given, **dict.fromkeys(firsts, Column()), last: Row()}, firsts)
     heads = {name: _heads(part, states, name) for name in firsts}
     one = [name for name in firsts if heads[name] == 1]
     if one and max(heads.values()) >= size:  # it serves the queries of all ranks
         styles, states = _accepted(part, styles | dict.fromkeys(one, Replicate(into_sharded=True)), firsts)
         heads = {name: count for name, count in heads.items() if count != 1}
-    _refuse_numbers(part, states)
     units = gcd(*heads.values())
     if units and units < size:
         raise NotPossible(f"{units} heads for {size} ranks")
@@ -44,7 +47,11 @@ def divided_pair(trace: Trace, undivided: States, size: int, firsts: list[str], 
         if isinstance(style, Column):
             _refuse_few(_call(part, name), style, units, size)
             styles[name] = Column(style.parts, units)
-    return styles | {last: Row(units=units)}
+        elif isinstance(style, PerRank) and name not in given:
+            styles[name] = PerRank(units)
+    numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
+    more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
+    return {name: style for name, style in styles.items() if name not in given} | {last: Row(units=units)} | more
 
 
 def _accepted(part: Trace, styles: dict[str, Style], firsts: list[str]) -> tuple[dict[str, Style], States]:
@@ -75,31 +82,69 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
             return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
     if error.rule == "meet":
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
-        return {name: Replicate(into_sharded=True) for name, width in widths.items() if width < max(widths.values())}
+        narrow = [name for name, width in widths.items() if width < max(widths.values())]
+        if state.by in narrow:
+            return dict.fromkeys(narrow, Replicate(into_sharded=True))
+        return _of_heads(part, styles, step, state)
     return {}
+
+
+def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State) -> dict[str, Style]:
+    """Return styles for what has something for each head, and meets heads: tables, and constants of their number."""
+    shapes = [part.shapes[value] for value in step.inputs]
+    lengths = {shape[state.dim] for shape in shapes if state.dim < len(shape)} - {1}
+    found: dict[str, Style] = {}
+    for value in step.inputs:
+        for behind in _behind(part, value) or ():
+            if behind.kind == "table" and behind.layer not in styles and behind.size[1] in lengths:
+                found[behind.layer] = Column()
+            for length in behind.asked if behind.kind == "constant" else ():
+                for module, name in sources_of(length):
+                    if int(length) in lengths and isinstance(module, str) and f"{module}.{name}" not in styles:
+                        found[f"{module}.{name}"] = PerRank()
+    return found
+
+
+def _behind(trace: Trace, value: int) -> list[Step] | None:
+    """Return the steps that a value is made by, in their order; None if layers that mix features are among them."""
+    makers = {made: at for at, step in enumerate(trace.steps) for made in step.outputs}
+    found, waiting = set[int](), [value]
+    while waiting:
+        at = makers.get(waiting.pop())
+        if at is None or at in found:
+            continue
+        if trace.steps[at].kind in ("product", "attention"):
+            return None
+        found.add(at)
+        waiting += trace.steps[at].inputs
+    return [trace.steps[at] for at in sorted(found)]
 
 
 def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
     """Return the steps from the first to the last call of some layers. What they take from before is whole.
 
-    It has gradients but where all that it is made of has none, as angles of positions.
+    With them go the steps before that make what comes from no layers that mix features: angles of positions, tables.
     """
     calls = [at for at, step in enumerate(trace.steps) if step.kind == "product" and step.layer in names]
-    steps = trace.steps[calls[0] : calls[-1] + 1]
-    outside = [step for step in trace.steps[: calls[0]] if step.kind in _OUTSIDE]
-    known = {value for step in (*outside, *steps) for value in step.outputs}
-    before = tuple(dict.fromkeys(value for step in steps for value in step.inputs if value not in known))
-    weight = -1
-    sources = [Step("", "weight", (), (weight,))]
-    for value in before:
-        origin = undivided[value].origin
-        has_none = origin in ("given", "constant")
-        sources.append(Step("", origin, (), (value,)) if has_none else Step("", "unknown", (weight,), (value,)))
-    return Trace((*sources, *outside, *steps), trace.shapes, (), discrete=trace.discrete)
+    steps = list(trace.steps[calls[0] : calls[-1] + 1])
+    earlier = [step for step in trace.steps[: calls[0]] if step.kind in _OUTSIDE]
+    known = {value for step in (*earlier, *steps) for value in step.outputs}
+    sources = [Step("", "weight", (), (_ANY_WEIGHT,))]
+    for value in dict.fromkeys(value for step in steps for value in step.inputs):
+        if value not in known:
+            behind = _behind(trace, value)
+            if behind is None or undivided[value].name != "whole":
+                sources.append(Step("", "unknown", (_ANY_WEIGHT,), (value,)))
+                known.add(value)
+            else:
+                more = [step for step in behind if not known.issuperset(step.outputs)]
+                earlier += more
+                known.update(made for step in more for made in step.outputs)
+    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True)
 
 
 def _call(part: Trace, name: str) -> Step:
-    return next(step for step in part.steps if step.layer == name and step.kind == "product")
+    return next(step for step in part.steps if step.layer == name and step.kind in ("product", "table"))
 
 
 def _heads(part: Trace, states: States, name: str) -> int:
@@ -110,21 +155,6 @@ def _heads(part: Trace, states: States, name: str) -> int:
             if before.by == after.by == name and before.unit != SETTLED and after.unit == SETTLED:
                 return part.shapes[step.outputs[0]][after.dim]
     return 0
-
-
-def _refuse_numbers(part: Trace, states: States) -> None:
-    """Raise NotPossible if the model says how long a dimension is that will be shorter."""
-    for step in part.steps:
-        if not step.asked or not states[step.inputs[0]].is_divided:
-            continue
-        after = states[step.outputs[0]]
-        if step.kind == "reshape" and after.is_divided and step.asked[after.dim] != -1:
-            raise NotPossible(
-                f"{step.where} asks for the shape {list(step.asked)}: let it say -1 for dimension {after.dim}, of "
-                f"which a rank has less than {step.asked[after.dim]}"
-            )
-        if step.kind == "split" and step.dim % len(part.shapes[step.inputs[0]]) == states[step.inputs[0]].dim:
-            raise NotPossible(f"{step.where} splits features into {list(step.asked)}: let it say how many pieces")
 
 
 def _refuse_few(step: Step, style: Column, units: int, size: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from commlib.tensor.equations import Shape
+from commlib.tensor.lengths import Source
 from commlib.tensor.trace import Step, Trace
 
 
@@ -30,6 +31,14 @@ class Recording:
         self.tensors: list[Any] = []
         """By their numbers."""
         self._steps: list[Step] = []
+        self.used: set[Source] = set()
+        """Of lengths, those that were used as numbers."""
+        self.numbers: dict[str, int] = {}
+        """Attributes of modules that shapes may be asked for with."""
+
+    def number_of(self, tensor: Any) -> int | None:
+        """Return the number of a tensor; None if no step has had it."""
+        return self._numbers.get(self._key(tensor))
 
     def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
         """Note a step: its results are new values, even where a tensor was changed in place."""
@@ -42,7 +51,16 @@ class Recording:
         outputs = tuple(self._number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
         discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
-        return Trace(tuple(self._steps), shapes, outputs, tuple(tied), whole, discrete)
+        return Trace(
+            tuple(self._steps),
+            shapes,
+            outputs,
+            tuple(tied),
+            whole,
+            discrete,
+            used=frozenset(self.used),
+            numbers=dict(self.numbers),
+        )
 
     def _number(self, tensor: Any) -> int:
         known = self._numbers.get(self._key(tensor))

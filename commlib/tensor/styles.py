@@ -6,6 +6,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields
 
 from commlib.errors import UsageError
+from commlib.schedule.layout import even
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,25 @@ class Replicate:
     into_sharded: bool = False
 
 
-Style = Column | Row | Vocabulary | Sequence | Replicate
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Give a rank its part of a number: an attribute of a module that asks for as many heads, or features, in shapes.
+
+    It is named as a layer is: {"h.0.attn.num_heads": PerRank(12)}. units: as for the `Column` whose heads it counts.
+    """
+
+    units: int = 0
+
+    def __post_init__(self) -> None:
+        _check_units("PerRank", self.units)
+
+    def own(self, whole: int, rank: int, size: int) -> int:
+        """Return the number of one of `size` ranks."""
+        units = self.units or whole
+        return whole * even(units, size).counts[rank] // units
+
+
+Style = Column | Row | Vocabulary | Sequence | Replicate | PerRank
 
 
 def _lengths(style: str, parts: Sequence_[int]) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""Table: a plan as text, a row for each layer that was thought of. [pure]"""
+"""Table: a plan as text, a row for each layer that was thought of, and each number that changes. [pure]"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row, Style, Vocabulary, brief
+from commlib.tensor.styles import Column, PerRank, Row, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
 
@@ -19,6 +19,10 @@ def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Tra
         why = reasons.get(name, "as given")
         style = brief(plan[name]) if name in plan else "whole"
         rows.append((name or "(model)", style, _text(whole), _text(own), why))
+    for name, given in plan.items():
+        if isinstance(given, PerRank):
+            number = trace.numbers[name]
+            rows.append((name, brief(given), str(number), str(given.own(number, 0, size)), reasons[name]))
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = [[cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -17,9 +17,10 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commlib.tensor.equations import Equation, Shape
+from commlib.tensor.lengths import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Step:
     dim: along which is split or joined. dims: those of a product's features, before and after. size: what a layer has
     in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
     equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
-    that a reshape was asked for, -1 included, or the lengths of pieces, if numbers were given. The last step of a call
-    that failed has no outputs.
+    that a reshape, an expansion or a constant was asked for, -1 included, or the lengths of pieces, if numbers were
+    given: `lengths` where these are known. The last step of a call that failed has no outputs.
     """
 
     layer: str
@@ -60,7 +61,8 @@ class Trace:
 
     tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
     discrete: values that are integers or booleans, and so have no gradient. learns: arguments whose gradients go on to
-    what has made them.
+    what has made them. used: sources of `lengths` whose number the model uses for something else than a shape. numbers:
+    the attributes among them, by names such as "h.0.num_heads".
     """
 
     steps: tuple[Step, ...]
@@ -70,6 +72,8 @@ class Trace:
     whole: bool = True
     discrete: frozenset[int] = frozenset()
     learns: frozenset[int] = frozenset()
+    used: frozenset[Source] = frozenset()
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     def users(self) -> dict[int, list[int]]:
         """Return which steps take a value, by its number."""

@@ -29,13 +29,20 @@ _KNOWN = (
 def is_leaf(module: nn.Module) -> bool:
     """Return whether a module is taken as a whole: layers that are known, and whatever is divided by itself."""
     divided = isinstance(getattr(module, "style", None), Style) or isinstance(getattr(module, "axis", None), Axis)
-    return divided or isinstance(module, _KNOWN)
+    return divided or isinstance(module, _KNOWN) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is Hugging Face's Conv1D: told by its name, as nobody has to have that library."""
+    return any(one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in type(module).__mro__)
 
 
 def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
     """Return the fields of a leaf's step, for its first input: its kind, and what goes with that."""
     shape = tuple(x.shape)
     every = tuple(range(len(shape)))
+    if is_transposed(module):
+        return {"kind": "product", "size": (module.nx, module.nf)}
     match module:
         case nn.Linear():
             return {"kind": "product", "size": (module.in_features, module.out_features)}

@@ -43,6 +43,10 @@ class Called:
 
 def described(called: Called) -> Found:
     """Return what is known of a call: kind "unknown" if that is nothing."""
+    if called.name in _FILLED:
+        given = called.args[1:2] if called.name.startswith("new") else called.args[:1]
+        sizes = given if given and isinstance(given[0], Sequence) else (called.args,)
+        return {"kind": "constant", "inputs": [], "asked": tuple(one for one in sizes[0] if isinstance(one, int))}
     if not called.inputs:
         return {"kind": "constant"}
     describe = _OPERATIONS.get(called.name)
@@ -58,7 +62,8 @@ def _pointwise(called: Called) -> Found | None:
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
     results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of what is expanded
     found = equations.pointwise(*shapes, *results)
-    return _equation(Equation(found.inputs[: len(shapes)], found.output))
+    asked = called.rest("size") if called.name in ("expand", "broadcast_to") else ()
+    return _equation(Equation(found.inputs[: len(shapes)], found.output), asked=tuple(asked))
 
 
 def _dropout(called: Called) -> Found | None:
@@ -248,6 +253,15 @@ def _attention(called: Called) -> Found | None:
     draws = called.argument(4, "dropout_p", 0.0) > 0
     return _equation(Equation((*found.inputs, *masks), found.output, found.needs), draws=draws)
 
+
+_FILLED = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+"""They make one number everywhere, in a shape that is asked for."""
+
+ASKING = (
+    *_FILLED, "view", "reshape", "unflatten", "expand", "broadcast_to", "split", "split_with_sizes", "chunk",
+    "tensor_split", "narrow", "select", "getitem", "setitem", "repeat", "repeat_interleave",
+)  # fmt: skip
+"""They take numbers for lengths and places; others compute with them."""
 
 _POINTWISE = (
     "abs", "add", "addcdiv", "addcmul", "and", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",

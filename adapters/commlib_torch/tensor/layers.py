@@ -11,11 +11,14 @@ from commlib.errors import UsageError
 from commlib.functional.division import Division
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_torch.tensor._dividing import check_division
+from commlib_torch.tensor._leaves import is_transposed
+from commlib_torch.tensor._linear import is_plain_linear
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
 from commlib_torch.tensor.sequence import IntoSharded, OnShards, SequenceLayerNorm, SequenceRMSNorm, mixed
+from commlib_torch.tensor.transposed import ColumnTransposed, RowTransposed
 
 _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
     (nn.Linear, Column): ColumnLinear,
@@ -48,6 +51,10 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         return mixed(IntoSharded, plain)  # type: ignore[arg-type]  # types have a hash
     if found := _LAYERS.get((plain, type(style))):
         return found
+    if is_transposed(module) and isinstance(style, Column | Row):
+        return mixed(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
+    if isinstance(module, nn.Linear) and (known := _LAYERS.get((nn.Linear, type(style)))) and is_plain_linear(module):
+        return mixed(known, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and next(module.parameters(), None) is None:
         return mixed(OnShards, plain)  # type: ignore[arg-type]
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})

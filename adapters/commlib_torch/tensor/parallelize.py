@@ -16,10 +16,11 @@ from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
 from commlib.tensor.plan import Plan, lines, resolve
-from commlib.tensor.styles import Style
+from commlib.tensor.styles import PerRank, Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor._dividing import describe_everywhere
+from commlib_torch.tensor._numbers import Number, check_numbers, divide_numbers, numbers_in
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
@@ -59,16 +60,22 @@ def parallelize(
     traced, batch = Traced(model), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    found = together(axis, lambda: _layers(model, wanted))
-    styles = {name: style for name, _, style, _ in found}
+    found, numbers = together(axis, lambda: _layers(model, wanted))
+    styles = {name: style for name, _, style, _ in found} | {name: style for name, (_, style) in numbers.items()}
     shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
-    together(axis, lambda: check_layers(found, Division(shared)))
+
+    def check() -> None:
+        check_layers(found, Division(shared))
+        check_numbers(numbers, axis.size)
+
+    together(axis, check)
     checks = None
     with _values_of_rank_0(model, axis):
         if call is not None:
             first = {module: name for name, module in model.named_modules()}
             given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
+            given |= {name: style for name, (_, style) in numbers.items()}
             checks = Checks(traced, shared, given, call, divided_output=divided_output)
             if verify is not None:
                 checks.keep_numbers()
@@ -77,6 +84,7 @@ def parallelize(
             module.__class__ = layer
             module.become(name, shared, style)
             module.style = style  # the plan's, where a layer has made another one of it
+    divide_numbers(numbers, shared)
     describe_everywhere(model)
     keep_padding(model)
     shared.threads = torch.get_num_threads()
@@ -87,11 +95,18 @@ def parallelize(
     return model
 
 
-def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, Any, Style, Any]]:
-    """Return (name, module, style, the class that it becomes) of what a plan names."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    styles = resolve(plan, list(modules))
-    return [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
+def _layers(
+    model: nn.Module, plan: Plan
+) -> tuple[list[tuple[str, Any, Style, Any]], dict[str, tuple[Number, PerRank]]]:
+    """Return (name, module, style, the class that it becomes) of what a plan names, and numbers with their styles."""
+    modules, numbers = dict(model.named_modules(remove_duplicate=False)), numbers_in(model)
+    styles = resolve(plan, list(modules), numbers=list(numbers))
+    layers: list[tuple[str, Any, Style, Any]] = [
+        (name, modules[name], style, find_layer(name, modules[name], style))
+        for name, style in styles.items()
+        if not isinstance(style, PerRank)
+    ]
+    return layers, {name: (numbers[name], style) for name, style in styles.items() if isinstance(style, PerRank)}
 
 
 @contextmanager

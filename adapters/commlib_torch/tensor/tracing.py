@@ -13,12 +13,14 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from commlib.errors import UsageError
+from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced
-from commlib.tensor.styles import Style
+from commlib.tensor.styles import PerRank, Style
 from commlib.tensor.trace import Trace
 from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _leaves, moves
-from commlib_torch.tensor._operations import Called, described
+from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
+from commlib_torch.tensor._operations import ASKING, Called, described
 from commlib_torch.tensor._tied import tied
 
 
@@ -41,9 +43,9 @@ def attempted(
 
 
 def styles_in(model: nn.Module) -> dict[str, Style]:
-    """Return the styles of the layers that are divided already."""
+    """Return the styles of the layers, and of numbers, that are divided already."""
     given = {name: getattr(module, "style", None) for name, module in model.named_modules()}
-    return {name: style for name, style in given.items() if isinstance(style, Style)}
+    return {name: style for name, style in given.items() if isinstance(style, Style)} | styles_of_numbers(model)
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,6 +86,8 @@ class Recorder(TorchFunctionMode):
         self._within: list[str] = []
         self._leaves: list[str] = []
         """Leaves that are running, one within another."""
+        named = styles if isinstance(styles, Mapping) else {}
+        self._measures = not styles or any(isinstance(style, PerRank) for style in named.values())
         self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete)
         self.tensors = self._recording.tensors
 
@@ -91,7 +95,7 @@ class Recorder(TorchFunctionMode):
         """Run the model as it is called now; return the trace, and the model's result."""
         for tensor in tensors_in([*args, *options.values()]):
             self._recording.add("", "given", (), (tensor,), text="an argument")
-        with self._watching(), self._unseen(), self:
+        with self._watching(), self._unseen(), self._measuring(), self:
             result = self._model(*args, **options)
         return self.trace_of(result), result
 
@@ -115,6 +119,29 @@ class Recorder(TorchFunctionMode):
         apply = self._opaque(vars(Function)["apply"].__func__)
         with replaced(Function, "apply", classmethod(apply)), replaced(moves, "moved", self._opaque(moves.moved)):
             yield
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Let numbers that modules have know what they are, for a while, where a plan may change them."""
+        numbers = numbers_in(self._model) if self._measures else {}
+        values = {name: number.value for name, number in numbers.items()}
+        self._recording.numbers |= values
+        for name, (module, own) in numbers.items():
+            vars(module)[own] = Length.of(values[name], _source(name), self._recording.used)
+        try:
+            yield
+        finally:
+            for name, (module, own) in numbers.items():
+                if type(vars(module).get(own)) is Length:
+                    vars(module)[own] = values[name]
+
+    def _measured(self, tensor: Tensor) -> torch.Size:
+        """Return a tensor's shape as numbers that know of what they are."""
+        number, used = self._recording.number_of(tensor), self._recording.used
+        lengths = tensor.shape
+        if number is None:
+            return lengths
+        return torch.Size([Length.of(length, (number, dim), used) for dim, length in enumerate(lengths)])
 
     def _opaque(self, function: Any) -> Any:
         def called(*args: Any, **options: Any) -> Any:
@@ -142,7 +169,9 @@ class Recorder(TorchFunctionMode):
             self._within.pop()
             inputs = tensors_in([args, options])
             if leaf and self._leaves.pop() == name and not self._leaves and inputs:
+                self._leaves.append(name)  # what is asked here is not the model's
                 found = _leaves.described(module, inputs[0])
+                self._leaves.pop()
                 text = type(module).__name__
                 self._recording.add(name, inputs=inputs, outputs=tensors_in(result), text=text, **found)
 
@@ -159,6 +188,9 @@ class Recorder(TorchFunctionMode):
         if self._leaves:
             return result
         name = _name(func)
+        if self._measures and name in ("shape", "size"):
+            lengths = self._measured(args[0])
+            return lengths if isinstance(result, torch.Size) else lengths[args[1] if len(args) > 1 else options["dim"]]
         if name == "iter":
             result = list(result)
         if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
@@ -168,13 +200,21 @@ class Recorder(TorchFunctionMode):
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
         inputs = tensors_in([args, options])
         where = next((name for name in reversed(self._within) if name), "the model")
-        found = described(Called(name, args, options, inputs, outputs))
-        self._recording.add("", inputs=inputs, outputs=outputs, text=f"{name} in {where}", **found)
+        found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs))}
+        for one in () if name in ASKING else (*args, *options.values()):
+            if isinstance(one, Length):
+                one.note_use()
+        self._recording.add("", outputs=outputs, text=f"{name} in {where}", **found)
 
     def _source(self, tensor: Tensor) -> tuple[str, str] | None:
         if id(tensor) in self._weights:
             return "weight", self._weights[id(tensor)]
         return ("constant", "") if id(tensor) in self._constants else None
+
+
+def _source(name: str) -> tuple[str, str]:
+    path, _, own = name.rpartition(".")
+    return path, own
 
 
 def _is_discrete(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from commlib.tensor.lengths import sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Following
 from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
@@ -16,6 +17,10 @@ def given(following: Following, step: Step) -> State:
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
         came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
+    for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
+        for source in sources_of(length):
+            if (name := f"{source[0]}.{source[1]}") in following.styles:  # filled on each rank with its own number
+                return State("features", dim, name)
     if step.kind == "given":
         return replace(GIVEN, learns=step.outputs[0] in following.trace.learns)
     return {"constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.auto import auto
+from commlib.tensor.lengths import Length, Source
 from commlib.tensor.rules import check
 from commlib.tensor.table import plan_table
 from tests.traces import Written
@@ -212,3 +213,70 @@ def test_tables_and_logits_that_share_a_weight():
     table_only = found(trace, able=lambda name, style: name == "head" or not getattr(style, "gather", False)).plan
     words = ("shared", "encoder.words", "decoder.words")
     assert table_only == {**dict.fromkeys(words, Vocabulary()), "head": Vocabulary(gather=True)}
+
+
+def numbered(values, asked):
+    """Return the trace of a fused attention that asks for the lengths of pieces, and heads, by its own numbers."""
+    used = set[Source]()
+    own = {name: Length.of(value, ("attn", name), used) for name, value in values.items()}
+    lengths, heads = asked(own)
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    pieces = m.split(m.linear("qkv", x, 3 * WIDTH), 16, 16, 16, asked=lengths)
+    q, k, v = (m.permute(m.reshape(one, 2, 5, 4, 4, asked=(2, 5, *heads)), 0, 2, 1, 3) for one in pieces)
+    head = m.linear("head", m.linear("out", m.joined(m.attend(q, k, v)), WIDTH), WORDS)
+    return replace(
+        m.trace(head), numbers={f"attn.{name}": value for name, value in values.items()}, used=frozenset(used)
+    )
+
+
+def test_numbers_of_a_module_become_those_of_a_rank():
+    """GPT-2 splits by a size, Falcon asks for heads: both of the whole."""
+    trace = numbered({"size": 16, "heads": 4}, lambda own: ((own["size"],), (own["heads"], 4)))
+    fused: Plan = {"qkv": Column(3, units=4), "out": Row(units=4)}
+    assert found(trace).plan == {**ENDS, **fused, "attn.size": PerRank(4), "attn.heads": PerRank(4)}
+    table = plan_table(found(trace).plan, found(trace).reasons, trace, 2)
+    (row,) = [line.split(maxsplit=4) for line in table.splitlines() if line.startswith("attn.size")]
+    assert row == ["attn.size", "PerRank(units=4)", "16", "8", "qkv -> out"]
+
+
+def test_numbers_change_only_where_all_shapes_stay_right():
+    """Of two that make a product, the one is meant that stands nowhere for what is whole."""
+    trace = numbered({"heads": 4, "width": 4}, lambda own: ((own["heads"] * own["width"],), (-1, own["width"])))
+    assert {name for name in found(trace).plan if name.startswith("attn")} == {"attn.heads"}
+
+
+@pytest.mark.parametrize("use", [lambda n: n**-0.5, float])
+def test_a_number_that_is_more_than_a_length_stays(use):
+    def asked(own):
+        use(own["size"])
+        return (own["size"],), (-1, 4)
+
+    result = found(numbered({"size": 16}, asked))
+    assert result.plan == ENDS and "let it say how many pieces" in result.reasons["qkv"]
+
+
+def test_a_length_of_what_is_divided_is_no_number():
+    """A model scaled by h.shape[-1] ** -0.5, and a rank has fewer of them."""
+    m = Written()
+    h = m.linear("up", m.table("words", m.given(2, 5), WORDS, WIDTH), 64)
+    head = m.linear("head", m.linear("down", m.pointwise(h, text="mul"), WIDTH), WORDS)
+    assert "up" in found(m.trace(head)).plan
+    result = found(replace(m.trace(head), used=frozenset([(h, 2)])))
+    assert result.plan == ENDS and "used as a number" in result.reasons["up"]
+
+
+def test_a_bias_for_each_head_is_divided_with_them():
+    """T5 looks up a bias for each head in its first block, and uses it in all; without a table it makes zeros."""
+    used = set[Source]()
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    biases = m.permute(m.table("biases", m.constant(5, 5), 32, 4), 2, 0, 1)
+    for at in range(2):
+        q, k, v = (m.heads(m.linear(f"b{at}.{name}", x, WIDTH), 4) for name in "qkv")
+        zeros = m.step("", "constant", (), [(4, 5, 5)], asked=(Length.of(4, ("attn", "heads"), used), 5, 5))[0]
+        scores = m.pointwise(m.matmul(q, m.permute(k, 0, 1, 3, 2)), biases if at == 0 else m.pointwise(biases, zeros))
+        x = m.pointwise(x, m.linear(f"b{at}.o", m.joined(m.matmul(m.softmax(scores), v)), WIDTH))
+    trace = replace(m.trace(m.linear("head", x, WORDS)), numbers={"attn.heads": 4})
+    expected: Plan = {**ENDS, **both(HEADS), "biases": Column(units=4), "attn.heads": PerRank(4)}
+    assert found(trace).plan == expected

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary, resolve
+from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary, resolve
 
 NAMES = ["", "embed", "layers", "layers.0", "layers.0.up", "layers.0.down", "layers.1", "layers.1.up", "layers.1.down"]
 
@@ -59,3 +59,16 @@ def test_wrong_styles(make: Any, text: str) -> None:
 
 def test_parts_may_be_a_list() -> None:
     assert Column(parts=[4, 2, 2]) == Column(parts=(4, 2, 2))  # type: ignore[arg-type]
+
+
+def test_numbers_of_modules():
+    """`PerRank` is for them alone, and nothing else is."""
+    layers, numbers = ["h.0.attn", "h.0.attn.qkv"], ["h.0.attn.heads", "h.0.attn.size"]
+    plan: Plan = {"*.qkv": Column(), "*.attn.*": PerRank(4)}
+    found = resolve(plan, layers, numbers=numbers)
+    assert found == {"h.0.attn.qkv": Column(), **dict.fromkeys(numbers, PerRank(4))}
+    with pytest.raises(UsageError, match="no number is called 'qkv'"):
+        resolve({"qkv": PerRank()}, layers, numbers=numbers)
+    with pytest.raises(UsageError, match=r"no layer is called '\*.heads'"):
+        resolve({"*.heads": Column()}, layers, numbers=numbers)
+    assert [PerRank(4).own(64, rank, 3) for rank in range(3)] == [32, 16, 16]

@@ -1,0 +1,71 @@
+"""Linear layers whose weight is (inputs, outputs), divided: Hugging Face's `Conv1D`, of which GPT-2 is made."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.moves import REDUCE
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import KeepsShards
+from commlib_torch.tensor._dividing import divide
+from commlib_torch.tensor._entry import product
+from commlib_torch.tensor.linear import check_inputs, gathered
+from commlib_torch.tensor.moves import copy, moved
+
+
+class ColumnTransposed(KeepsShards, nn.Module):
+    """As `ColumnLinear`: each rank has some columns of the weight. Becomes of a plain layer; see `layers`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        shape = tuple(self.weight.shape)
+        parts = parts_of(what, style.parts, shape[1])
+        return {
+            "weight": Sharding(shape, 1, parts, style.units),
+            "bias": Sharding(shape[1:], 0, parts, style.units),
+        }
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = ColumnTransposed.shardings(self, what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs, or all of them."""
+        out = product(x, self.weight.t(), self.bias, self.axis, self.style.sequence)
+        return gathered(out, self.axis, self.sharding) if self.style.gather else out
+
+
+class RowTransposed(KeepsShards, nn.Module):
+    """As `RowLinear`: each rank has some rows of the weight. Becomes of a plain layer; see `layers`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        return {"weight": Sharding(tuple(self.weight.shape), 0, (), style.units)}
+
+    def become(self, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = RowTransposed.shardings(self, what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, whole or this rank's part of the sequence."""
+        axis, sequence = self.axis, self.style.sequence
+        if self.style.split:
+            x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
+        check_inputs(self, x, self.weight.shape[0])
+        part = nn.functional.linear(x, self.weight.t())
+        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
+        # Of a divided sequence each rank has a part of the bias' gradient.
+        return out + (self.bias if sequence is None else copy(self.bias, axis)).to(out.dtype)

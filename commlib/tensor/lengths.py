@@ -1,0 +1,105 @@
+"""Lengths: numbers that a model asks for in shapes, which know what they were computed of. [pure]
+
+A model says `x.view(rows, tokens, self.num_heads, self.head_dim)`, or `x.expand(*k.shape[:2], self.groups, -1)`. While
+it is traced its own numbers and those of shapes are of this class: integers like others, with a formula. So it can be
+told what the model would ask for on a rank, where tensors are shorter, and which of its own numbers have to be those of
+the rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Source = tuple[str, str] | tuple[int, int]
+"""An attribute of a module, by their names; or a dimension of a value, by its number and its place."""
+
+Known = Mapping[Source, int]
+"""What is another number on a rank than in the whole."""
+
+
+class Length(int):
+    """An integer that was computed of `sources`.
+
+    used: to which sources are added when a number is used as one, and not for another length: as a float, or in a
+    product with a tensor.
+    """
+
+    sources: frozenset[Source]
+    formula: Callable[[Known], int]
+    used: set[Source]
+
+    @classmethod
+    def of(cls, value: int, source: Source, used: set[Source]) -> Length:
+        """Return the number of one source."""
+        return cls.made(value, frozenset([source]), lambda known: known.get(source, int(value)), used)
+
+    @classmethod
+    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: set[Source]) -> Length:
+        """Return a number with its formula."""
+        found = cls(value)
+        found.sources, found.formula, found.used = sources, formula, used
+        return found
+
+    def note_use(self) -> None:
+        """Note that the number itself counts."""
+        self.used |= self.sources
+
+    def __float__(self) -> float:
+        self.note_use()
+        return int.__float__(self)
+
+    def __truediv__(self, other: Any) -> Any:
+        self.note_use()
+        return int.__truediv__(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        self.note_use()
+        return int.__rtruediv__(self, other)
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        self.note_use()
+        return int.__pow__(self, other, modulo)
+
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        self.note_use()
+        return int.__rpow__(self, other, modulo)
+
+
+def length_at(length: int, known: Known) -> int:
+    """Return what a number is on a rank."""
+    return length.formula(known) if isinstance(length, Length) else length
+
+
+def sources_of(length: int) -> frozenset[Source]:
+    """Return what a number was computed of."""
+    return length.sources if isinstance(length, Length) else frozenset()
+
+
+def _computed(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
+    both = [one for one in (left, right) if isinstance(one, Length)]
+    if not (isinstance(left, int) and isinstance(right, int)):
+        for one in both:
+            one.note_use()
+        return NotImplemented
+    sources = sources_of(left) | sources_of(right)
+    value = compute(int(left), int(right))
+    return Length.made(
+        value, sources, lambda known: compute(length_at(left, known), length_at(right, known)), both[0].used
+    )
+
+
+def _operators(name: str, compute: Callable[[int, int], int]) -> None:
+    setattr(Length, f"__{name}__", lambda self, other: _computed(compute, self, other))
+    setattr(Length, f"__r{name}__", lambda self, other: _computed(compute, other, self))
+
+
+for _name, _compute in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+}.items():
+    _operators(_name, _compute)

@@ -1,0 +1,135 @@
+"""Numbers: which of a model's own numbers, such as heads, must be a rank's, so that the shapes it asks for are. [pure]
+
+Each number in a shape is held against what it has to be on every rank, where some dimensions are shorter. Where it
+would be that of the whole, the attributes that it was computed of are tried: each gets the rank's part of its value, as
+few of them as do, so that all shapes that the model asks for are right, those which are whole included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from commlib.schedule.layout import even
+from commlib.tensor.equations import UNKNOWN_LENGTH
+from commlib.tensor.lengths import Source, length_at, sources_of
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.states import State
+from commlib.tensor.styles import Column, PerRank, Style
+from commlib.tensor.trace import Step, Trace
+
+_MOST = 6
+"""How many attributes are tried."""
+
+
+class NotPossible(Exception):
+    """The reason why layers stay whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers of a model that are divided, with the steps between them, the states of values there, styles, and units.
+
+    model: the trace of all of it.
+    """
+
+    model: Trace
+    trace: Trace
+    states: Mapping[int, State]
+    styles: Mapping[str, Style]
+    units: int
+    size: int
+
+    def own(self, value: int, dim: int, rank: int) -> int:
+        """Return the length of a value's dimension on a rank."""
+        length, state = self.model.shapes[value][dim], self.states.get(value)
+        if state is None or not state.is_divided or state.dim != dim:
+            return length
+        if self.units:
+            return length * even(self.units, self.size).counts[rank] // self.units
+        style = self.styles.get(state.by)
+        outputs = next((step.size[1] for step in self.trace.steps if step.layer == state.by and step.size[1]), 0)
+        if isinstance(style, Column) and length == outputs:
+            return Sharding((length,), 0, parts_of(state.by, style.parts, length)).length(rank, self.size)
+        return even(length, self.size).counts[rank]
+
+
+def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerRank]:
+    """Return the attributes that must be those of a rank. given: those that have been found to be.
+
+    Raises NotPossible where no change of attributes makes all shapes right.
+    """
+    for source in part.trace.used:
+        value, dim = source
+        if isinstance(value, int) and isinstance(dim, int):
+            state = part.states.get(value)
+            if state is not None and state.is_divided and state.dim == dim:
+                raise NotPossible(f"the length of what is {state} is used as a number, and is another one on a rank")
+    wrong = [step for step in part.trace.steps if _misfit(part, step, given)]
+    if not wrong:
+        return {}
+    first = {one for step in wrong for one in _attributes(step)}
+    able = {one for step in part.trace.steps for one in _attributes(step)}.difference(given, _used(part.trace))
+    tried = sorted(able, key=lambda name: (name not in first, name))[:_MOST]
+    for names in (some for count in range(len(tried)) for some in combinations(tried, count + 1)):
+        if first.isdisjoint(names) or any(part.model.numbers[name] % (part.units or 1) for name in names):
+            continue
+        more = dict.fromkeys(names, PerRank(part.units))
+        if not any(_misfit(part, step, {**given, **more}) for step in part.trace.steps) and not any(
+            _misfit(part, step, more) for step in part.model.steps if _is_elsewhere(part, step, names)
+        ):
+            return more
+    raise NotPossible(_misfit(part, wrong[0], given))
+
+
+def _misfit(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> str:
+    """Return why a step does not ask for what it has to on every rank; "" if it does."""
+    if not step.asked or not step.outputs:
+        return ""
+    for rank in range(part.size):
+        for dim, asked, expected in _expected(part, step, rank):
+            if length_at(asked, _known(part, asked, numbers, rank)) != expected:
+                if step.kind == "split":
+                    return f"{step.where} splits features into {list(step.asked)}: let it say how many pieces"
+                shape = f"{step.where} asks for the shape {list(step.asked)}"
+                return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {asked}"
+    return ""
+
+
+def _is_elsewhere(part: Part, step: Step, names: tuple[str, ...]) -> bool:
+    return bool(step.asked) and not _attributes(step).isdisjoint(names) and step not in part.trace.steps
+
+
+def _expected(part: Part, step: Step, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the dimension, the number that a step asks for, and what that has to be on a rank."""
+    if step.kind == "split":
+        dim = step.dim % len(part.model.shapes[step.inputs[0]])
+        for asked, value in zip(step.asked, step.outputs, strict=False):
+            if dim < len(part.model.shapes[value]) and part.model.shapes[value][dim] == asked:
+                yield dim, asked, part.own(value, dim, rank)
+        return
+    shape = part.model.shapes[step.outputs[0]]
+    for dim, asked in enumerate(step.asked if len(step.asked) == len(shape) else ()):
+        if asked != -1 and shape[dim] != UNKNOWN_LENGTH:
+            yield dim, asked, part.own(step.outputs[0], dim, rank)
+
+
+def _known(part: Part, length: int, numbers: Mapping[str, PerRank], rank: int) -> dict[Source, int]:
+    known: dict[Source, int] = {}
+    for source in sources_of(length):
+        first, second = source
+        if isinstance(first, int) and isinstance(second, int):
+            known[source] = part.own(first, second, rank)
+        elif (name := f"{first}.{second}") in numbers:
+            known[source] = numbers[name].own(part.model.numbers[name], rank, part.size)
+    return known
+
+
+def _attributes(step: Step) -> set[str]:
+    """Return the attributes of modules of which the numbers that a step asks for were computed."""
+    return {f"{a}.{b}" for asked in step.asked for a, b in sources_of(asked) if isinstance(a, str)}
+
+
+def _used(trace: Trace) -> set[str]:
+    return {f"{a}.{b}" for a, b in trace.used if isinstance(a, str)}
