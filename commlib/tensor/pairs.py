@@ -81,11 +81,10 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
         if error.rule == "needs":  # picks from fused features that have a dimension of their own
             return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
     if error.rule == "meet":
+        if of_heads := _of_heads(part, styles, step, state):
+            return of_heads
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
-        narrow = [name for name, width in widths.items() if width < max(widths.values())]
-        if state.by in narrow:
-            return dict.fromkeys(narrow, Replicate(into_sharded=True))
-        return _of_heads(part, styles, step, state)
+        return {name: Replicate(into_sharded=True) for name, width in widths.items() if width < max(widths.values())}
     return {}
 
 

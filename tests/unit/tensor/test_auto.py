@@ -280,3 +280,15 @@ def test_a_bias_for_each_head_is_divided_with_them():
     trace = replace(m.trace(m.linear("head", x, WORDS)), numbers={"attn.heads": 4})
     expected: Plan = {**ENDS, **both(HEADS), "biases": Column(units=4), "attn.heads": PerRank(4)}
     assert found(trace).plan == expected
+
+
+def test_one_head_of_keys_without_a_dimension_of_heads():
+    """Queries of all heads meet the features of keys, which are as wide as one head."""
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    q, k, v = m.heads(m.linear("q", x, WIDTH), 4), m.linear("k", x, 4), m.linear("v", x, 4)
+    k, v = m.reshape(k, 2, 1, 5, 4), m.reshape(v, 2, 1, 5, 4)
+    weights = m.softmax(m.matmul(q, m.permute(k, 0, 1, 3, 2)))
+    head = m.linear("head", m.linear("o", m.joined(m.matmul(weights, v)), WIDTH), WORDS)
+    shared = dict.fromkeys("kv", Replicate(into_sharded=True))
+    assert found(m.trace(head)).plan == {**ENDS, **HEADS, **shared}
