@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +38,15 @@ class Axis:
     def wire(self, dtype: Any) -> Wire:
         """Return how arrays of a dtype travel: floats encoded where there is a codec, all else as it is."""
         return self._plain if self._encoded is None or name_of(dtype) not in FLOATS else self._encoded
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let floats travel as they are for a while, on all ranks."""
+        encoded, self._encoded = self._encoded, None
+        try:
+            yield
+        finally:
+            self._encoded = encoded
 
     @cached_property
     def overlaps(self) -> bool:

@@ -10,10 +10,12 @@ from commlib.data_parallel.parameter_check import Gathers
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
+from commlib.functional.guide import Guide
+from commlib.functional.numbers import Verdict, judged, refused
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
-from commlib.tensor.auto import Found, auto
+from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.plan import Plan
-from commlib.tensor.rules import Checked, check, compare
+from commlib.tensor.rules import Checked, Doubt, check, compare
 from commlib.tensor.styles import Style
 from commlib.tensor.table import plan_table
 from commlib.tensor.trace import Trace
@@ -27,6 +29,9 @@ class Model(Protocol):
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run it forward and backward, in evaluation mode, from a sum of its outputs times `outputs.weights`."""
+
+    def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
+        """Run it forward as a whole, or as one rank with its part: see `commlib.functional.numbers.Runs`."""
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
@@ -54,11 +59,24 @@ def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[
         return trace, auto(trace, axis.size, able)
 
     trace, found = together(axis.comm, find)
+    _leave_what_differs(model, axis, call, trace, found)
     if axis.rank == 0:
         report(plan_table(found.plan, found.reasons, trace, axis.size))
     if not found.plan:
         raise UsageError('parallelize: plan="auto" finds no layer that it could divide: give a plan')
     return found.plan
+
+
+def _leave_what_differs(model: Model, axis: Axis, call: Any, trace: Trace, found: Found) -> None:
+    """Leave whole what gives other numbers, though no rule says so: a length that is used in arithmetic. Collective."""
+    while found.plan:
+        verdict = judged(model, axis, found.plan, call, divided=False)
+        if verdict.difference is not None:
+            leave_whole(trace, found, verdict.difference.step, verdict.difference.state, f"{verdict.difference}")
+        elif verdict.failed is not None:
+            leave_whole(trace, found, verdict.failed.step, verdict.failed.state, verdict.failed.said)
+        else:
+            return
 
 
 class Checks:
@@ -71,6 +89,7 @@ class Checks:
         self, model: Model, axis: Axis, styles: Mapping[str, Style], call: Any, *, divided_output: bool
     ) -> None:
         self._model, self._axis, self._styles, self._call = model, axis, styles, call
+        self._divided_output = divided_output
         self._run: Run | None = None
 
         def checked() -> tuple[Trace, Checked]:
@@ -78,6 +97,15 @@ class Checks:
             return whole, check(whole, styles, divided_output=divided_output)
 
         self._whole, self._checked = together(axis.comm, checked)
+
+    def compare_numbers(self) -> None:
+        """Run the undivided model as a whole, and as this rank with its part. Raises UsageError for other numbers.
+
+        Rank 0 warns of what can be told neither by rules nor so. Ranks have the same values by now.
+        """
+        verdict = judged(self._model, self._axis, self._styles, self._call, divided=False,
+                         divided_output=self._divided_output)  # fmt: skip
+        _settle(verdict, self._checked.doubts, warns=self._axis.rank == 0)
 
     def keep_numbers(self) -> None:
         """Run the undivided model, for `divided` to compare numbers as well. Ranks have the same values by now."""
@@ -132,19 +160,36 @@ def _traced(model: Model, call: Any, styles: Collection[str]) -> Trace:
     return trace
 
 
-def check_first_call(comm: Gathers, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
-    """Check the rules for the first call of a model that is divided: as `check_call`, on all ranks of `comm`.
+def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
+    """Check the first call of a model that is divided: the rules as `check_call`, and numbers, on all ranks of `axis`.
 
-    A rank whose part is one token may see nothing wrong, and go on to where the others never come. Collective over
-    `comm`. Raises UsageError on all ranks, or MismatchError on one that has gone on and cannot tell why.
+    A rank whose part is one token may see nothing wrong, and go on to where the others never come. The model is run as
+    the whole that it was, and with its parts, if it can be. Collective over the axis. Raises UsageError on all ranks,
+    or MismatchError on one that has gone on and cannot tell why.
     """
-    attempted = model.attempt(call, model.styles())
-    doubts: Sequence[str]
+    styles = model.styles()
+    attempted = model.attempt(call, styles)
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
-        doubts = _doubts(model, attempted, divided_output)
-    else:
-        doubts = together(comm, lambda: _doubts(model, attempted, divided_output))
-    _warn(doubts if warns else ())
+        _checked(model, attempted, divided_output)
+    checked = together(axis.comm, lambda: _checked(model, attempted, divided_output))
+    reasons = axis.comm.all_gather_object(_not_comparable(attempted[1], checked))
+    verdict = Verdict(next((said for said in reasons if said), ""))
+    if not verdict.untold:
+        verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
+    _settle(verdict, checked.doubts, warns=warns)
+
+
+def _not_comparable(error: Exception | None, checked: Checked) -> str:
+    if error is not None:
+        return f"it fails: {error}"
+    return "what it is called with is a part already" if checked.came_in_parts else ""
+
+
+def _settle(verdict: Verdict, doubts: Sequence[Doubt], *, warns: bool) -> None:
+    """Raise UsageError for other numbers; say as a warning what can be told neither by rules nor by numbers."""
+    if verdict.difference is not None:
+        raise refused(verdict.difference)
+    _warn(verdict.left(doubts) if warns else (), verdict.untold)
 
 
 def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
@@ -152,24 +197,25 @@ def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) ->
 
     warns: say as a warning what could not be told.
     """
-    doubts = _doubts(model, model.attempt(call, model.styles()), divided_output)
-    _warn(doubts if warns else ())
+    checked = _checked(model, model.attempt(call, model.styles()), divided_output)
+    _warn(checked.doubts if warns else (), "a pipeline does not call the model as a whole")
 
 
-def _doubts(model: Model, attempted: tuple[Trace, Exception | None], divided_output: bool) -> Sequence[str]:
+def _checked(model: Model, attempted: tuple[Trace, Exception | None], divided_output: bool) -> Checked:
     trace, error = attempted
     # Where it failed for another reason than the plan, so will the call.
-    doubts = check(trace, model.styles(), divided_output=divided_output or error is not None).doubts
+    found = check(trace, model.styles(), divided_output=divided_output or error is not None)
     if error is not None and _is_of_group(error):
         raise error
-    return doubts
+    return found
 
 
 def _is_of_group(error: Exception | None) -> bool:
     return isinstance(error, CommlibError) and not isinstance(error, UsageError)
 
 
-def _warn(doubts: Sequence[str]) -> None:
+def _warn(doubts: Sequence[Doubt], untold: str) -> None:
     if doubts:
         more = f" ({len(doubts) - 1} more like this)" if len(doubts) > 1 else ""
-        warnings.warn(f"{doubts[0]}{more}", stacklevel=4)
+        why = f"; numbers could not tell it either: {untold}" if untold else ""
+        warnings.warn(f"plan: {doubts[0]}{more}{why}", stacklevel=5)

@@ -66,6 +66,19 @@ def compare(
         )
 
 
+def differs(axis: Axis, pairs: list[Pair], tolerance: float) -> dict[int, str]:
+    """Return by how much pairs differ on this rank, in words, by their places. Collective: all give the same pairs."""
+    found = {at: _difference(pair, start, tolerance) for at, (pair, start) in enumerate(_placed(axis, pairs))}
+    return {at: said for at, said in found.items() if said}
+
+
+def _placed(axis: Axis, pairs: list[Pair]) -> list[tuple[Pair, int]]:
+    """Return pairs, and where in the whole the own part of each begins."""
+    lengths = [0 if pair.dim is None or pair.dim >= pair.own.ndim else pair.own.shape[pair.dim] for pair in pairs]
+    before = axis.comm.all_gather_object(lengths)[: axis.rank]
+    return [(pair, sum(given[at] for given in before)) for at, pair in enumerate(pairs)]
+
+
 def _difference(pair: Pair, start: int, tolerance: float) -> str:
     """Return by how much a value differs, in words; "" if it does not."""
     whole, own = pair.whole, pair.own

@@ -18,14 +18,17 @@ from commlib.tensor.states import State
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
 
-_FROM_OUTSIDE = ("given", "constant", "weight", "unseen")
+FROM_OUTSIDE = ("given", "constant", "weight", "unseen")
+"""Kinds of steps that compute nothing which could be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A trace, its values by their numbers, and the gradients of inputs ("input 0") and of weights, by name.
 
-    shards: of the weights that are divided. shardings: of the outputs of layers that divide them, by name.
+    shards: of the weights that are divided. shardings: of the outputs of layers that divide them, by name. draws: it
+    has drawn random numbers. communicates: ranks did so outside of layers. hides: divided layers ran where they could
+    not be seen. error: what it failed with, after its trace.
     """
 
     trace: Trace
@@ -33,6 +36,10 @@ class Run:
     gradients: Mapping[str, Array | None]
     shards: Mapping[str, Shard]
     shardings: Mapping[str, Sharding]
+    draws: bool = False
+    communicates: bool = False
+    hides: bool = False
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> It
     for step, local in _aligned(whole.trace, own.trace):
         for value, part in zip(step.outputs, local.outputs, strict=False):
             state, arrays = states[value], (own.values[part], whole.values[value])
-            if step.kind in _FROM_OUTSIDE or state.name in ("unknown", "partial"):
+            if step.kind in FROM_OUTSIDE or state.name in ("unknown", "partial"):
                 continue
             if not state.is_divided:
                 yield Pair(step.where, *arrays)
@@ -95,7 +102,7 @@ def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> It
 
 def _aligned(whole: Trace, own: Trace) -> Iterator[tuple[Step, Step]]:
     """Yield the steps of two runs that belong together: all, or if they differ the calls of layers."""
-    both = [[step for step in trace.steps if step.kind not in _FROM_OUTSIDE] for trace in (whole, own)]
+    both = [[step for step in trace.steps if step.kind not in FROM_OUTSIDE] for trace in (whole, own)]
     if [(step.layer, step.kind) for step in both[0]] != [(step.layer, step.kind) for step in both[1]]:
         both = [[step for step in steps if step.layer] for steps in both]
     yield from ((step, part) for step, part in zip(*both, strict=False) if step.layer == part.layer)

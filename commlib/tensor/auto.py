@@ -1,7 +1,8 @@
 """Auto: find the plan of a model like a transformer, by tracing which layer follows which. [pure]
 
 A pair is a layer, or several with one input, whose features reach one other layer and nothing else: Q, K and V reach
-the output of attention, up and gate reach down. The first are Columns, the last is a Row. The rules judge each pair.
+the output of attention, up and gate reach down. The first are Columns, the last is a Row. The rules judge each pair,
+and where they cannot tell it stays whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from commlib.tensor.numbers import NotPossible
 from commlib.tensor.pairs import States, divided_pair
 from commlib.tensor.rules import PlanError, check
+from commlib.tensor.states import State
 from commlib.tensor.styles import Column, PerRank, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
@@ -44,10 +46,29 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
             found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
     while True:
         try:
-            check(trace, found.plan)
-            return found
+            doubts = check(trace, found.plan).doubts
         except PlanError as error:
             _give_up(trace, found, error)
+            continue
+        if not doubts:
+            return found
+        leave_whole(trace, found, doubts[0].step, doubts[0].state, f"{doubts[0]}")
+
+
+def leave_whole(trace: Trace, found: Found, step: Step, state: State, why: str) -> None:
+    """Leave out of a plan the pair that has made a step what it may not be; the last one before it if none is known.
+
+    state: of what the step takes or gives. why: the reason, for the table.
+    """
+    names = {step.layer, state.by, state.source} & set(found.plan) or _before(trace, found, step)
+    if not names:
+        place = next((at for at, one in enumerate(trace.steps) if one is step), len(trace.steps))
+        before = [one.layer for one in trace.steps[:place] if one.layer in found.plan]
+        names = {(before or list(found.plan))[-1]}
+    pairs = {found.reasons[name] for name in names}
+    for name in [name for name in found.plan if name in names or found.reasons[name] in pairs]:
+        del found.plan[name]
+        found.reasons[name] = why
 
 
 def _give_up(trace: Trace, found: Found, error: PlanError) -> None:

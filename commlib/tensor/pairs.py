@@ -30,8 +30,8 @@ def divided_pair(
 
     The rules are asked, and what they refuse is mended where the trace shows how: fused features that are split into
     parts, heads of keys and values that all queries share, dropout of what is divided, tables that have a bias for each
-    head. Raises PlanError for what they refuse after that, and NotPossible where there are too few heads, or numbers in
-    shapes that fit the whole alone.
+    head. Raises PlanError for what they refuse after that, and NotPossible where they cannot tell, where there are too
+    few heads, or where numbers in shapes fit the whole alone.
     """
     part = _between(trace, undivided, {*firsts, last})
     styles, states = _accepted(part, {**given, **dict.fromkeys(firsts, Column()), last: Row()}, firsts)
@@ -55,16 +55,23 @@ def divided_pair(
 
 
 def _accepted(part: Trace, styles: dict[str, Style], firsts: list[str]) -> tuple[dict[str, Style], States]:
-    """Return styles that the rules accept, and the states of values with them. Raises PlanError if there are none."""
+    """Return styles that the rules accept, and the states of values with them.
+
+    Raises PlanError if there are none, and NotPossible where the rules cannot tell.
+    """
     for _ in part.steps:
         try:
-            return styles, check(part, styles).states
+            check(part, styles)
+            break
         except PlanError as error:
             changes = _mended(part, styles, firsts, error)
             if not changes:
                 raise
             styles = styles | changes
-    return styles, check(part, styles).states
+    checked = check(part, styles)
+    if checked.doubts:
+        raise NotPossible(f"{checked.doubts[0]}")
+    return styles, checked.states
 
 
 def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: PlanError) -> dict[str, Style]:

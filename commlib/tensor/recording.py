@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from commlib.tensor.equations import Shape
@@ -42,13 +44,21 @@ class Recording:
 
     def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
         """Note a step: its results are new values, even where a tensor was changed in place."""
-        taken = tuple(self._number(tensor) for tensor in inputs)
+        taken = tuple(self.number(tensor) for tensor in inputs)
         made = tuple(self._new(tensor) for tensor in outputs)
         self._steps.append(Step(layer, kind, taken, made, **more))
 
+    def knows(self, tensor: Any) -> bool:
+        """Return whether a tensor has a number yet."""
+        return self._key(tensor) in self._numbers
+
+    def stands_for(self, tensor: Any, number: int) -> None:
+        """Take another tensor for a value from now on. It must be kept as long as this."""
+        self._numbers[self._key(tensor)] = number
+
     def trace(self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool) -> Trace:
         """Return what was recorded of a model that returned `results`."""
-        outputs = tuple(self._number(tensor) for tensor in results)
+        outputs = tuple(self.number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
         discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
         return Trace(
@@ -62,7 +72,8 @@ class Recording:
             numbers=dict(self.numbers),
         )
 
-    def _number(self, tensor: Any) -> int:
+    def number(self, tensor: Any) -> int:
+        """Return the number of a value; one that no step has made comes from outside."""
         known = self._numbers.get(self._key(tensor))
         if known is not None:
             return known
@@ -76,6 +87,14 @@ class Recording:
         self._numbers[self._key(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+
+def running_line(packages: Sequence[str]) -> str:
+    """Return the line of the user's code that is running, as file:line. packages: folders of what is not the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @contextmanager

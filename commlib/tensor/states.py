@@ -17,7 +17,8 @@ class State:
     rank's part alone), "unknown" (nothing is claimed). by: what made it so. parts: of fused features, as Q, K and V,
     that are not split yet. unit: how many features stay together, such as those of a head; 0 if nobody said. origin, of
     what is whole: "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to
-    be used with what is divided. learns: it is given, and its gradient goes on to what has made it outside.
+    be used with what is divided. learns: it is given, and its gradient goes on to what has made it outside. source, of
+    what is partial: the layer that has divided what it is made of.
     """
 
     name: str
@@ -27,6 +28,7 @@ class State:
     unit: int = 0
     origin: str = ""
     learns: bool = False
+    source: str = ""
 
     @property
     def is_divided(self) -> bool:

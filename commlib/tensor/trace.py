@@ -12,6 +12,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
     reshape     the same elements in the same order in another shape
     split       pieces along a dimension; `join` puts pieces together
     unknown     anything else: of what is whole it makes what is whole, of all else nothing is known
+    number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Step:
     in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
     equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
     that a reshape, an expansion or a constant was asked for, -1 included, or the lengths of pieces, if numbers were
-    given: `lengths` where these are known. The last step of a call that failed has no outputs.
+    given: `lengths` where these are known. place: the line that makes the call, as file:line. The last step of a call
+    that failed has no outputs.
     """
 
     layer: str
@@ -47,12 +49,18 @@ class Step:
     weights: bool = False
     draws: bool = False
     asked: tuple[int, ...] = ()
+    place: str = ""
 
     @property
     def where(self) -> str:
         """Return how messages call it."""
         said = self.text or self.kind
         return f"{self.layer} ({said})" if self.layer else said
+
+    @property
+    def at(self) -> str:
+        """Return how messages call it, and the line that makes the call."""
+        return f"{self.where}, {self.place}" if self.place else self.where
 
 
 @dataclass(frozen=True, slots=True)

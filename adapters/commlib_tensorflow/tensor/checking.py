@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.checks import check_first_call, check_parts
 from commlib.functional.division import Division
+from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
@@ -35,6 +36,10 @@ class Traced:
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
         return ran(self._model, self._layers, call, styles, outputs)
+
+    def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
+        """Return None: its numbers are not compared."""
+        return None
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
@@ -85,9 +90,9 @@ def check_stages(comm: Communicator, graph: Any) -> None:
         one.done = True
 
 
-def check_at_first_call(model: Any, layers: Layers, comm: Communicator, *, divided_output: bool) -> None:
+def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> None:
     """Check a divided model's plan when it is called for the first time, before that call."""
-    unchecked = Unchecked(warns=comm.rank == 0)
+    unchecked = Unchecked(warns=axis.rank == 0)
     for name in styles_in(layers):
         layers[name].plan_check = unchecked
 
@@ -95,7 +100,7 @@ def check_at_first_call(model: Any, layers: Layers, comm: Communicator, *, divid
         del model.call  # that of the class is left
         specs = keras.tree.map_structure(_spec, inputs)
         try:
-            check_first_call(comm, Traced(model, layers), specs, divided_output=divided_output, warns=unchecked.warns)
+            check_first_call(axis, Traced(model, layers), specs, divided_output=divided_output, warns=unchecked.warns)
         except UsageError as error:
             raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
         unchecked.done = True

@@ -95,7 +95,7 @@ def parallelize(
     if checks is not None:
         checks.divided()
     else:
-        check_at_first_call(model, layers, axis, divided_output=divided_output)
+        check_at_first_call(model, layers, shared, divided_output=divided_output)
     return model
 
 

@@ -13,6 +13,7 @@ from commlib.tensor.styles import PerRank, Style
 from commlib_torch.tensor._leaves import is_leaf
 
 _DIVIDED = "commlib_numbers"
+_WHOLE = "commlib_whole_numbers"
 
 
 class Number(NamedTuple):
@@ -54,6 +55,7 @@ def divide_numbers(found: Mapping[str, tuple[Number, PerRank]], axis: Axis) -> N
     """Give modules this rank's parts of their numbers."""
     for number, style in found.values():
         if number.name not in numbers_of(number.module):  # it may have several names
+            setattr(number.module, _WHOLE, {**whole_numbers_of(number.module), number.name: number.value})
             setattr(number.module, number.name, style.own(number.value, axis.rank, axis.size))
             setattr(number.module, _DIVIDED, {**numbers_of(number.module), number.name: style})
 
@@ -61,6 +63,12 @@ def divide_numbers(found: Mapping[str, tuple[Number, PerRank]], axis: Axis) -> N
 def numbers_of(module: nn.Module) -> dict[str, PerRank]:
     """Return the styles of a module's numbers that are divided."""
     found: dict[str, PerRank] = vars(module).get(_DIVIDED, {})
+    return found
+
+
+def whole_numbers_of(module: nn.Module) -> dict[str, int]:
+    """Return what a module's numbers that are divided were before."""
+    found: dict[str, int] = vars(module).get(_WHOLE, {})
     return found
 
 

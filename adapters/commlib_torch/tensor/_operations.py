@@ -277,6 +277,13 @@ _POINTWISE = (
     "where", "xor", "zero", "zeros_like",
 )  # fmt: skip
 
+NUMBERS = {
+    "item": "item", "tolist": "tolist", "bool": "a condition", "float": "float()", "int": "int()", "index": "an index",
+    "complex": "complex()", "numpy": "numpy", "array": "numpy", "is_nonzero": "is_nonzero", "equal": "equal",
+    "allclose": "allclose", "contains": "in", "dlpack": "dlpack",
+}  # fmt: skip
+"""Functions that return no tensors but elements of them, by their names, and how messages call them."""
+
 _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d"), _dropout),

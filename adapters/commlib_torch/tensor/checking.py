@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,20 +14,25 @@ from commlib.communicator import Communicator
 from commlib.functional.axis import Axis
 from commlib.functional.checks import check_first_call, check_parts
 from commlib.functional.division import Division
+from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch.tensor._forward import forward
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import attempted, styles_in
 from commlib_torch.tensor.verify import ran
 
 
 class Traced:
-    """A model of PyTorch for `commlib.functional.checks`: a call is (arguments, options)."""
+    """A model of PyTorch for `commlib.functional.checks`: a call is (arguments, options).
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    axis: among whose ranks it is, or will be, divided; None where numbers are not compared.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis | None = None) -> None:
+        self._model, self._axis = model, axis
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
@@ -37,6 +42,10 @@ class Traced:
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
         return ran(self._model, call, styles, outputs)
+
+    def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
+        """Run the model forward, as a whole or as one rank."""
+        return None if self._axis is None else forward(self._model, self._axis, call, styles, guide, evaluate=evaluate)
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
@@ -90,7 +99,8 @@ class AtFirstCall:
             return  # the first call that is not traced is checked
         self._is_checking = True
         try:
-            check_first_call(self._axis.comm, Traced(model), call, divided_output=self.divided_output, warns=self.warns)
+            traced = Traced(model, self._axis)
+            check_first_call(self._axis, traced, call, divided_output=self.divided_output, warns=self.warns)
         finally:
             self._is_checking = False
         self.settle(mode)

@@ -57,7 +57,7 @@ def parallelize(
     """
     shared = Axis(axis, codec)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
-    traced, batch = Traced(model), example if verify is None else verify
+    traced, batch = Traced(model, shared), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
     found, numbers = together(axis, lambda: _layers(model, wanted))
@@ -77,7 +77,9 @@ def parallelize(
             given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
             given |= {name: style for name, (_, style) in numbers.items()}
             checks = Checks(traced, shared, given, call, divided_output=divided_output)
-            if verify is not None:
+            if verify is None:
+                checks.compare_numbers()
+            else:
                 checks.keep_numbers()
     for name, module, style, layer in found:
         if layer is not type(module):  # one that has several names has changed by the first

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import apis, eager_transforms
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, resolve_name
 
+import commlib
 from commlib.errors import UsageError
+from commlib.functional.guide import GUIDED, Guide
 from commlib.tensor.lengths import Length
-from commlib.tensor.recording import Recording, replaced
+from commlib.tensor.recording import Recording, replaced, running_line
 from commlib.tensor.styles import PerRank, Style
 from commlib.tensor.trace import Trace
 from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _leaves, moves
+from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
-from commlib_torch.tensor._operations import ASKING, Called, described
+from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
+
+TRANSFORMS = (
+    (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_vjp_with_argnums"), (eager_transforms, "_jvp_with_argnums"),
+)  # fmt: skip
+"""Transforms of functions, whose inside has tensors of its own, and where they are looked up."""
+
+_PACKAGES = tuple(f"{folder}/" for folder in (*torch.__path__, *commlib.__path__, Path(__file__).parents[1]))
 
 
 def attempted(
@@ -72,11 +85,31 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Recorder(TorchFunctionMode):
-    """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers."""
+    """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers.
 
-    def __init__(self, model: nn.Module, styles: Collection[str] = ()) -> None:
+    whole: a divided model runs as the whole that it was. guide: how layers are called. calls: counts those of the ranks
+    among which the model is divided. keeps: see `kept`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        styles: Collection[str] = (),
+        *,
+        whole: bool | None = None,
+        guide: Guide | None = None,
+        calls: Callable[[], int] = int,
+        keeps: bool = False,
+    ) -> None:
         super().__init__()
         self._model, self._styles = model, styles
+        self._whole = not styles_in(model) if whole is None else whole
+        self._guided = None if guide is None else Guided(guide)
+        self._calls, self._inside, self._moves, self._keeps = calls, 0, False, keeps
+        self.hides = False
+        """A layer with a style ran in what is not looked into."""
+        self.kept: dict[int, Tensor] = {}
+        """What layers took, by the numbers of values: as it was then."""
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
             for weight in module.parameters(recurse=False):
@@ -88,6 +121,8 @@ class Recorder(TorchFunctionMode):
         """Leaves that are running, one within another."""
         named = styles if isinstance(styles, Mapping) else {}
         self._measures = not styles or any(isinstance(style, PerRank) for style in named.values())
+        self._taken: list[Tensor] = []
+        """Values that were used in what is not looked into."""
         self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete)
         self.tensors = self._recording.tensors
 
@@ -95,13 +130,20 @@ class Recorder(TorchFunctionMode):
         """Run the model as it is called now; return the trace, and the model's result."""
         for tensor in tensors_in([*args, *options.values()]):
             self._recording.add("", "given", (), (tensor,), text="an argument")
+        first = self._calls()
         with self._watching(), self._unseen(), self._measuring(), self:
             result = self._model(*args, **options)
+        self._moves |= self._calls() - first > self._inside
         return self.trace_of(result), result
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks did so outside of layers."""
+        return self._moves
 
     def trace_of(self, result: Any) -> Trace:
         """Return the trace of what ran so far."""
-        return self._recording.trace(tensors_in(result), tied(self._model), whole=not styles_in(self._model))
+        return self._recording.trace(tensors_in(result), tied(self._model), whole=self._whole)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -115,9 +157,16 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Look into no autograd function and no move, for a while: what they give comes from where nobody knows."""
-        apply = self._opaque(vars(Function)["apply"].__func__)
-        with replaced(Function, "apply", classmethod(apply)), replaced(moves, "moved", self._opaque(moves.moved)):
+        """Look into no autograd function, no transform and no move, for a while.
+
+        What a function of the user's gives comes from where nobody knows: it may move values between ranks.
+        """
+        apply = vars(Function)["apply"].__func__
+        with ExitStack() as stack:
+            stack.enter_context(replaced(Function, "apply", classmethod(self._opaque(apply, "unseen"))))
+            stack.enter_context(replaced(moves, "moved", self._opaque(moves.moved, "unseen", moves=True)))
+            for owner, transform in TRANSFORMS:
+                stack.enter_context(replaced(owner, transform, self._opaque(getattr(owner, transform), "unknown")))
             yield
 
     @contextmanager
@@ -143,39 +192,81 @@ class Recorder(TorchFunctionMode):
             return lengths
         return torch.Size([Length.of(length, (number, dim), used) for dim, length in enumerate(lengths)])
 
-    def _opaque(self, function: Any) -> Any:
+    def _opaque(self, function: Any, kind: str, *, moves: bool = False) -> Any:
         def called(*args: Any, **options: Any) -> Any:
+            package = str(getattr(args[0] if args else None, "__module__", "")).partition(".")[0]
+            if package == "torch" and kind == "unseen" and not moves:  # such as one that computes again in backward
+                return function(*args, **options)
+            own, outermost = moves or package.startswith("commlib"), not self._leaves
             self._leaves.append("")
             try:
                 result = function(*args, **options)
             finally:
                 self._leaves.pop()
-            if not self._leaves:
-                self._recording.add("", "unseen", (), tensors_in(result), text="a function of its own")
+            if outermost:
+                taken, self._taken = [*tensors_in([args, options]), *self._taken], []
+                known = {id(tensor): tensor for tensor in taken if self._recording.knows(tensor)}
+                inputs, what = () if own else known.values(), getattr(args[0] if args else None, "__name__", "")
+                text = f"{what or 'a function'} in {self._place_in_model()}"
+                self._moves |= bool(own)
+                self._recording.add("", kind, inputs, tensors_in(result), text=text, place=_line())
             return result
 
         return called
 
+    def _place_in_model(self) -> str:
+        return next((name for name in reversed(self._within) if name), "the model")
+
     def _hooks(self, name: str, module: nn.Module) -> tuple[Any, Any]:
         leaf = name in self._styles or _leaves.is_leaf(module)
+        first = 0
 
-        def before(module: nn.Module, args: Any, options: Any) -> None:
+        def before(module: nn.Module, args: Any, options: Any) -> Any:
+            nonlocal first
             self._within.append(name)
-            if leaf:
-                self._leaves.append(name)
+            if not leaf:
+                return None
+            self._leaves.append(name)
+            if len(self._leaves) > 1:
+                self.hides |= self._leaves[0] == "" and name in self._styles
+                return None
+            first = self._calls()
+            return self._enter(name, module, args, options)
 
-        def after(module: nn.Module, args: Any, options: Any, result: Any) -> None:
+        def after(module: nn.Module, args: Any, options: Any, result: Any) -> Any:
             """Note the call of a leaf. A call that failed has no result."""
             self._within.pop()
             inputs = tensors_in([args, options])
-            if leaf and self._leaves.pop() == name and not self._leaves and inputs:
-                self._leaves.append(name)  # what is asked here is not the model's
-                found = _leaves.described(module, inputs[0])
-                self._leaves.pop()
-                text = type(module).__name__
-                self._recording.add(name, inputs=inputs, outputs=tensors_in(result), text=text, **found)
+            if not leaf or len(self._leaves) > 1:
+                del self._leaves[len(self._leaves) - leaf :]
+                return None
+            changed = None if self._guided is None else self._guided.result(tensors_in(result))
+            found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
+            self._leaves.pop()
+            self._inside += self._calls() - first
+            if not inputs:
+                return None
+            text = type(module).__name__
+            result = result if changed is None else exchanged(result, changed)
+            self._recording.add(name, inputs=inputs, outputs=tensors_in(result), text=text, place=_line(), **found)
+            return None if changed is None else result
 
         return before, after
+
+    def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
+        """Keep what a layer takes as it is now, for it may be written later; return what it is called with instead."""
+        tensors = tensors_in([args, options])
+        if not tensors or _leaves.described(module, tensors[0])["kind"] not in GUIDED:
+            return None
+        numbers = [self._recording.number(tensor) for tensor in tensors]
+        if self._keeps:
+            for number, tensor in zip(numbers, tensors, strict=True):
+                self.kept.setdefault(number, tensor.detach().clone())
+        if self._guided is None or (given := self._guided.inputs(name, tensors)) is None:
+            return None
+        for tensor, number in zip(tensors, numbers, strict=True):
+            self._recording.stands_for(given[id(tensor)], number)
+        return exchanged((args, options), given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -186,6 +277,7 @@ class Recorder(TorchFunctionMode):
                 self._note(_name(func), args, options, [])
             raise
         if self._leaves:
+            self._taken += tensors_in([args, options]) if self._leaves == [""] else ()
             return result
         name = _name(func)
         if self._measures and name in ("shape", "size"):
@@ -195,16 +287,19 @@ class Recorder(TorchFunctionMode):
             result = list(result)
         if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
             self._note(name, args, options, outputs)
+        elif name in NUMBERS and (inputs := tensors_in([args, options])):
+            text = f"{NUMBERS[name]} in {self._place_in_model()}"
+            self._recording.add("", "number", inputs, (), text=text, place=_line())
         return iter(result) if name == "iter" else result
 
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
         inputs = tensors_in([args, options])
-        where = next((name for name in reversed(self._within) if name), "the model")
         found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs))}
         for one in () if name in ASKING else (*args, *options.values()):
             if isinstance(one, Length):
                 one.note_use()
-        self._recording.add("", outputs=outputs, text=f"{name} in {where}", **found)
+        text = f"{name} in {self._place_in_model()}"
+        self._recording.add("", outputs=outputs, text=text, place=_line(), **found)
 
     def _source(self, tensor: Tensor) -> tuple[str, str] | None:
         if id(tensor) in self._weights:
@@ -219,6 +314,10 @@ def _source(name: str) -> tuple[str, str]:
 
 def _is_discrete(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _line() -> str:
+    return running_line(_PACKAGES)
 
 
 def _name(func: Any) -> str:

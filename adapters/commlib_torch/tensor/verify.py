@@ -86,12 +86,21 @@ class Fresh:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Let a model evaluate for a while, layer by layer: a fused path would not be seen, nor know divided weights."""
     training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with unfused():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Let PyTorch run encoder layers and attention layer by layer for a while."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module in training:
-            module.training = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from commlib.tensor.rules import layers, operations, shapes
 from commlib.tensor.rules.broken import PlanError, counted
-from commlib.tensor.rules.following import Following
+from commlib.tensor.rules.following import Doubt, Following
 from commlib.tensor.states import COMPUTED, CONSTANT, SHARED, WEIGHT, State
 from commlib.tensor.styles import Column, Replicate, Style, Vocabulary
 from commlib.tensor.trace import Step, Trace
@@ -15,10 +15,14 @@ from commlib.tensor.trace import Step, Trace
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The states of all values, and what could not be told (in words): it may be right or not."""
+    """The states of all values, and what could not be told: it may be right or not.
+
+    came_in_parts: what the model was called with is divided already.
+    """
 
     states: Mapping[int, State]
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[Doubt, ...] = ()
+    came_in_parts: bool = False
 
 
 def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False) -> Checked:
@@ -36,7 +40,7 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
             following.states[value] = CONSTANT if is_free else result
     for value in () if divided_output or "" in styles else trace.outputs:
         _returned(following, value)
-    return Checked(following.states, tuple(following.doubts))
+    return Checked(following.states, tuple(following.doubts), following.came_in_parts)
 
 
 def _check_tied(trace: Trace, styles: Mapping[str, Style]) -> None:
@@ -85,4 +89,5 @@ _KINDS: dict[str, Callable[[Following, Step], State]] = {
     "split": shapes.split,
     "join": shapes.join,
     "unknown": operations.unknown,
+    "number": operations.number,
 }

@@ -10,16 +10,30 @@ from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What the rules cannot tell of a step, in words: it may be right or not. state: of what the step takes."""
+
+    step: Step
+    state: State
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.step.at}: {self.why}"
+
+
 @dataclass(slots=True)
 class Following:
-    """A trace, the styles of its layers, and what is known so far. doubts: what could not be told, in words."""
+    """A trace, the styles of its layers, and what is known so far. doubts: what could not be told."""
 
     trace: Trace
     styles: Mapping[str, Style]
     states: dict[int, State] = field(default_factory=dict)
-    doubts: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     sequences_came: bool = False
     """An argument of the model is a part of a sequence already."""
+    came_in_parts: bool = False
+    """An argument of the model is a part already, of whatever kind."""
 
     def of(self, value: int) -> State:
         """Return the state of a value."""
@@ -40,4 +54,15 @@ class Following:
     def came_divided(self, value: int, state: State) -> None:
         """Take an argument of the model for what a layer takes it for: the caller has divided it."""
         self.states[value] = state
+        self.came_in_parts = True
         self.sequences_came |= state.name == "sequence"
+
+    def doubt(self, step: Step, why: str) -> None:
+        """Note what cannot be told of a step that takes what is divided, or made of a part; none of any other step.
+
+        why: in words, with {} for how that lies on the ranks.
+        """
+        for state in map(self.of, step.inputs):
+            if state.is_divided or state.name == "partial":
+                self.doubts.append(Doubt(step, state, why.format(state)))
+                return

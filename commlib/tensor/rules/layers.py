@@ -60,6 +60,7 @@ def _enters(following: Following, step: Step, sequence: int | None, value: int) 
 def _row(following: Following, step: Step, style: Row, state: State, dim: int) -> State:
     if state.name == "whole":
         came_from_caller = state.origin == "given" and not following.trace.whole
+        following.came_in_parts |= came_from_caller and not style.split
         if style.split or came_from_caller:
             return _left(following, step, style.sequence)
         raise PlanError(step, "row", "its input is whole", "give it split=True, or a Column before it", state)

@@ -11,6 +11,9 @@ from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, Stat
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.trace import Step
 
+_UNKNOWN = "the rules do not know whether it can take parts, and its input is {}"
+_NUMBER = "numbers leave the tensors here, which may be others on each rank, for its input is {}"
+
 
 def given(following: Following, step: Step) -> State:
     """Return the state of what comes from outside, or of a weight that is used by itself."""
@@ -21,6 +24,7 @@ def given(following: Following, step: Step) -> State:
         for source in sources_of(length):
             if (name := f"{source[0]}.{source[1]}") in following.styles:  # filled on each rank with its own number
                 return State("features", dim, name)
+    following.doubt(step, _UNKNOWN)
     if step.kind == "given":
         return replace(GIVEN, learns=step.outputs[0] in following.trace.learns)
     return {"constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]
@@ -34,8 +38,15 @@ def unknown(following: Following, step: Step) -> State:
         same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
         return following.of(step.inputs[0]) if same else UNKNOWN
     if not all(state.name == "whole" for state in found):
+        following.doubt(step, _UNKNOWN)
         return UNKNOWN
     return SHARED if isinstance(style, Replicate) and style.into_sharded else whole_of(found)
+
+
+def number(following: Following, step: Step) -> State:
+    """Doubt what is made of elements that are a part, outside of what can be followed."""
+    following.doubt(step, _NUMBER)
+    return UNKNOWN
 
 
 def equation(following: Following, step: Step) -> State:
@@ -64,7 +75,7 @@ def equation(following: Following, step: Step) -> State:
         came = f"its input is {divided}, and it would draw the same on all"
         raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)
     if label not in terms.output:
-        return State("partial", by=f"{step.where}, of what is divided by {divided.by}")
+        return State("partial", by=f"{step.where}, of what is divided by {divided.by}", source=divided.by)
     return divided.at(terms.output.index(label))
 
 

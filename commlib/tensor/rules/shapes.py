@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlib.tensor.rules.broken import PlanError
-from commlib.tensor.rules.following import Following
+from commlib.tensor.rules.following import Doubt, Following
 from commlib.tensor.rules.operations import of_whole, refuse_unlike
 from commlib.tensor.states import UNKNOWN, State, reshaped
 from commlib.tensor.trace import Step
@@ -37,10 +37,11 @@ def _heads(following: Following, step: Step, state: State, length: int, count: i
         raise PlanError(step, "heads", came, "let the model's reshape say -1 for the number of heads", state)
     after = step.asked[dim] if dim < len(step.asked) else 0
     if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
-        following.doubts.append(
-            f"{step.where}: {length} features of {state.by} become {count} of {inner} on this rank: if the model gives "
-            "a fixed number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
+        why = (
+            f"{length} features of {state.by} become {count} of {inner} on this rank: if the model gives a fixed "
+            "number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
         )
+        following.doubts.append(Doubt(step, state, why))
 
 
 def split(following: Following, step: Step) -> State:

@@ -272,7 +272,7 @@ def test_heads_of_a_rank_are_those_of_the_whole():
     assert not check(of(2, 5), {"q": Column(units=4)}, divided_output=True).doubts
     for units in (0, 2):  # 2: heads of keys, which two queries share
         (doubt,) = check(of(2, 5), {"q": Column(units=units)}, divided_output=True).doubts
-        assert "fixed number of heads" in doubt
+        assert "fixed number of heads" in f"{doubt}"
 
 
 def test_of_what_is_unknown_nothing_is_claimed():

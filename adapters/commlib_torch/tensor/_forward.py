@@ -1,0 +1,154 @@
+"""Forward: run a model of PyTorch as a whole, or as one rank with its part, and keep the numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commlib.dtypes import Array
+from commlib.errors import CommlibError, UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.guide import Guide
+from commlib.functional.runs import Run
+from commlib.tensor.styles import Column, PerRank, Row, Style, Vocabulary
+from commlib_torch._bridge import host_array
+from commlib_torch._unnoticed import fresh, unnoticed
+from commlib_torch.tensor._numbers import numbers_in, whole_numbers_of
+from commlib_torch.tensor.tracing import Recorder
+from commlib_torch.tensor.verify import evaluating, unfused
+
+Change = tuple[nn.Module, str, Any]
+"""An attribute of a module, and another value for it."""
+
+
+def forward(
+    model: nn.Module, axis: Axis, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool
+) -> Run | None:
+    """Run a model without gradients, as `commlib.functional.numbers.Runs` says. axis: among which it is divided."""
+    whole = guide is None or guide.cuts
+    changes = _undivided(model, axis) if whole else []
+    if changes is None:
+        return None
+    if guide is not None and guide.cuts:
+        changes += _numbers_of_rank(model, axis, styles)
+    calls = axis.comm.group
+    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: calls.call_number, keeps=guide is None)
+    error, messages = None, _Messages()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(unnoticed(model, *call))
+        stack.enter_context(evaluating(model) if evaluate else unfused())
+        stack.enter_context(_changed(changes))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            stack.enter_context(messages)
+        args, options = (fresh(part) for part in call)
+        before = _random_states()
+        try:
+            trace, _ = recorder.run(tuple(args), dict(options))
+        except Exception as raised:
+            if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
+                raise
+            trace, error = recorder.trace_of(()), raised
+        draws = before != _random_states()
+        kept = recorder.kept
+        values = [_array(kept.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
+    communicates = recorder.communicates or messages.seen
+    return Run(trace, values, {}, {}, {}, draws=draws, communicates=communicates, hides=recorder.hides, error=error)
+
+
+def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
+    """Return with which styles and numbers a divided model computes the whole, on all ranks alike; None if with none.
+
+    Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
+    weights that it has.
+    """
+    found: list[Change] = []
+    heads, others = set[nn.Module](), set[nn.Module]()
+    """Modules within an attention, and within layers that are divided by themselves."""
+    for module in model.modules():
+        found += [(module, name, number) for name, number in whole_numbers_of(module).items()]
+        style, own = getattr(module, "style", None), getattr(module, "axis", None)
+        if not isinstance(own, Axis):
+            continue
+        if not isinstance(style, Style):
+            others.update(one for one in module.modules() if one is not module)
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            heads.update(module.modules())
+        if own.comm is not axis.comm or (module in others and getattr(style, "sequence", None) is not None):
+            return None
+        if module in heads or (isinstance(style, Vocabulary) and isinstance(module, nn.Embedding)):
+            change: Style = replace(style, sequence=None)  # type: ignore[arg-type]  # all of these have one
+        elif module in others:
+            continue
+        elif isinstance(style, Column | Vocabulary):
+            change = replace(style, gather=True, sequence=None)
+        elif isinstance(style, Row):
+            change = replace(style, split=True, sequence=None)
+        else:
+            continue
+        found.append((module, "style", change))
+    return found
+
+
+def _numbers_of_rank(model: nn.Module, axis: Axis, styles: Mapping[str, Style]) -> list[Change]:
+    """Return the numbers that modules of a model which is not divided would have on this rank."""
+    numbers = numbers_in(model)
+    return [
+        (numbers[name].module, numbers[name].name, style.own(numbers[name].value, axis.rank, axis.size))
+        for name, style in styles.items()
+        if isinstance(style, PerRank) and name in numbers
+    ]
+
+
+@contextmanager
+def _changed(changes: list[Change]) -> Iterator[None]:
+    """Give modules other attributes for a while."""
+    own = [(module, name, vars(module)[name]) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            vars(module)[name] = value
+        yield
+    finally:
+        for module, name, value in own:
+            vars(module)[name] = value
+
+
+class _Messages(TorchDispatchMode):
+    """Sees whether torch.distributed is called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def _random_states() -> list[bytes]:
+    """Return the states of generators, to be compared."""
+    states = [
+        torch.get_rng_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+        repr(np.random.get_state()).encode(),
+    ]
+    if torch.cuda.is_initialized():
+        states += [torch.cuda.get_rng_state(device).numpy().tobytes() for device in range(torch.cuda.device_count())]
+    return states
+
+
+def _array(tensor: Tensor) -> Array:
+    """Return the numbers of a tensor; none of one that has none which numpy could hold."""
+    try:
+        return host_array(tensor)
+    except Exception:
+        return np.empty(0)

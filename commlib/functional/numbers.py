@@ -1,0 +1,285 @@
+"""Numbers: hold what a rank computes with its part of a model against the whole, where rules cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.differences import TOLERANCES, Pair, differs
+from commlib.functional.guide import GUIDED, Guide, sharding_of, taken
+from commlib.functional.runs import FROM_OUTSIDE, Run
+from commlib.functional.shards import Shard
+from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
+from commlib.tensor.states import COMPUTED, State
+from commlib.tensor.styles import Column, Style
+from commlib.tensor.trace import Step, Trace
+
+_SLACK, _MOST = 20, 0.1
+"""By what the tolerances of `verify` are multiplied, for plans that nobody asked to verify, and up to what."""
+
+
+class Runs(Protocol):
+    """A model that can be run forward, value by value."""
+
+    def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
+        """Run it without gradients, and leave all as it was; None if the call has no numbers, or it cannot be run so.
+
+        guide: run it as one rank, and so; without one as the whole that it is, or was before it was divided. evaluate:
+        in evaluation mode. What it raises is the run's error.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first value that differs: the step that gives or takes it, how it should lie, and by how much (in words).
+
+    suspects: what the rules could not tell of the steps before.
+    """
+
+    step: Step
+    state: State
+    said: str
+    suspects: tuple[Doubt, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.step.at}: {self.said}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What numbers say of a plan: why they can tell nothing ("" if they can), and what differs, if anything does.
+
+    failed: where a rank with its part failed, or what it computed broke a rule, so that there is nothing to compare.
+    met: what the rules could not tell of the run that was compared.
+    """
+
+    untold: str = ""
+    difference: Difference | None = None
+    failed: Difference | None = None
+    met: frozenset[str] = frozenset()
+
+    def left(self, doubts: Sequence[Doubt]) -> list[Doubt]:
+        """Return which doubts are left: those about operations that did not run when numbers were compared, or all."""
+        if self.untold:
+            return list(doubts)
+        return [one for one in doubts if one.step.kind in ("unknown", "unseen", "number") and f"{one}" not in self.met]
+
+
+def judged(
+    model: Runs, axis: Axis, styles: Mapping[str, Style], call: Any, *, divided: bool, divided_output: bool = False
+) -> Verdict:
+    """Run a model as a whole, and as one rank with its part, forward alone; return where the two differ first.
+
+    divided: it is divided already. All is as before. Collective over the axis; all ranks return alike.
+    """
+    if axis.size == 1:
+        return Verdict()
+    with axis.exact():
+        return _judged(model, axis, styles, call, divided, divided_output)
+
+
+def _judged(
+    model: Runs, axis: Axis, styles: Mapping[str, Style], call: Any, divided: bool, divided_output: bool
+) -> Verdict:
+    evaluate = False
+    whole = model.forward(call, styles, None, evaluate=evaluate)
+    untold, draws = _agreed(axis, _not_whole(whole, styles), whole is not None and whole.draws)
+    if draws and not untold:
+        evaluate = True
+        whole = model.forward(call, styles, None, evaluate=evaluate)
+        untold, draws = _agreed(axis, _not_whole(whole, styles), whole is not None and whole.draws)
+    if untold or whole is None:
+        return Verdict(untold)
+    checked = check(whole.trace, styles, divided_output=True)
+    own = model.forward(call, styles, Guide(axis, whole, styles, checked, cuts=not divided), evaluate=evaluate)
+    assert own is not None
+    untold, _ = _agreed(axis, "it communicates outside of layers" if own.communicates else "", False)
+    if untold:
+        return Verdict(untold)
+    failed = next((one for one in axis.comm.all_gather_object(_failed(whole, own, styles, checked)) if one), None)
+    if failed is not None:
+        return Verdict(failed.said, failed=failed)
+    found = _Compared(axis, whole, own, styles, checked, divided_output).verdict()
+    if found.difference is None:
+        return replace(found, met=frozenset(f"{one}" for one in checked.doubts))
+    if draws:
+        return Verdict("it draws random numbers in evaluation mode, too")
+    return Verdict(difference=replace(found.difference, suspects=_before(found.difference.step, whole.trace, checked)))
+
+
+def _before(step: Step, trace: Trace, checked: Checked) -> tuple[Doubt, ...]:
+    """Return what the rules could not tell of the steps up to one."""
+    places = {id(one): at for at, one in enumerate(trace.steps)}
+    return tuple(doubt for doubt in checked.doubts if places[id(doubt.step)] <= places.get(id(step), len(places)))
+
+
+def _not_whole(whole: Run | None, styles: Mapping[str, Style]) -> str:
+    """Return why a run cannot stand for the whole model; "" if it can."""
+    if whole is None:
+        return "what it is called with has no numbers, or it cannot be run as a whole"
+    if whole.error is not None:
+        return f"run as a whole, it fails: {whole.error}"
+    try:
+        checked = check(whole.trace, styles, divided_output=True)
+    except PlanError as error:
+        return f"run as a whole, it breaks a rule: {error}"
+    if whole.communicates:
+        return "it communicates outside of layers"
+    if whole.hides:
+        return "its layers run in functions that cannot be looked into"
+    return "what it is called with is a part already" if checked.came_in_parts else ""
+
+
+def _failed(whole: Run, own: Run, styles: Mapping[str, Style], checked: Checked) -> Difference | None:
+    """Return where a rank's run failed, or has shapes that break a rule."""
+    try:
+        if own.error is None:
+            compare(whole.trace, own.trace, checked)
+            return None
+        states = check(own.trace, styles, divided_output=True).states
+    except PlanError as error:
+        return Difference(error.step, error.state, f"{error}")
+    if not own.trace.steps:
+        return Difference(Step("", "unknown", (), (), "its beginning"), COMPUTED, f"{own.error}")
+    step = own.trace.steps[-1]
+    state = next((states[value] for value in step.inputs if states[value].is_divided), COMPUTED)
+    return Difference(step, state, f"with this rank's part it fails, at {step.at}: {own.error}")
+
+
+def _agreed(axis: Axis, said: str, flag: bool) -> tuple[str, bool]:
+    """Return what the first rank that says something says, and whether any has the flag. Collective."""
+    everyone = axis.comm.all_gather_object((said, flag))
+    return next((text for text, _ in everyone if text), ""), any(raised for _, raised in everyone)
+
+
+class _Compared:
+    """Two runs, and the pairs of values in them that belong together."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        whole: Run,
+        own: Run,
+        styles: Mapping[str, Style],
+        checked: Checked,
+        divided_output: bool,
+    ) -> None:
+        self._axis, self._whole, self._own, self._styles = axis, whole, own, styles
+        self._states, self._divided_output = checked.states, divided_output
+
+    def verdict(self) -> Verdict:
+        """Return the first value that differs, if a layer's or the model's does on any rank. Collective.
+
+        What differs alone in an operation, and reaches neither, is of no account.
+        """
+        every, layers = (self._steps(trace) for trace in (self._whole.trace, self._own.trace))
+        alike = [self._names(steps) for steps in (every, layers)]
+        same = alike[0] == alike[1]
+        told = self._axis.comm.all_gather_object((same, alike[0]))
+        if not all(one and names == told[0][1] for one, names in told):
+            every, layers = ([step for step in steps if step.layer] for steps in (every, layers))
+            alike = [self._names(steps) for steps in (every, layers)]
+            told = self._axis.comm.all_gather_object((alike[0] == alike[1], alike[0]))
+            if not all(one and names == told[0][1] for one, names in told):
+                return Verdict(difference=self._parted(every, layers))
+        return self._differing(list(self._pairs(every, layers)))
+
+    def _steps(self, trace: Trace) -> list[Step]:
+        return [step for step in trace.steps if step.kind not in FROM_OUTSIDE]
+
+    def _names(self, steps: list[Step]) -> list[tuple[str, str, int]]:
+        return [(step.layer, step.kind, len(step.outputs)) for step in steps]
+
+    def _parted(self, whole: list[Step], own: list[Step]) -> Difference:
+        names = self._names(whole), self._names(own)
+        at = next(
+            (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
+        )
+        step = whole[min(at, len(whole) - 1)] if whole else Step("", "unknown", (), ())
+        said = "the undivided model calls it here, and a rank with its part another layer, or none"
+        told: list[tuple[int, Difference]] = self._axis.comm.all_gather_object((at, Difference(step, COMPUTED, said)))
+        return min(told, key=lambda one: one[0])[1]
+
+    def _pairs(self, whole: list[Step], own: list[Step]) -> Iterator[tuple[Pair, Step, State, bool]]:
+        """Yield (pair, step, state of the value, whether it decides) in order."""
+        for step, local in zip(whole, own, strict=True):
+            values = list(zip(step.outputs, local.outputs, strict=True))
+            if step.layer and step.kind in GUIDED:
+                for value, part in zip(step.inputs, local.inputs, strict=False):
+                    state = taken(step, self._styles.get(step.layer), len(self._whole.trace.shapes[value]))
+                    if state.is_divided or self._states[value] == COMPUTED:
+                        yield (
+                            self._pair(f"what {step.where} takes", value, part, state),
+                            step,
+                            self._of(value, state),
+                            True,
+                        )
+                values = values[:1]
+            for value, part in values:
+                state = self._states[value]
+                if state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state)):
+                    yield self._pair("its result", value, part, state), step, state, bool(step.layer)
+        outputs = self._whole.trace.outputs, self._own.trace.outputs
+        for at, (value, part) in enumerate(zip(*outputs, strict=False)):
+            state = self._states[value]
+            if state.name == "unknown" and not self._divided_output:
+                state = COMPUTED
+            if state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state)):
+                step = self._whole.trace.maker(value)
+                yield self._pair(f"the model's result {at}", value, part, state), step, state, True
+
+    def _of(self, value: int, state: State) -> State:
+        known = self._states[value]
+        return known if known.by else state
+
+    def _is_fused(self, state: State) -> bool:
+        style = self._styles.get(state.by)
+        parts = style.parts if isinstance(style, Column) else 0
+        return state.parts == (parts if isinstance(parts, int) else len(parts))
+
+    def _pair(self, what: str, value: int, part: int, state: State) -> Pair:
+        own, whole = self._own.values[part], self._whole.values[value]
+        if not state.is_divided:
+            return Pair(what, own, whole)
+        if state.parts == 1:
+            return Pair(what, own, whole, dim=state.dim)
+        sharding = sharding_of(whole.shape, state, self._styles.get(state.by))
+        return Pair(what, own, whole, shard=Shard(self._axis, sharding))
+
+    def _differing(self, found: list[tuple[Pair, Step, State, bool]]) -> Verdict:
+        pairs = [one[0] for one in found]
+        coarsest = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
+        tolerance = min(_MOST, _SLACK * coarsest)
+        said = differs(self._axis, pairs, tolerance)
+        deciding = [at for at in said if found[at][3]]
+        floats = [at for at in deciding if pairs[at].own.dtype.name in TOLERANCES]
+        told = self._axis.comm.all_gather_object((min(floats, default=None), bool(deciding)))
+        decides = min((at for at, _ in told if at is not None), default=None)
+        if decides is None:  # rounding may change what is picked, such as the largest of several
+            return Verdict("integers differ, and no floats" if any(differs for _, differs in told) else "")
+        own = min((at for at in said if at <= decides), default=None)
+        everyone = self._axis.comm.all_gather_object(None if own is None else (own, said[own]))
+        at, text = min(one for one in everyone if one is not None)
+        ranks = [rank for rank, one in enumerate(everyone) if one is not None and one[0] == at]
+        pair, step, state, _ = found[at]
+        where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self._axis.size}"
+        said_of = f"{pair.what} differs from the undivided model's on {where}: {text}"
+        return Verdict(difference=Difference(step, state, said_of))
+
+
+def refused(difference: Difference) -> UsageError:
+    """Return the error for a plan that gives other numbers."""
+    suspects = difference.suspects
+    names = [state.by for state in (difference.state, *(one.state for one in suspects)) if state.by]
+    by = names[0] if names else "the layers before"
+    if suspects:
+        at = " and of ".join(one.step.at for one in suspects[-3:])
+        doubt = f"; of {at} the rules do not know whether it can take parts"
+    else:
+        doubt = ""
+    return UsageError(
+        f"plan: {difference}{doubt}: put the parts of {by} together before (gather=True, or a Row), or leave it whole"
+    )

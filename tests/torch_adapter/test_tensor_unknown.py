@@ -1,0 +1,200 @@
+"""Operations that the rules do not know were wrong in silence, by 12 to 110 %, under "auto" and under own plans.
+
+One process is the oracle: a copy of the model that was made before.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_torch.tensor import parallelize
+
+PLAN: Plan = {"up": Column(), "down": Row()}
+
+
+class Half(torch.autograd.Function):
+    """A function of the user's that looks at all features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / x.abs().sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Twice(torch.autograd.Function):
+    """One that looks at one element at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+WRONG: dict[str, Any] = {
+    "norm": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "vector_norm": lambda h: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True),
+    "group_norm": lambda h: F.group_norm(h.transpose(1, 2), 3).transpose(1, 2),
+    "var_mean": lambda h: h - torch.var_mean(h, dim=-1, keepdim=True)[1],
+    "softmax of flattened": lambda h: F.softmax(h.flatten(-2), -1).unflatten(-1, (5, -1)),
+    "cosine_similarity": lambda h: h * F.cosine_similarity(h, h + 1, dim=-1).unsqueeze(-1),
+    "baddbmm": lambda h: torch.baddbmm(h, h @ h.transpose(1, 2), h),
+    "max_pool1d": lambda h: F.max_pool1d(h, 3, 1, 1),
+    "permutation": lambda h: h[..., torch.arange(h.shape[-1] - 1, -1, -1)],
+    "length": lambda h: h * h.shape[-1] ** -0.5,
+    "item": lambda h: h / h.detach().abs().max().item(),
+    "median": lambda h: h - h.median(dim=-1, keepdim=True)[0],
+    "fft": lambda h: torch.fft.fft(h).real,
+    "vmap": lambda h: torch.vmap(torch.vmap(lambda row: row / row.abs().sum()))(h),
+    "a closure of vmap": lambda h: torch.vmap(lambda row: row / h.abs().sum())(h),
+    "autograd function": lambda h: Half.apply(h),
+    "float()": lambda h: h / float(h.abs().sum()),
+    "tolist": lambda h: h / sum(map(abs, h.flatten().tolist())),
+    "numpy": lambda h: h / float(abs(h.detach().numpy()).sum()),
+    "a condition": lambda h: h / 3 if bool(h[..., :1].abs().sum() > 0.3 * h[..., -1:].abs().sum()) else h,
+    "numel": lambda h: h * h.numel(),
+    "linalg.qr": lambda h: torch.linalg.qr(h.transpose(1, 2))[0].transpose(1, 2),
+    "batch_norm": lambda h: h - h.mean((0, 1)).unsqueeze(0).roll(1, -1),
+    "a length that is added": lambda h: h + len(h[0, 0]),
+}
+
+RIGHT: dict[str, Any] = {
+    "elementwise": lambda h: torch.special.expit(h) + torch.logaddexp(h, h) + torch.sinc(h) + torch.hypot(h, h),
+    "over rows": lambda h: h - h.median(dim=1, keepdim=True)[0],
+    "pooling of rows": lambda h: F.avg_pool1d(h.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "vmap": lambda h: torch.vmap(torch.vmap(torch.tanh))(h),
+    "autograd function": lambda h: Twice.apply(h),
+    "a condition": lambda h: h if bool(h.isfinite().all()) else h * 0,
+    "lengths in reshapes": lambda h: h.reshape(-1, h.shape[-1]).view(*h.shape).tanh(),
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, 12), nn.Linear(12, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.function(self.up(x)))
+
+
+class Two(nn.Module):
+    """A pair that stands in question, and one beside it that is right."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last = Mlp(function), Mlp(torch.relu)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x))
+
+
+@pytest.fixture
+def tp(comm: Any) -> Any:
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+def made(kind: Any, function: Any) -> Any:
+    torch.manual_seed(3)
+    return kind(function).double()
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def is_right(plain: Any, divided: Any, x: Tensor) -> None:
+    """Outputs and gradients of inputs are those of one process."""
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
+    for out in outputs:
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestWrong:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_auto_leaves_the_pair_whole(self, tp: Any, name: str) -> None:
+        said: list[str] = []
+        model = made(Two, WRONG[name])
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, "auto", example=rows(), report=said.append)
+        assert {name for name, module in model.named_modules() if hasattr(module, "style")} == {"last.up", "last.down"}
+        if tp.rank == 0:
+            (row,) = [line for line in said[0].splitlines() if line.startswith("first.up ")]
+            assert "test_tensor_unknown.py:" in row, row
+        is_right(plain, model, rows())
+
+    @pytest.mark.parametrize("name", WRONG)
+    def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
+        """With example= before anything is divided, and without one at the first call."""
+        model = made(Mlp, WRONG[name])
+        with pytest.raises(UsageError, match=r"test_tensor_unknown\.py:\d+"):
+            parallelize(model, tp, PLAN, example=rows())
+        assert not any(hasattr(module, "style") for module in model.modules())
+        divided = parallelize(model, tp, PLAN)
+        with pytest.raises(UsageError, match=r"test_tensor_unknown\.py:\d+"):
+            divided(rows())
+
+
+@pytest.mark.ranks(max=3)
+class TestRight:
+    @pytest.mark.parametrize("way", ["example", "verify", "first call"])
+    @pytest.mark.parametrize("name", RIGHT)
+    def test_nothing_is_said(self, tp: Any, name: str, way: str) -> None:
+        model = made(Mlp, RIGHT[name])
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            options: dict[str, Any] = {} if way == "first call" else {way: rows()}
+            parallelize(model, tp, PLAN, **options)
+            is_right(plain, model, rows())
+
+    @pytest.mark.parametrize("name", RIGHT)
+    def test_auto_is_right(self, tp: Any, name: str) -> None:
+        model = made(Two, RIGHT[name])
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
+        is_right(plain, model, rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestWhatCannotBeTold:
+    """Where numbers cannot decide, a warning says what the rules do not know, and where."""
+
+    @pytest.mark.parametrize("name", ["median", "item", "autograd function", "vmap"])
+    def test_of_a_part_that_comes(self, tp: Any, name: str) -> None:
+        """The input of the model is divided already: there is no whole to run."""
+
+        class Inside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.down, self.up, self.last = nn.Linear(8, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+            def forward(self, x: Tensor) -> Any:
+                return self.last(WRONG[name](self.up(self.down(x))))
+
+        model = made(lambda _: Inside(), None)
+        parallelize(model, tp, {"down": Row(), "up": Column(), "last": Row()})
+        part = rows().tensor_split(tp.size, -1)[tp.rank]
+        told = r"test_tensor_unknown\.py:\d+: .*divided.*part already"
+        with pytest.warns(UserWarning, match=told) if tp.rank == 0 else nullcontext():
+            model(part)
