@@ -28,14 +28,17 @@ class ByMessages:
         return passage, self._taken(copies, p.copy_of), numbers, p.local
 
     def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
+        self._copies.name(f"{what}, combine, backward")
         p = unpacked(passage)
         return self._taken(self._copies.send_again(p, x), p.copy_of)
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
+        self._copies.name(f"{what}, combine")
         p = unpacked(passage)
         return self._copies.send_back(p, _by_copy(p, rows, gates), None, self._empty)[0]
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        self._copies.name(f"{what}, dispatch, backward")
         p = unpacked(passage)
         return self._copies.send_back(p, _by_copy(p, rows, np.ones(len(rows), np.float32)), numbers, self._empty)
 

@@ -65,8 +65,13 @@ class Copies:
         self._own = np.array(placement.of_rank(comm.rank), np.int64)
         self._counting = Meeting(comm, len(placement.owners) + comm.size)
 
+    def name(self, purpose: str) -> None:
+        """Let what waits from now on say so: that it is of this layer and step."""
+        self._comm.group.purpose = purpose
+
     def send(self, what: str, assigned: Assigned, x: Array, gates: Array) -> tuple[Passage, Array, Array]:
         """Send tokens, and a number for each assignment; return (passage, copies that came, the numbers of rows)."""
+        self.name(f"{what}, dispatch")
         size, experts = self._comm.size, len(self._owners)
         call = what, "dispatch", x.shape[1], x.dtype
         counts, tokens = assigned.counts, assigned.tokens.astype(np.int64)

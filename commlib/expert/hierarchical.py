@@ -59,14 +59,17 @@ class Hierarchical:
         return passage, rows, came, counts
 
     def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
+        self._rail.name(f"{what}, combine, backward")
         p, second = _both(passage)
         return self._node.combine_back(what, second, self._rail.send_again(p, x))
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
+        self._rail.name(f"{what}, combine")
         p, second = _both(passage)
         return self._rail.send_back(p, self._node.combine(what, second, rows, gates), None, self._empty)[0]
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        self._rail.name(f"{what}, dispatch, backward")
         p, second = _both(passage)
         copies, told = self._node.dispatch_back(what, second, rows, numbers)
         return self._rail.send_back(p, copies, told, self._empty)

@@ -65,6 +65,7 @@ class OnDevice:
 
     def _meet(self, meeting: Meeting, what: str, step: str, rows: DeviceArray) -> None:
         """Let all ranks know what the meeting tells; raise MismatchError on all unless they mean the same."""
+        self._comm.group.purpose = f"{what}, {step}"
         call = what, step, rows.shape[1], rows.dtype, f"on {rows.device.name}"
         meeting.own[0] = _digest(*call)
         meeting.gather()

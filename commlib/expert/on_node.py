@@ -58,6 +58,7 @@ class OnNode:
         self._needs = np.zeros(comm.size, np.int64)
 
     def dispatch(self, what: str, assigned: Assigned, x: Array, gates: Array) -> tuple[Passage, Array, Array, Array]:
+        self.regions.name(f"{what}, dispatch")
         call = what, "dispatch", x.shape[1], x.dtype
         self._counting.own[2:] = assigned.counts
         self.regions.meet(self._counting, _digest(*call), call)
@@ -66,9 +67,12 @@ class OnNode:
         return passage, rows, numbers, local_counts(passage)
 
     def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
+        self.regions.name(f"{what}, combine, backward")
         return self._put((what, "combine, backward", x.shape[1], x.dtype), passage, x, None)[0]
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
+        self.regions.name(f"{what}, combine")
+
         def write(at: int) -> None:
             publish_scaled(passage, self._owners, self._order, self._rank, rows, gates, at)
 
@@ -76,6 +80,7 @@ class OnNode:
         return sums
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        self.regions.name(f"{what}, dispatch, backward")
         item = rows.itemsize * rows.shape[1]
 
         def write(at: int) -> None:

@@ -58,6 +58,10 @@ class Regions:
         """Bytes that others wrote here last."""
         self._meetings = 0
 
+    def name(self, purpose: str) -> None:
+        """Let what waits from now on say so: that it is of this layer and step."""
+        self._comm.group.purpose = purpose
+
     def meet(self, meeting: Meeting, digest: int, what: tuple[object, ...]) -> None:
         """Let all ranks know all numbers of `meeting.own`, from the third on. Collective.
 

@@ -64,6 +64,8 @@ class Group:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.transport, self.runtime, self.config = transport, runtime, runtime.config
         self.explain: Callable[[float, list[int]], str] | None = None
+        self.purpose = ""
+        """What its calls are parts of, in words, where nobody but one user of it makes any: said of what waits."""
         """Words the warning about a long wait, for a group whose calls are not its user's: see `speak_for`."""
         self.key = key or name
         self.ranks: Sequence[int] = range(self.size) if ranks is None else ranks
@@ -215,7 +217,7 @@ class Group:
             self.runtime,
             self._presence,
             self.rank,
-            f"{self.name}: {text}",
+            f"{self.name}: {self.purpose}: {text}" if self.purpose else f"{self.name}: {text}",
             peers,
             stall_check,
             explain=self.explain,

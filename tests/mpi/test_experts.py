@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from commlib.expert.ways import exchange_over
 from commlib.functional.axis import Axis
+from commlib.group.group import Group
 from tests.unit.expert.test_exchange import assign, expected_rows
 
 EXPERTS, WIDTH = 8, 33
@@ -124,3 +127,38 @@ def test_nodes_are_reached_once(comm: Communicator) -> None:
         passage, rows, came, _ = exchange.dispatch("one", assign(table), x, np.ones(int(table.sum()), np.float32))
         sums = exchange.combine("one", passage, rows, came)
         np.testing.assert_allclose(sums, x * table.sum(1)[:, None], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(min=2)
+def test_what_waits_says_of_which_layer_and_step_it_is(
+    comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that was late in a backward was told of as missing in a small all-gather."""
+    if not comm.one_node:
+        pytest.skip("the late rank sees by files that others wait")
+    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    table = np.ones((3, EXPERTS), bool)
+    x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
+    passage, rows, came, _ = exchange.dispatch("one", assign(table), x, gates)
+    steps = {
+        "dispatch": lambda: exchange.dispatch("one", assign(table), x, gates),
+        "combine": lambda: exchange.combine("one", passage, rows, came),
+        "combine, backward": lambda: exchange.combine_back("one", passage, x),
+        "dispatch, backward": lambda: exchange.dispatch_back("one", passage, rows, came),
+    }
+    folder, watch = Path(comm.broadcast_object(str(tmp_path))), Group.watch
+    for number, (step, run) in enumerate(steps.items()):
+        waits = folder / str(number)
+
+        def noted(group: Group, text: str, *peers: Any) -> Any:
+            found = watch(group, text, *peers)
+            if comm.rank == 0 and ".experts" in found.text and not waits.exists():  # noqa: B023
+                waits.write_text(found.text)  # noqa: B023
+            return found
+
+        monkeypatch.setattr(Group, "watch", noted)
+        while comm.rank == comm.size - 1 and not waits.exists():
+            time.sleep(0.001)
+        run()
+        assert f".experts: one, {step}: " in waits.read_text()
+        comm.barrier()
