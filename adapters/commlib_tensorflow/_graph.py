@@ -24,6 +24,7 @@ from commlib.errors import CommlibError, UsageError
 from commlib_tensorflow._aside import call_aside
 from commlib_tensorflow._bridge import Array, to_array, to_tensor
 from commlib_tensorflow._graph_errors import graph_errors as graph_errors
+from commlib_tensorflow._order import keep_order
 from commlib_tensorflow.errors import as_tensorflows
 
 try:
@@ -111,6 +112,7 @@ def _made(
     of: Callable[[Any], Any] = np.asarray,  # TensorFlow gives a scalar of numpy for a tensor without dimensions
 ) -> list[Any]:
     _refuse_xla()
+    keep_order()
 
     def guarded(*given: Any) -> list[Any]:
         _running.node = True
@@ -230,6 +232,19 @@ def _any_rows(shape: Any) -> Any:
     if shape.rank == 0:
         raise UsageError("a tensor without dimensions has no rows to gather or scatter: reshape it to [1]")
     return tf.TensorShape([None, *shape[1:]])
+
+
+def refuse_vectorized() -> None:
+    """Raise UsageError within `tf.vectorized_map`, for what is to have a gradient: there it would lose it, in silence."""
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    scopes = str(graph.get_name_scope()).split("/")
+    if any(scope.startswith("loop_body") for scope in scopes) and not str(graph.name).startswith("scratch_graph"):
+        raise UsageError(
+            "a collective operation was called in tf.vectorized_map (which TimeDistributed uses for a sequence of any "
+            "length), where it would have no gradient: use tf.map_fn, or tell the length"
+        )
 
 
 def _refuse_xla() -> None:

@@ -86,6 +86,31 @@ def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
+class MaskedByHeads(keras.Model):  # type: ignore[misc]
+    """Keeps its mask as it is: a tensor that no graph has made."""
+
+    def __init__(self, layer: Any, heads: int) -> None:
+        super().__init__()
+        self.a, mask = layer, values(2, heads, LENGTH, LENGTH, seed=5) > 0
+        mask[..., 0] = True
+        self.mask = tf.constant(mask)
+
+    def call(self, x: Any) -> Any:
+        return self.a(x, x, attention_mask=self.mask)
+
+
+@pytest.mark.parametrize(("make", "heads"), [(attention, 5), (lambda: attention(dropout=0.1), 1), (grouped, 10)])
+def test_attention_with_a_mask_for_each_head(comm: Any, make: Any, heads: int) -> None:
+    """A rank took the mask of all heads for that of its own, which failed or attended by other heads' masks."""
+
+    def made() -> Any:
+        model = MaskedByHeads(make(), heads)
+        model(values(2, LENGTH, WIDTH))
+        return filled(model)
+
+    same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
+
+
 @pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
 def test_attention_on_a_sequence(comm: Any, make: Any) -> None:
     def model() -> Any:

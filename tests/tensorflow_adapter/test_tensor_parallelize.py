@@ -213,6 +213,87 @@ def test_misuse(comm: Any) -> None:
         divided.compile(optimizer="sgd", loss="mse", jit_compile=True)
 
 
+class Steps(keras.Model):  # type: ignore[misc]
+    """A divided block that is called in one of TensorFlow's and Keras' ways."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(7, "tanh", name="up"), L.Dense(5, name="down")
+        self.way, self.is_on = way, False
+
+    def block(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+    def call(self, x: Any) -> Any:
+        return self.way(self.block, x) if self.is_on else self.block(x)
+
+
+STEPS = {
+    "map": lambda block, x: keras.ops.map(block, x),
+    "loop": lambda block, x: keras.ops.fori_loop(0, 2, lambda _, y: block(y), x),
+    "branch": lambda block, x: tf.cond(tf.reduce_sum(x) > -1e9, lambda: block(x), lambda: x) + block(2 * x),
+    "function": lambda block, x: tf.function(block)(x) + block(2 * x),
+}
+
+
+@pytest.mark.parametrize("way", ["map", *(pytest.param(way, marks=pytest.mark.long) for way in list(STEPS)[1:])])
+def test_loops_branches_and_functions(comm: Any, way: str) -> None:
+    """What a loop, a branch or a function within one sends ran before or after what stands beside it."""
+
+    def make() -> Any:
+        model = Steps(STEPS[way])
+        model(values(2, 3, 5))
+        model.is_on = True
+        return filled(model)
+
+    same(make, PLAN, comm, values(2, 3, 5))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_vectorized_map_is_refused(comm: Any) -> None:
+    """There TensorFlow drops gradients of what it does not know; TimeDistributed uses it for steps of any number."""
+    block = keras.Sequential([keras.Input((5,)), L.Dense(7, name="up"), L.Dense(5, name="down")], name="block")
+    model = keras.Sequential([keras.Input((None, 5)), L.TimeDistributed(block, name="steps")])
+    parallelize(model, comm, {"steps/block/up": Column(), "steps/block/down": Row()})
+    with pytest.raises(UsageError, match="tf.vectorized_map"):
+        tf.function(model, input_signature=[tf.TensorSpec((None, None, 5), tf.float64)], autograph=False)(
+            values(2, 3, 5)
+        )
+
+
+def test_time_distributed(comm: Any) -> None:
+    def make() -> Any:
+        layers = keras.Input((5,)), L.Dense(7, "relu", name="up"), L.Dense(5, name="down")
+        return sequential(L.TimeDistributed(keras.Sequential(layers, name="block"), name="steps"), shape=(3, 5))
+
+    same(make, {"steps/block/up": Column(), "steps/block/down": Row()}, comm, values(2, 3, 5))
+    wrapped = sequential(L.TimeDistributed(L.Dense(7, name="up"), name="steps"), shape=(3, 5))
+    with pytest.raises(UsageError, match=r"put the layer into a keras\.Sequential"):
+        parallelize(wrapped, comm, {"steps/up": Column(gather=True)})
+    normalised = sequential(L.SpectralNormalization(L.Dense(7, name="up"), name="norm"), shape=(5,))
+    with pytest.raises(UsageError, match="this rank's part of the weight"):
+        parallelize(normalised, comm, {"norm/up": Column(gather=True)})
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "between",
+    [
+        L.DepthwiseConv1D(2, name="mix"),
+        L.SeparableConv1D(4, 2, name="mix"),
+        L.Conv1DTranspose(8, 2, name="mix"),
+        L.LSTM(8, return_sequences=True, name="mix"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_take_all_channels(comm: Any, between: Any) -> None:
+    """The model was divided by then, and failed in Keras' words."""
+    model = sequential(L.Conv1D(8, 2, name="up"), between, L.Conv1D(3, 1, name="down"), shape=(5, 4))
+    with pytest.raises(UsageError, match=r"plan: mix .*takes all features.*divided along dimension 2 \(by up\)"):
+        parallelize(model, comm, PLAN)
+    assert not list(shards_in(model))
+
+
 def test_models_of_keras_2(comm: Any) -> None:
     legacy = pytest.importorskip("tf_keras")
     with pytest.raises(UsageError, match="use Keras 3"):

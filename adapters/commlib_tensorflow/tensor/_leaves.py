@@ -16,6 +16,12 @@ from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._operations import shape_of
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
+_MIXING = (
+    layers.DepthwiseConv1D, layers.DepthwiseConv2D, layers.SeparableConv1D, layers.SeparableConv2D,
+    layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose,
+)  # fmt: skip
+_RECURRENT = (layers.LSTM, layers.GRU, layers.SimpleRNN)
+"""These, too, take all features, and no style divides them."""
 _ATTENTION = (layers.MultiHeadAttention, layers.GroupQueryAttention)
 _NORMS = (layers.LayerNormalization, layers.RMSNormalization)
 _OTHER_NORMS = (layers.BatchNormalization, layers.GroupNormalization, layers.SpectralNormalization)
@@ -24,7 +30,7 @@ _DROPOUT = (
     layers.AlphaDropout, layers.GaussianNoise,
 )  # fmt: skip
 _KNOWN = (
-    layers.Dense, layers.EinsumDense, layers.Embedding, layers.PReLU, *_CONVOLUTIONS, *_ATTENTION, *_NORMS,
+    layers.Dense, layers.EinsumDense, layers.Embedding, layers.PReLU, *_RECURRENT, *_CONVOLUTIONS, *_MIXING, *_ATTENTION, *_NORMS,
     *_OTHER_NORMS, *_DROPOUT,
 )  # fmt: skip
 
@@ -58,6 +64,11 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
             return _equation(equations.along(shape, tuple(dims)), layer)
         case layers.PReLU():
             return _equation(equations.along(shape, every[1:]), layer)
+    if isinstance(layer, _MIXING):
+        dim = -1 if layer.data_format == "channels_last" else 1
+        return {"kind": "product", "dims": (dim, dim)}
+    if isinstance(layer, _RECURRENT):
+        return {"kind": "product"}
     if isinstance(layer, _OTHER_NORMS):
         return _equation(equations.along(shape, every), layer)
     if isinstance(layer, _DROPOUT):

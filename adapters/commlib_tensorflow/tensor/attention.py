@@ -22,7 +22,7 @@ class ColumnAttention:
 
     Each rank has some heads of all projections, and adds its part of the output. Arguments and results are Keras'.
     Inputs are whole on every rank, or divided along `sequence` of the style; so is the output. Masks that are given are
-    those of whole sequences; those that Keras sends along with tensors are divided as these are. Scores that are
+    those of whole sequences, and may have a dimension of all heads; those that Keras sends along with tensors are divided as these are. Scores that are
     returned are those of all heads.
     """
 
@@ -63,6 +63,7 @@ class ColumnAttention:
         query_mask: Any = None,
         value_mask: Any = None,
         key_mask: Any = None,
+        attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Return the output, and with `return_attention_scores` the scores of all heads."""
@@ -80,15 +81,25 @@ class ColumnAttention:
                 moves_of[id(mask)] = gathered_mask(mask, axis, sequence, len(x.shape))
             masks[f"{name}_mask"] = moves_of[id(mask)]
         _set_mask(inside[0], masks["query_mask"])  # where Keras' MultiHeadAttention looks for it
+        if attention_mask is not None:
+            kwargs["attention_mask"] = self._own_heads(attention_mask)
         found = super().call(*inside, **masks, **kwargs)  # type: ignore[misc]
         output, *scores = found if isinstance(found, tuple) else (found,)
         if query_mask is not None:
             _set_mask(output, query_mask)
         if not scores:
             return output
-        heads = -2 * len(getattr(self, "_attention_axes", (1,))) - 1
-        whole = moved(scores[0], axis, moves.gather(heads, lengths=_heads(self)))
+        whole = moved(scores[0], axis, moves.gather(_dim_of_heads(self), lengths=_heads(self)))
         return output, whole
+
+    def _own_heads(self: Any, mask: Any) -> Any:
+        """Return a mask for the heads of this rank, of one that has all heads."""
+        heads, dim = _heads(self), _dim_of_heads(self)
+        if len(mask.shape) < -dim or mask.shape[dim] != sum(heads) or sum(heads) == 1:
+            return mask
+        first = sum(heads[: self.divided_axis.rank])
+        own = slice(first, first + heads[self.divided_axis.rank])
+        return mask[(..., own, *(slice(None),) * (-dim - 1))]
 
 
 def _units(layer: Any) -> int:
@@ -105,6 +116,11 @@ def _projections(layer: Any) -> dict[str, Any]:
 def _heads(layer: Any) -> tuple[int, ...]:
     """Return how many heads of the query each rank has."""
     return tuple(layer._query_dense.sharding.lengths(layer.divided_axis.size))
+
+
+def _dim_of_heads(layer: Any) -> int:
+    """Return the dimension of heads in scores, and in masks that have one."""
+    return -2 * len(getattr(layer, "_attention_axes", (1,))) - 1
 
 
 def _set_mask(x: Any, mask: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -60,6 +60,22 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
     raise UsageError(
         f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )
+
+
+def check_wrapper(name: str, layers: Mapping[str, list[Any]]) -> None:
+    """Raise UsageError for a layer whose wrapper computes with it past its own call, or looks at its weights."""
+    above = name.rpartition("/")[0]
+    for wrapper in layers.get(above, ()):
+        if isinstance(wrapper, keras.layers.TimeDistributed):
+            raise UsageError(
+                f"plan: {name}: {above} is TimeDistributed, which goes past what divides a layer: put the layer into a "
+                "keras.Sequential within it, or leave TimeDistributed out where the layer takes any dimensions"
+            )
+        if isinstance(wrapper, keras.layers.SpectralNormalization):
+            raise UsageError(
+                f"plan: {name}: {above} is SpectralNormalization, which would see this rank's part of the weight: "
+                "leave it whole"
+            )
 
 
 def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Division) -> None:

@@ -20,7 +20,7 @@ from commlib.schedule.layout import even
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, no_autograph, result_empty
+from commlib_tensorflow._graph import Spec, no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow._on_device import call_on_device
 
 On = Axis | Communicator
@@ -75,18 +75,23 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
     """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time."""
     if axis.size == 1 and move.name != "all_to_all":
         return x
+    refuse_vectorized()
+    return _moved(x, axis, move, lengths)
+
+
+def _moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tensor:
     _check_dims(move, x)
     if lengths is None:
         move = _with_known_lengths(axis, move, x)
 
     def moving(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
         if move.name == "copy":
-            return tf.identity(x), lambda gradient: moved(as_tensor(gradient), axis, REDUCE)
+            return tf.identity(x), lambda gradient: _moved(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
             (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)], what=move.name)
-            return result, lambda gradient: moved(as_tensor(gradient), axis, COPY)
+            return result, lambda gradient: _moved(as_tensor(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
-        return result, lambda gradient: moved(as_tensor(gradient), axis, move.conjugate, found)
+        return result, lambda gradient: _moved(as_tensor(gradient), axis, move.conjugate, found)
 
     return tf.custom_gradient(moving)(x)
 

@@ -21,7 +21,7 @@ from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
-from commlib_tensorflow.tensor.layers import check_layers, find_layer
+from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
 from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
@@ -105,6 +105,8 @@ def _layers(model: Any, named: Mapping[str, list[Any]], plan: Any) -> list[tuple
         raise UsageError(NO_XLA_DIVIDED)
     styles = styles_of_layouts(model, named, plan) if is_layout_map(plan) else resolve(plan, list(named))
     found = [(name, only(name, named[name]), style) for name, style in styles.items()]
+    for name, _, _ in found:
+        check_wrapper(name, named)
     return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
 
 

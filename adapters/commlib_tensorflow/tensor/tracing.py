@@ -93,7 +93,7 @@ class Recorder:
         self._weights = {
             id(variable.value.handle): name for name, layer in layers.items() for variable in layer.trainable_variables
         }
-        self._recording = Recording(shape_of, self._source, lambda tensor: tensor.name)
+        self._recording = Recording(shape_of, self._source, _key)
         self.tensors = self._recording.tensors
 
     def run(self, values: Any, *, training: bool) -> Any:
@@ -209,6 +209,8 @@ class Recorder:
 
     def _source(self, tensor: Any) -> tuple[str, str] | None:
         """Return where a value comes from that no step has made."""
+        if isinstance(tensor, tf.__internal__.EagerTensor):  # what a layer of the model is called with, as it is
+            return "constant", ""
         if tensor.op.type == "ReadVariableOp":
             handles = {inner.name: outer for outer, inner in self._graph.captures}
             outer = handles.get(tensor.op.inputs[0].name)
@@ -226,6 +228,11 @@ class Recorder:
                     if id(weight) not in inner:
                         owners.setdefault(id(weight), []).append(name)
         return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
+
+
+def _key(tensor: Any) -> Any:
+    """Return what tells a tensor apart: nodes of graphs are found again by their names."""
+    return id(tensor) if isinstance(tensor, tf.__internal__.EagerTensor) else tensor.name
 
 
 def tensors_in(value: Any) -> list[Any]:
