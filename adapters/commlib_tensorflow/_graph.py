@@ -235,7 +235,7 @@ def _any_rows(shape: Any) -> Any:
 
 
 def refuse_vectorized() -> None:
-    """Raise UsageError within `tf.vectorized_map`, for what is to have a gradient: there it would lose it, in silence."""
+    """Raise UsageError within `tf.vectorized_map`, for what is to have a gradient, and would lose it in silence."""
     if tf.executing_eagerly():
         return
     graph = tf.compat.v1.get_default_graph()

@@ -255,7 +255,7 @@ def test_a_vectorized_map_is_refused(comm: Any) -> None:
     block = keras.Sequential([keras.Input((5,)), L.Dense(7, name="up"), L.Dense(5, name="down")], name="block")
     model = keras.Sequential([keras.Input((None, 5)), L.TimeDistributed(block, name="steps")])
     parallelize(model, comm, {"steps/block/up": Column(), "steps/block/down": Row()})
-    with pytest.raises(UsageError, match="tf.vectorized_map"):
+    with pytest.raises(UsageError, match=r"tf\.vectorized_map"):
         tf.function(model, input_signature=[tf.TensorSpec((None, None, 5), tf.float64)], autograph=False)(
             values(2, 3, 5)
         )

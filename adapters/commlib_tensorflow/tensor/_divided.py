@@ -13,8 +13,9 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column
+from commlib.tensor.styles import Column, Style
 from commlib_tensorflow.tensor._dividing import as_whole, divide
+from commlib_tensorflow.tensor._gathering import check_activity
 from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import copy, moved
@@ -93,24 +94,6 @@ class OwnVariables:
         super()._check_quantize_args(mode, compute_dtype)  # type: ignore[misc]
 
 
-def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
-    """Return the outputs of all ranks in the order of the whole, along a dimension."""
-    lengths = sharding.lengths(axis.size)
-    whole = moved(out, axis, moves.gather(dim, lengths=lengths))
-    if len(sharding.parts) < 2:
-        return whole
-    offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
-    pieces = sharding.pieces(axis.size)
-    dim %= out.shape.rank
-    return tf.concat(
-        [
-            whole[(slice(None),) * dim + (slice(offsets[rank] + first, offsets[rank] + last),)]
-            for rank, first, last, _ in pieces
-        ],
-        dim,
-    )
-
-
 def added_up(part: Any, bias: Any, axis: Axis, sequence: int | None) -> Any:
     """Return the sum over the ranks, whole or this rank's shard of it, and then the bias, once."""
     x = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
@@ -135,8 +118,9 @@ def check_elementwise(what: str, activation: Any, style: Column) -> None:
         )
 
 
-def check_plain(what: str, layer: Any) -> None:
+def check_plain(what: str, layer: Any, style: Style) -> None:
     """Raise UsageError for a layer that is not built, or is changed in ways that do not go with being divided."""
+    check_activity(what, layer, style)
     if not layer.built:
         raise UsageError(f"plan: {what} is not built: call the model once, or give it an Input")
     if getattr(layer, "quantization_mode", None):

@@ -12,6 +12,7 @@ from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import mark, shard_of, whole_shape
+from commlib_tensorflow.tensor._gathering import regularize_whole
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
 Shardings = Sequence[tuple[Any, Sharding]]
@@ -56,3 +57,4 @@ def divide(what: str, axis: Axis, shardings: Shardings) -> None:
         variable._initialize(own)
         variable._shape = own.shape
         mark(variable, shard)
+        regularize_whole(variable, shard)

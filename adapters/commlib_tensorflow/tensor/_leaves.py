@@ -30,8 +30,8 @@ _DROPOUT = (
     layers.AlphaDropout, layers.GaussianNoise,
 )  # fmt: skip
 _KNOWN = (
-    layers.Dense, layers.EinsumDense, layers.Embedding, layers.PReLU, *_RECURRENT, *_CONVOLUTIONS, *_MIXING, *_ATTENTION, *_NORMS,
-    *_OTHER_NORMS, *_DROPOUT,
+    layers.Dense, layers.EinsumDense, layers.Embedding, layers.PReLU, *_RECURRENT, *_CONVOLUTIONS, *_MIXING,
+    *_ATTENTION, *_NORMS, *_OTHER_NORMS, *_DROPOUT,
 )  # fmt: skip
 
 

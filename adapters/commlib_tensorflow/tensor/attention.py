@@ -22,13 +22,13 @@ class ColumnAttention:
 
     Each rank has some heads of all projections, and adds its part of the output. Arguments and results are Keras'.
     Inputs are whole on every rank, or divided along `sequence` of the style; so is the output. Masks that are given are
-    those of whole sequences, and may have a dimension of all heads; those that Keras sends along with tensors are divided as these are. Scores that are
-    returned are those of all heads.
+    those of whole sequences, and may have a dimension of all heads; those that Keras sends along with tensors are
+    divided as these are. Scores that are returned are those of all heads.
     """
 
     def shardings(self: Any, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         heads = _units(self)
         if style.gather or style.parts != 1 or style.units not in (0, heads):
             raise UsageError(

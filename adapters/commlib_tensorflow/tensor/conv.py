@@ -19,10 +19,10 @@ from commlib_tensorflow.tensor._divided import (
     check_elementwise,
     check_inputs,
     check_plain,
-    gathered,
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor.moves import moved
 
@@ -32,7 +32,7 @@ class ColumnConv(OwnVariables):
 
     def shardings(self: Any, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        _check(what, self)
+        _check(what, self, style)
         check_elementwise(what, self.activation, style)
         shape, parts = whole_shape(self._kernel), parts_of(what, style.parts, self.filters)
         found = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
@@ -62,7 +62,7 @@ class RowConv(OwnVariables):
 
     def shardings(self: Any, what: str, style: Row) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        _check(what, self)
+        _check(what, self, style)
         shape = whole_shape(self._kernel)
         found = Sharding(shape, len(shape) - 2, (), style.units)
         return [(self._kernel, found), *divided_factors(self, found)]
@@ -112,8 +112,8 @@ def _channels(layer: Any) -> int:
     return -1 if layer.data_format == "channels_last" else 1
 
 
-def _check(what: str, layer: Any) -> None:
-    check_plain(what, layer)
+def _check(what: str, layer: Any, style: Column | Row) -> None:
+    check_plain(what, layer, style)
     if layer.groups != 1:
         raise UsageError(
             f"plan: {what}: a convolution with groups={layer.groups} cannot be divided: groups share no channels"

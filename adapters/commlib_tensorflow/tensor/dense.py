@@ -18,10 +18,10 @@ from commlib_tensorflow.tensor._divided import (
     check_elementwise,
     check_inputs,
     check_plain,
-    gathered,
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
@@ -49,7 +49,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
 
     def shardings(self, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         check_elementwise(what, self.activation, style)
         parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
         found = [(self._kernel, Sharding(shape, 1, parts, style.units))]
@@ -122,7 +122,7 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
 
     def shardings(self, what: str, style: Row) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         found = Sharding(whole_shape(self._kernel), 0, (), style.units)
         return [(self._kernel, found), *divided_factors(self, found)]
 

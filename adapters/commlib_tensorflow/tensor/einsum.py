@@ -20,10 +20,10 @@ from commlib_tensorflow.tensor._divided import (
     check_elementwise,
     check_inputs,
     check_plain,
-    gathered,
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor.moves import copy, moved
@@ -41,7 +41,7 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
 
     def shardings(self, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         equation = Einsum.of(what, self.equation)
         if not equation.columns:
             raise UsageError(
@@ -91,7 +91,7 @@ class RowEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[mi
 
     def shardings(self, what: str, style: Row) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         rows = Einsum.of(what, self.equation).rows
         if not rows:
             raise UsageError(f"plan: {what}: {self.equation!r} adds up no dimension of its kernel: leave it whole")

@@ -14,8 +14,9 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
-from commlib_tensorflow.tensor._divided import OwnVariables, check_plain, gathered
+from commlib_tensorflow.tensor._divided import OwnVariables, check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
@@ -47,7 +48,7 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
 
     def shardings(self, what: str, style: Vocabulary) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         if style.gather:
             raise UsageError(f"plan: {what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
         found = Sharding((self.input_dim, self.output_dim), 0)
@@ -92,7 +93,7 @@ class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[mis
 
     def shardings(self, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         parts = parts_of(what, style.parts, self.output_dim)
         found = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
         return [(self._embeddings, found), *divided_factors(self, found)]

@@ -14,6 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings
+from commlib_tensorflow.tensor._gathering import check_activity
 from commlib_tensorflow.tensor.moves import copy
 from commlib_tensorflow.tensor.streams import divide_streams
 
@@ -26,7 +27,7 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
         """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         _check_features(what, self.axis, style.dim)
         return []
 
@@ -50,7 +51,7 @@ class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[m
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
         """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
-        check_plain(what, self)
+        check_plain(what, self, style)
         _check_features(what, self.axis, style.dim)
         return []
 
@@ -71,6 +72,7 @@ class OnShards:
 
     def shardings(self: Any, what: str, style: Sequence) -> Shardings:
         """Return how its variables are divided: none is. Raises UsageError for a layer that sees several positions."""
+        check_activity(what, self, style)
         family = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.startswith("keras."))
         if self.weights or any(f"layers.{name}." in family for name in _MIXING):
             why = f"has weights, such as {self.weights[0].path}" if self.weights else "looks at several positions"
@@ -95,7 +97,8 @@ class IntoSharded:
     """A whole layer whose output is used by what is divided: the ranks' parts of its gradient are added."""
 
     def shardings(self: Any, what: str, style: Replicate) -> Shardings:
-        """Return how its variables are divided: none is."""
+        """Return how its variables are divided: none is. Raises UsageError for an activity regularizer."""
+        check_activity(what, self, style)
         return []
 
     def become(self: Any, what: str, axis: Axis, style: Replicate) -> None:

@@ -1,0 +1,76 @@
+"""Regularizers of what is divided, of weights and of activities: as in one process, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Replicate, Row
+from commlib_tensorflow.tensor import gather_weights, parallelize
+from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, sequential, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN: Any = {"up": Column(parts=2), "down": Row()}
+
+
+def norm(weight: Any) -> Any:
+    return 0.1 * ops.sqrt(ops.sum(ops.square(weight)))
+
+
+def mean(weight: Any) -> Any:
+    return ops.mean(ops.square(weight - 1.0))
+
+
+def orthogonal(weight: Any) -> Any:
+    """Keras' own computes in float32."""
+    products = ops.matmul(ops.transpose(weight), weight)
+    return 0.1 * ops.sum(ops.square(products - ops.eye(weight.shape[1], dtype=weight.dtype)))
+
+
+def pair(up: Any = None, down: Any = None, **options: Any) -> Any:
+    first = L.Dense(10, name="up", kernel_regularizer=up, bias_regularizer=mean, **options)
+    halves = L.Lambda(lambda x: ops.tanh(ops.split(x, 2, -1)[0]) * ops.split(x, 2, -1)[1], output_shape=(5,))
+    return sequential(first, halves, L.Dense(3, name="down", kernel_regularizer=down), shape=(4,))
+
+
+def train(model: Any) -> Any:
+    model.compile("sgd", "mse")
+    x, y = values(6, 4), values(6, 3, seed=1)
+    return model.fit(x, y, batch_size=3, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+@pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), (norm, orthogonal)])
+def test_regularizers_that_are_no_sums(comm: Any, up: Any, down: Any) -> None:
+    """A rank gave them its part: their gradients were those of other functions."""
+    whole, own = pair(up, down), pair(up, down)
+    parallelize(own, comm, PLAN)
+    expected, weights = alone(comm, lambda: (train(whole), whole.get_weights()))
+    near(train(own), expected)
+    for got, other in zip(gather_weights(own), weights, strict=True):
+        near(got, other)
+    assert own.get_layer("up").get_config() == whole.get_layer("up").get_config()
+
+
+def test_activity_regularizers(comm: Any) -> None:
+    """Of a sum, each rank has the gradient of its part; nothing else can be told of a part."""
+    whole, own = pair(activity_regularizer="l2"), pair(activity_regularizer="l2")
+    parallelize(own, comm, PLAN)
+    x = tf.constant(values(3, 4))
+    found = []
+    for model in (whole, own):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x)) + model.losses[0]
+        found.append(tape.gradient(loss, model.get_layer("up").kernel))
+    near(comm.all_reduce(tf.norm(found[1]).numpy() ** 2), tf.norm(found[0]) ** 2)
+    with pytest.raises(UsageError, match="its activity regularizer norm would see this rank's part"):
+        parallelize(pair(activity_regularizer=norm), comm, PLAN)
+    parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})
+    with pytest.raises(UsageError, match="whose gradient would be added up"):
+        parallelize(pair(activity_regularizer="l2"), comm, {"up": Replicate(into_sharded=True)})
