@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,51 @@ def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
     assert calls == [x.nbytes] * 2  # the output, forward; the input, backward
     axis = divided.out.axis
     assert axis.entered is None  # the input is gone, and what was made of it with it
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_layers_with_one_input_share_one_gather(comm: Any, gradients: bool) -> None:
+    torch.manual_seed(0)
+    columns = Column(units=4, sequence=1)
+    divided: Any = parallelize(Attention(fused=False).double(), comm, {"[qkv]": columns, "out": Row(sequence=1)})
+    calls = []
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
+
+        def counted(gather: Any) -> Any:
+            def counting(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+                calls.append(x.size)
+                return gather(self, x, *arguments, **options)
+
+            return counting
+
+        x = data()
+        divided(x)  # the first call checks the plan
+        for name in ("all_gather", "all_gather_v"):
+            patch.setattr(type(comm), name, counted(getattr(type(comm), name)))
+        divided(x)
+        divided(x)
+    assert [size for size in calls if size == x.numel()] == [x.numel()] * 2
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_an_input_that_numpy_has_written_is_gathered_again(comm: Any, gather: bool) -> None:
+    """PyTorch counts no writes of numpy: from its second step on a model was given the first batch."""
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, HIDDEN) if gather else nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    model = nn.Sequential(plain).double()
+    divided = copy.deepcopy(model)
+    plan: Any = {"0": Column(sequence=1, gather=True)}
+    if not gather:
+        plan = {"0.0": Column(sequence=1), "0.1": Row(sequence=1)}
+    parallelize(divided, comm, plan)
+    draws, part = np.random.default_rng(0), np.zeros((2, 3, WIDTH))
+    x, first = torch.from_numpy(part), 3 * comm.rank
+    for _ in range(3):
+        whole = draws.normal(size=(2, 3 * comm.size, WIDTH))
+        part[:] = whole[:, first : first + 3]
+        expected = model(torch.from_numpy(whole))
+        close(divided(x), expected if gather else expected[:, first : first + 3])
 
 
 def test_an_input_without_gradients_is_forgotten(comm: Any) -> None:

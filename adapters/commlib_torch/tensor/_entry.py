@@ -31,16 +31,29 @@ from commlib_torch.tensor.moves import moved
 
 
 class Entered(NamedTuple):
-    """The last input that was moved, and what became of it. It is forgotten with that input."""
+    """The last input that was moved, and what became of it. It is forgotten with that input, or what comes after it.
+
+    Whether an input has changed is not always known: arrays of numpy may be over its memory. So it is taken for the
+    same one by layers that are called one after another: none of them has had it yet, and nothing was added up over the
+    axis meanwhile.
+    """
 
     source: weakref.ref[Tensor]
     version: int
     move: Move
     records: bool
     result: Tensor
+    weights: list[int]
+    """Those of layers that have had it, by id."""
 
-    def holds(self, x: Tensor, move: Move) -> bool:
-        return self.source() is x and self.version == x._version and self.move == move and self.records == _records(x)
+    def holds(self, x: Tensor, move: Move, weight: Tensor) -> bool:
+        return (
+            self.source() is x
+            and self.version == x._version
+            and self.move == move
+            and self.records == _records(x)
+            and id(weight) not in self.weights
+        )
 
 
 @uncompiled
@@ -54,11 +67,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence
         return torch.nn.functional.linear(x, weight, bias)
     overlaps = axis.overlaps and device_of(x) is None  # products on a GPU run on while the host waits
     if not (overlaps and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
-        return torch.nn.functional.linear(entered(x, axis, move, moved), weight, bias)
+        return torch.nn.functional.linear(entered(x, axis, move, moved, weight), weight, bias)
     late = _Late()
     # Made before `start`, so that it runs after that.
     late_weight: Tensor = _LateWeight.apply(weight, late)  # type: ignore[no-untyped-call]
-    inside = entered(x, axis, move, _overlapping)
+    inside = entered(x, axis, move, _overlapping, weight)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         inside, late_weight = inside.to(dtype), late_weight.to(dtype)
@@ -68,12 +81,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence
 
 
 @uncompiled
-def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Move], Tensor]) -> Tensor:
-    """Return the moved input; the same one for layers that are called with the same input one after another."""
+def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Move], Tensor], weight: Tensor) -> Tensor:
+    """Return the moved input; the same one for layers that are called with the same input one after another.
+
+    weight: of the layer.
+    """
     if x.is_inference():  # has no version: whether it has changed is not known
         return make(x, axis, move)
     last: Entered | None = axis.entered
-    if last is not None and last.holds(x, move):
+    if last is not None and last.holds(x, move, weight):
+        last.weights.append(id(weight))
         return last.result
     result = make(x, axis, move)
     if result is x:  # nothing to share; and it would keep itself
@@ -83,7 +100,7 @@ def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Mov
         if axis.entered is not None and axis.entered.source is reference:
             axis.entered = None
 
-    axis.entered = Entered(weakref.ref(x, forget), x._version, move, _records(x), result)
+    axis.entered = Entered(weakref.ref(x, forget), x._version, move, _records(x), result, [id(weight)])
     return result
 
 

@@ -47,7 +47,9 @@ class ColumnConv(KeepsShards, _ConvNd):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, or all of them."""
         sequence = self.style.sequence
-        inside = entered(x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), moved)
+        inside = entered(
+            x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), moved, self.weight
+        )
         out: Tensor = self._conv_forward(inside, self.weight, self.bias)
         return gathered(out, self.axis, self.sharding, _channels(self)) if self.style.gather else out
 

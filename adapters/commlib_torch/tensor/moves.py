@@ -21,6 +21,10 @@ On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
 
 
+_LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
+"""Moves by which a part of a model ends: what comes then has another input, whatever tensor that is in."""
+
+
 def copy(x: Tensor, axis: On) -> Tensor:
     """Return `x`, which is whole on every rank, for what differs from rank to rank: its gradients are added up."""
     return moved(x, axis_of(axis), COPY)
@@ -64,6 +68,8 @@ def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False) -> Tens
     """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient."""
     if axis.size == 1 and move.name != "all_to_all":
         return x
+    if move.name in _LEAVES:
+        axis.entered = None
     if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
         return _run(x, axis, move, may_write)[0]
     found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
