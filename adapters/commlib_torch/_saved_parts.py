@@ -6,7 +6,11 @@ for its own part, which is of the same shape.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import warnings
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +32,43 @@ class Part:
         return self
 
     def __reduce__(self) -> Any:
+        axis = self.shard.axis
+        if axis.size > 1:
+            warnings.warn(
+                f"rank {axis.rank} of {axis.comm.name} saves its own parts of weights, for the same rank of as many "
+                "alone: gather_state_dict(model) returns them whole",
+                stacklevel=2,
+            )
         return OrderedDict, (list(_words(self.shard).items()),)
+
+
+@functools.cache
+def watch_files() -> None:
+    """Let safetensors refuse parts, from now on: its files have no place for what they are parts of."""
+    if importlib.util.find_spec("safetensors") is None:
+        return
+    files = importlib.import_module("safetensors.torch")
+    for name in ("_evaluate_tensors_for_save", "_flatten", "save", "save_file"):  # who has the last has not these
+        if hasattr(files, name):
+            setattr(files, name, _refusing_parts(getattr(files, name)))
+
+
+def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(tensors: Any, *args: Any, **options: Any) -> Any:
+        for name, value in tensors.items() if isinstance(tensors, Mapping) else ():
+            mark = getattr(value, MARK, None)
+            shard = mark.shard if isinstance(mark, Part) else mark
+            if isinstance(shard, Shard) and shard.axis.size > 1:
+                raise UsageError(
+                    f"{name} on rank {shard.axis.rank} of {shard.axis.comm.name} is a part of "
+                    f"{list(shard.sharding.shape)}, which a file of safetensors does not say: let all ranks call "
+                    "state = gather_state_dict(model), and one of them save that, as by save_pretrained(folder, "
+                    "state_dict=state)"
+                )
+        return function(tensors, *args, **options)
+
+    return called
 
 
 def check_part(name: str, value: Tensor, shard: Shard) -> None:

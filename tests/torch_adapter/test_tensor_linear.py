@@ -17,7 +17,7 @@ from commlib import Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor import Column, Replicate, Row
 from commlib_torch._shards import shard_of, shards_in
-from commlib_torch.tensor import ColumnLinear, RowLinear, gather, parallelize, scatter
+from commlib_torch.tensor import ColumnLinear, RowLinear, gather, gather_state_dict, parallelize, scatter
 
 WIDTH, HIDDEN = 7, 11  # odd: nothing divides them
 
@@ -327,3 +327,41 @@ def test_a_divided_model_can_be_copied_but_not_pickled(comm: Any) -> None:
     close(twin(data()), model(data()))
     with pytest.raises(UsageError, match="cannot be pickled: save what gather_state_dict"):
         pickle.dumps(model)
+
+
+class LoRA(nn.Module):
+    """As those who tune large models put it around a layer."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "divided": {"0.base": Column(), "0.b": Column(), "2.base": Row(), "2.a": Row()},
+    "gathered": {"0.base": Column(gather=True), "2.base": Row(split=True)},
+    "forgotten": {"0.base": Column(), "2.base": Row()},
+}
+
+
+@pytest.mark.parametrize("way", LORA)
+def test_lora_around_divided_layers(comm: Any, way: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(LoRA(nn.Linear(WIDTH, HIDDEN)), nn.GELU(), LoRA(nn.Linear(HIDDEN, WIDTH))).double()
+    divided = parallelize(copy.deepcopy(plain), comm, LORA[way])
+    if way == "forgotten":
+        with pytest.raises(UsageError, match=r"add in 0: .* all of that dimension .*by 0.base"):
+            divided(data())
+        return
+    for model in (plain, divided):
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 0.01)
+        for step in range(3):
+            model(data(seed=step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    close(gather_state_dict(divided), dict(plain.state_dict()))

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor import Column, Row, Vocabulary
 from commlib_torch import DataParallel, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.expert import MoE
 from commlib_torch.tensor import gather_state_dict, parallelize, shard_of
@@ -119,6 +119,100 @@ def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callab
     model: Any = parallelize(whole(), comm, PLAN)
     with pytest.raises(UsageError, match="before the layer is divided"):
         look(model[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "made_of"),
+    [
+        (lambda layer: nn.utils.weight_norm(layer), "weight_g, weight_v"),
+        (lambda layer: nn.utils.spectral_norm(layer), "weight_orig"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "weight_orig"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_made_of_others_is_refused_by_name(comm: Any, make: Any, made_of: str) -> None:
+    """It was an AttributeError."""
+    model: Any = whole()
+    make(model[0])
+    with pytest.raises(UsageError, match=rf"plan: 0: its weight is no parameter, but is made of .*{made_of}"):
+        parallelize(model, comm, PLAN)
+
+
+class Everything(nn.Module):
+    """One of each layer that can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.features = nn.Embedding(10, 8, padding_idx=9), nn.Embedding(10, 8, padding_idx=3)
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 10)
+        self.attention, self.keys = nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, kdim=6, vdim=5)
+        self.wide, self.narrow = nn.Conv1d(8, 12, 3), nn.Conv2d(12, 8, 3)
+        self.norm = nn.LayerNorm(8)
+
+
+EVERYTHING: Any = {
+    "words": Vocabulary(), "features": Column(), "up": Column(), "down": Row(), "head": Vocabulary(),
+    "attention": Column(), "keys": Column(), "wide": Column(), "narrow": Row(),
+}  # fmt: skip
+
+
+def reset(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in ("reset_parameters", "_reset_parameters"):
+            if hasattr(module, name):
+                vars(type(module)).get(name, getattr(type(module), name))(module)
+
+
+def initialized(name: str) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                getattr(nn.init, name)(parameter)
+
+    return run
+
+
+WAYS_TO_BEGIN: dict[str, Callable[[nn.Module], None]] = {
+    "reset_parameters": reset,
+    **{
+        name: initialized(name)
+        for name in (
+            "uniform_", "normal_", "trunc_normal_", "eye_", "xavier_uniform_", "kaiming_normal_", "orthogonal_",
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS_TO_BEGIN)
+def test_what_is_initialised_is_the_whole(comm: Any, way: str) -> None:
+    """All ranks drew the same numbers for their parts, of other sizes than those of the whole."""
+    torch.manual_seed(0)
+    plain = Everything()
+    model = parallelize(copy.deepcopy(plain), comm, EVERYTHING)
+    after = []
+    for one in (plain, model):
+        torch.manual_seed(5)
+        WAYS_TO_BEGIN[way](one)
+        after.append(torch.rand(()))
+    assert after[0] == after[1]
+    for name, value in gather_state_dict(model).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None:
+    """safetensors, and so save_pretrained, wrote parts of one rank in silence; torch.save said nothing."""
+    files = pytest.importorskip("safetensors.torch")
+    model = parallelize(whole(), comm, PLAN)
+    path = tmp_path / f"{comm.rank}.safetensors"
+    if comm.size > 1:
+        for state in (model.state_dict(), dict(model.named_parameters())):
+            with pytest.raises(UsageError, match=r"0.weight on rank \d of .* part of \[8, 6\].*gather_state_dict"):
+                files.save_file(state, path)
+        with pytest.warns(UserWarning, match=f"rank {comm.rank} of .* saves its own parts"):
+            torch.save(model.state_dict(), path)
+    files.save_file(gather_state_dict(model), path)
+    for name, value in files.load_file(path).items():
+        assert torch.equal(value, whole().state_dict()[name])
 
 
 def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:

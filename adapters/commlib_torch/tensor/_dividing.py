@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from commlib.errors import UsageError
 from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
 from commlib.functional.division import Division
@@ -15,8 +16,9 @@ from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
-from commlib_torch._saved_parts import check_part
+from commlib_torch._saved_parts import check_part, watch_files
 from commlib_torch._shards import before_loading, describe, shard_of, shards_of
+from commlib_torch.tensor._initializing import watch_initialization
 from commlib_torch.tensor.optimizing import state_may_be_whole, watch_optimizers
 
 _TAKES = "commlib_takes_own"
@@ -25,8 +27,20 @@ _TAKES = "commlib_takes_own"
 def check_division(what: str, module: nn.Module, shardings: Mapping[str, Sharding], division: Division) -> None:
     """Raise UsageError unless parameters of a module can be divided so: those that it has, by their names."""
     for name, sharding in shardings.items():
-        parameter = module.get_parameter(name)
+        parameter = _parameter(what, module, name)
         division.add(f"{what}.{name}", parameter, shard_of(parameter), sharding)
+
+
+def _parameter(what: str, module: nn.Module, name: str) -> nn.Parameter:
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        own = ", ".join(other for other, _ in module.named_parameters(recurse=False))
+        raise UsageError(
+            f"plan: {what}: its {name} is no parameter, but is made of {own or 'others'} when it is called, as "
+            "weight_norm, spectral_norm and pruning do: make it one before (remove_weight_norm, remove_spectral_norm, "
+            "prune.remove), or leave the layer out of the plan"
+        ) from None
 
 
 def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sharding]) -> None:
@@ -37,6 +51,8 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     """
     check_division(what, module, shardings, Division(axis))
     watch_optimizers()
+    watch_initialization()
+    watch_files()
     state_may_be_whole()
     keep_unfused(module)
     take_own_when_loaded(module)

@@ -15,7 +15,7 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
-from commlib_torch._shards import KeepsShards
+from commlib_torch._shards import KeepsShards, shards_of
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import gathered
 from commlib_torch.tensor.moves import On, axis_of, moved
@@ -74,6 +74,14 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         found = found.masked_fill(is_foreign.unsqueeze(-1), 0)
         sequence = self.style.sequence
         return moved(found, self.axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        """Let `reset_parameters` find the padding where it is."""
+        if not shards_of(self):
+            super()._fill_padding_idx_with_zero()
+        elif self.padding_idx is not None and self.first <= self.padding_idx < self.last:
+            with torch.no_grad():
+                self.weight[self.padding_idx - self.first].fill_(0)
 
     def _check(self, words: Tensor) -> None:
         if words.is_floating_point() or not words.numel():
