@@ -7,8 +7,13 @@ each has constants of its own; where nothing is compiled, results are compared.
 
 from __future__ import annotations
 
+import enum
+import sys
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -69,3 +74,57 @@ def _mark(name: str, result: tf.Tensor) -> Mark:
     values: Array = np.nan_to_num(to_array(tf.cast(result, tf.float64)).reshape(-1))
     weights = np.cos(np.arange(values.size))
     return name, result.dtype.name, float(np.linalg.norm(values)), float(values @ weights)
+
+
+class Recomputation(enum.Enum):
+    """Where a forward is called: FIRST, if a backward will compute it again, and AGAIN, if that does."""
+
+    NONE = 0
+    FIRST = 1
+    AGAIN = 2
+
+
+class _Now(threading.local):
+    is_again = False
+
+
+_now = _Now()
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Say that what is called, or traced, inside is a forward that a backward computes again."""
+    before, _now.is_again = _now.is_again, True
+    try:
+        yield
+    finally:
+        _now.is_again = before
+
+
+def recomputation() -> Recomputation:
+    """Return whether a forward that is called, or traced, now is computed again: by stages, or `tf.recompute_grad`.
+
+    TensorFlow tells nobody but by who calls whom.
+    """
+    if _now.is_again:
+        return Recomputation.AGAIN
+    found = Recomputation.NONE
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and found is not Recomputation.AGAIN:  # what is within such may be in another one
+        found = _CALLERS.get(frame.f_code, found)
+        frame = frame.f_back
+    return found
+
+
+def _callers() -> dict[CodeType, Recomputation]:
+    names = {"inner": Recomputation.FIRST, "inner_recompute_grad": Recomputation.AGAIN}
+    found, left = {}, [tf.recompute_grad.__code__]
+    while left:
+        code = left.pop()
+        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+        if code.co_name in names:
+            found[code] = names[code.co_name]
+    return found
+
+
+_CALLERS = _callers()

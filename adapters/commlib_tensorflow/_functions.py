@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._again import Again
+from commlib_tensorflow._again import Again, computed_again
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._recompute import LayerRecompute, RecomputedLayers
 from commlib_tensorflow._selective import products_so_far, without_products
@@ -122,7 +122,8 @@ class StageFunctions:
         sources = [*(weights if wants_weights else ()), *(given[name] for name in wanted)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            results, extra, _ = self.call(weights, state, given, training=True)
+            with computed_again():
+                results, extra, _ = self.call(weights, state, given, training=True)
             loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
         found = _gradients(tape, results, gradients, [loss, extra], shares, sources)
         count = len(weights) if wants_weights else 0

@@ -18,9 +18,11 @@ from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
 from commlib.functional.agreement import options_of
 from commlib.tensor.streams import fold
+from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 from commlib_tensorflow.expert._after_step import call_after_step
 from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
+from commlib_tensorflow.expert._padding import kept, without
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor.state import InFiles
@@ -58,6 +60,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         self._seed = self.ranks.first(random.randint(1, 10**9))
         own = fold(self._seed, self.ranks.data.rank) >> 33  # others on ranks with other tokens
         self._draws = keras.random.SeedGenerator(own) if experts.draws or experts.jitter else None
+        self._first: tuple[bool, bool] | None = None
+        """Of the last forward that may be computed again: whether it trained, and had a mask."""
 
     def build(self, input_shape: Any) -> None:
         """Make the weights."""
@@ -76,12 +80,14 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             if self.shared is not None:
                 self.shared.build((None, width))
         make = self._make or (lambda: self._mlp(1))
-        self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        with tf.init_scope():  # values are read, and whoever calls it first may be traced
+            self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
         self.expert_bias: Any = None
         if options.bias_rate:
             self.expert_bias = self.add_weight(
-                shape=(options.count,), initializer="zeros", trainable=False, name="expert_bias", autocast=False
-            )
+                shape=(options.count,), dtype="float32", initializer="zeros", trainable=False, name="expert_bias",
+                autocast=False,
+            )  # fmt: skip  # steps of 0.001 are lost in half precision
             call_after_step(self.router, self._balance)
 
     def _mlp(self, times: int) -> Any:
@@ -101,14 +107,16 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """Return the outputs."""
         options, mixture = self.options, self.mixture
+        again, training, mask = self._as_before(bool(training), mask)
+        has_sequences = len(inputs.shape) > 2
         if not self._agreement.is_settled("first used"):
-            self._agreement.settle("first used", {"dtype": inputs.dtype.name, "training": bool(training)})
-        tokens = tf.reshape(inputs, (-1, self.width))
-        sequence = tf.shape(inputs)[-2] if len(inputs.shape) > 2 else tf.shape(tokens)[0]
-        training = bool(training)
-        more = {"sequence": sequence}
-        if mask is not None:
-            more["mask"] = tf.reshape(tf.cast(mask, tf.bool), (-1,))
+            used = {"dtype": inputs.dtype.name, "training": training, "sequences": "rows" if has_sequences else "no"}
+            self._agreement.settle("first used", used)
+        keep = kept(self.name, inputs, mask)
+        tokens = tf.reshape(without(inputs, keep), (-1, self.width))
+        more = {"sequence": tf.maximum(tf.shape(inputs)[-2], 1) if has_sequences else tf.constant(0)}
+        if keep is not None:
+            more["mask"] = tf.reshape(keep, (-1,))
         if self.expert_bias is not None:
             more["bias"] = tf.convert_to_tensor(self.expert_bias)
         if training and options.draws:
@@ -120,7 +128,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             for name in ("sequence", "seed"):
                 if name in given:
                     given[name] = int(given[name])
-            return mixture.route(logits, training=training, **given)
+            return mixture.route(logits, training=training, again=again, **given)
 
         logits, given = self.logits(tokens, training=training), list(more.values())
         if options.chunks > 1 and self.ranks.axis.size > 1:
@@ -131,9 +139,43 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         if training and options.has_losses:
             loss = options.balance_weight * losses[0] + options.z_weight * losses[1]
             self.add_loss(tf.cast(loss, keras.config.floatx()))  # Keras adds it to losses of that dtype
+        y = tf.reshape(y, tf.shape(inputs))
         if self.shared is not None:
-            y = y + self.shared(tokens)
-        return tf.reshape(y, tf.shape(inputs))
+            shared = tf.reshape(self.shared(tokens), tf.shape(inputs))
+            y = y + without(shared, keep)
+        return y
+
+    def _as_before(self, training: bool, mask: Any) -> tuple[bool, bool, Any]:
+        """Return whether this is computed again for a backward, whether it trains, and its mask.
+
+        `tf.recompute_grad`, by which Keras rematerializes a layer around this one, tells the layers within nothing of
+        that. Raises UsageError for what would be lost there.
+        """
+        found = recomputation()
+        if found is Recomputation.FIRST:
+            if training and self.options.has_losses:
+                raise UsageError(
+                    f"{self.name}: the router's loss has no gradient within tf.recompute_grad or keras.RematScope: "
+                    "give Experts(balance='none', z_weight=0), or leave the layer around this one out of it"
+                )
+            if training and self._draws is not None:
+                raise UsageError(
+                    f"{self.name}: tf.recompute_grad and keras.RematScope draw other random numbers when they compute "
+                    "again: give Experts no noise, jitter or random choice, or leave the layer around this one out"
+                )
+            self._first = training, mask is not None
+        elif found is Recomputation.AGAIN and self._first is not None:
+            training, had_mask = self._first
+            if had_mask and mask is None:
+                raise UsageError(
+                    f"{self.name}: its mask is lost where tf.recompute_grad or keras.RematScope computes the layer "
+                    "around it again: leave that out, or give the mask to it as an argument"
+                )
+        return found is Recomputation.AGAIN, training, mask
+
+    def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the call as it is: a mixture made in a `keras.RematScope` is not computed again."""
+        return layer_call
 
     def _computed(self, came: Sent, tokens: Any, training: bool) -> Any:
         """Return for tokens what the experts of all ranks make of them."""

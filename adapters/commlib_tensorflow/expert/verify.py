@@ -16,6 +16,7 @@ from commlib.functional.runs import WHOLE
 from commlib.tensor.recording import replaced
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.expert._padding import kept, without
 from commlib_tensorflow.expert.moe import MoE
 
 Wholes = dict[str, list[Any]]
@@ -115,14 +116,15 @@ def _array(tensor: Any) -> Array:
 def _dense(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
     """Return the outputs of a mixture all of whose experts are here, of the same routing. The gates are made anew."""
     options, bias = layer.options, layer.expert_bias
-    tokens = tf.reshape(inputs, (-1, layer.width))
+    keep = kept(layer.name, inputs, mask)
+    tokens = tf.reshape(without(inputs, keep), (-1, layer.width))
     logits = layer.logits(tokens, training=False)
     routing = layer.mixture.route(
         logits.numpy(),
         training=False,
         bias=None if bias is None else bias.numpy(),
-        mask=None if mask is None else tf.reshape(tf.cast(mask, tf.bool), (-1,)).numpy(),
-        sequence=int(inputs.shape[-2]) if len(inputs.shape) > 2 else len(tokens),
+        mask=None if keep is None else tf.reshape(keep, (-1,)).numpy(),
+        sequence=max(int(inputs.shape[-2]), 1) if len(inputs.shape) > 2 else 0,
     )
     has = mask_of(routing, len(tokens))
     scores = tf.cast(logits, tf.float64)
@@ -137,6 +139,7 @@ def _dense(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
         out = layer.one_expert([stack[expert] for stack in whole], tf.gather_nd(tokens, rows))
         gate = tf.gather_nd(gates[:, expert], rows)[:, None]
         y = tf.tensor_scatter_nd_add(y, rows, tf.cast(out * tf.cast(gate, out.dtype), y.dtype))
+    y = tf.reshape(y, tf.shape(inputs))
     if layer.shared is not None:
-        y = y + layer.shared(tokens)
-    return tf.reshape(y, tf.shape(inputs))
+        y = y + without(tf.reshape(layer.shared(tokens), tf.shape(inputs)), keep)
+    return y
