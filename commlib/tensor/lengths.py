@@ -19,6 +19,19 @@ Known = Mapping[Source, int]
 """What is another number on a rank than in the whole."""
 
 
+class Uses(dict[Source, str]):
+    """Sources whose number was used as one, and the line of the user's that did so. line: returns what is running."""
+
+    def __init__(self, line: Callable[[], str] = str) -> None:
+        super().__init__()
+        self._line = line
+
+    def note(self, sources: frozenset[Source]) -> None:
+        """Add sources that are used now."""
+        for source in sources.difference(self):
+            self[source] = self._line()
+
+
 class Length(int):
     """An integer that was computed of `sources`.
 
@@ -28,15 +41,15 @@ class Length(int):
 
     sources: frozenset[Source]
     formula: Callable[[Known], int]
-    used: set[Source]
+    used: Uses
 
     @classmethod
-    def of(cls, value: int, source: Source, used: set[Source]) -> Length:
+    def of(cls, value: int, source: Source, used: Uses) -> Length:
         """Return the number of one source."""
         return cls.made(value, frozenset([source]), lambda known: known.get(source, int(value)), used)
 
     @classmethod
-    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: set[Source]) -> Length:
+    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: Uses) -> Length:
         """Return a number with its formula."""
         found = cls(value)
         found.sources, found.formula, found.used = sources, formula, used
@@ -44,7 +57,7 @@ class Length(int):
 
     def note_use(self) -> None:
         """Note that the number itself counts."""
-        self.used |= self.sources
+        self.used.note(self.sources)
 
     def __float__(self) -> float:
         self.note_use()

@@ -60,12 +60,14 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
 
     Raises NotPossible where no change of attributes makes all shapes right.
     """
-    for source in part.trace.used:
+    for source, line in part.trace.used.items():
         value, dim = source
         if isinstance(value, int) and isinstance(dim, int):
             state = part.states.get(value)
             if state is not None and state.is_divided and state.dim == dim:
-                raise NotPossible(f"the length of what is {state} is used as a number, and is another one on a rank")
+                raise NotPossible(
+                    f"{line}: the length of what is {state} is used as a number, and is another on a rank"
+                )
     wrong = [step for step in part.trace.steps if _misfit(part, step, given)]
     if not wrong:
         return {}

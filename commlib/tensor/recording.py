@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from commlib.tensor.equations import Shape
-from commlib.tensor.lengths import Source
+from commlib.tensor.lengths import Uses
 from commlib.tensor.trace import Step, Trace
 
 
@@ -18,7 +18,7 @@ class Recording:
 
     shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
     step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
-    is_discrete: returns whether a tensor is of integers or booleans.
+    is_discrete: returns whether a tensor is of integers or booleans. line: returns the user's line that is running.
     """
 
     def __init__(
@@ -27,13 +27,14 @@ class Recording:
         outside: Callable[[Any], tuple[str, str] | None],
         key: Callable[[Any], Hashable] = id,
         is_discrete: Callable[[Any], bool] = lambda tensor: False,
+        line: Callable[[], str] = str,
     ) -> None:
         self._shape_of, self._outside, self._key, self._is_discrete = shape_of, outside, key, is_discrete
         self._numbers: dict[Hashable, int] = {}
         self.tensors: list[Any] = []
         """By their numbers."""
         self._steps: list[Step] = []
-        self.used: set[Source] = set()
+        self.used = Uses(line)
         """Of lengths, those that were used as numbers."""
         self.numbers: dict[str, int] = {}
         """Attributes of modules that shapes may be asked for with."""
@@ -68,7 +69,7 @@ class Recording:
             tuple(tied),
             whole,
             discrete,
-            used=frozenset(self.used),
+            used=dict(self.used),
             numbers=dict(self.numbers),
         )
 

@@ -69,8 +69,8 @@ class Trace:
 
     tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
     discrete: values that are integers or booleans, and so have no gradient. learns: arguments whose gradients go on to
-    what has made them. used: sources of `lengths` whose number the model uses for something else than a shape. numbers:
-    the attributes among them, by names such as "h.0.num_heads".
+    what has made them. used: sources of `lengths` whose number the model uses for something else than a shape, and the
+    line that does. numbers: the attributes among them, by names such as "h.0.num_heads".
     """
 
     steps: tuple[Step, ...]
@@ -80,7 +80,7 @@ class Trace:
     whole: bool = True
     discrete: frozenset[int] = frozenset()
     learns: frozenset[int] = frozenset()
-    used: frozenset[Source] = frozenset()
+    used: Mapping[Source, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def users(self) -> dict[int, list[int]]:

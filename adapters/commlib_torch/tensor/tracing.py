@@ -123,7 +123,9 @@ class Recorder(TorchFunctionMode):
         self._measures = not styles or any(isinstance(style, PerRank) for style in named.values())
         self._taken: list[Tensor] = []
         """Values that were used in what is not looked into."""
-        self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete)
+        self._recording = Recording(
+            lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete, line=_line
+        )
         self.tensors = self._recording.tensors
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Trace, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.auto import auto
-from commlib.tensor.lengths import Length, Source
+from commlib.tensor.lengths import Length, Uses
 from commlib.tensor.rules import check
 from commlib.tensor.table import plan_table
 from tests.traces import Written
@@ -217,7 +217,7 @@ def test_tables_and_logits_that_share_a_weight():
 
 def numbered(values, asked):
     """Return the trace of a fused attention that asks for the lengths of pieces, and heads, by its own numbers."""
-    used = set[Source]()
+    used = Uses()
     own = {name: Length.of(value, ("attn", name), used) for name, value in values.items()}
     lengths, heads = asked(own)
     m = Written()
@@ -225,9 +225,7 @@ def numbered(values, asked):
     pieces = m.split(m.linear("qkv", x, 3 * WIDTH), 16, 16, 16, asked=lengths)
     q, k, v = (m.permute(m.reshape(one, 2, 5, 4, 4, asked=(2, 5, *heads)), 0, 2, 1, 3) for one in pieces)
     head = m.linear("head", m.linear("out", m.joined(m.attend(q, k, v)), WIDTH), WORDS)
-    return replace(
-        m.trace(head), numbers={f"attn.{name}": value for name, value in values.items()}, used=frozenset(used)
-    )
+    return replace(m.trace(head), numbers={f"attn.{name}": value for name, value in values.items()}, used=used)
 
 
 def test_numbers_of_a_module_become_those_of_a_rank():
@@ -262,13 +260,13 @@ def test_a_length_of_what_is_divided_is_no_number():
     h = m.linear("up", m.table("words", m.given(2, 5), WORDS, WIDTH), 64)
     head = m.linear("head", m.linear("down", m.pointwise(h, text="mul"), WIDTH), WORDS)
     assert "up" in found(m.trace(head)).plan
-    result = found(replace(m.trace(head), used=frozenset([(h, 2)])))
-    assert result.plan == ENDS and "used as a number" in result.reasons["up"]
+    result = found(replace(m.trace(head), used={(h, 2): "model.py:3"}))
+    assert result.plan == ENDS and "model.py:3: the length of what is divided" in result.reasons["up"]
 
 
 def test_a_bias_for_each_head_is_divided_with_them():
     """T5 looks up a bias for each head in its first block, and uses it in all; without a table it makes zeros."""
-    used = set[Source]()
+    used = Uses()
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     biases = m.permute(m.table("biases", m.constant(5, 5), 32, 4), 2, 0, 1)
