@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from commlib.tensor.lengths import Length, Source, length_at, sources_of
+from commlib.tensor.lengths import Length, Uses, length_at, sources_of
 
 
 @pytest.fixture
 def used():
-    return set[Source]()
+    return Uses(lambda: "model.py:3")
 
 
 def test_formulas(used):
@@ -33,4 +33,4 @@ def test_formulas(used):
 def test_what_is_used_as_a_number(used, use):
     """A scale by the number of features is another one where a rank has fewer."""
     assert use(Length.of(4, ("attn", "size"), used)) == use(4)
-    assert used == {("attn", "size")}
+    assert used == {("attn", "size"): "model.py:3"}
