@@ -151,7 +151,7 @@ class Experts:
     @property
     def has_losses(self) -> bool:
         """Whether the router has losses in training."""
-        return self.balance != "none" or self.z_weight > 0
+        return (self.balance != "none" and self.balance_weight > 0) or self.z_weight > 0
 
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return how many of so many tokens an expert takes at most; None: all."""

@@ -39,6 +39,14 @@ def mixture(comm: Any, **options: Any) -> Any:
     return MoE(8, Experts(**{"count": 2 * comm.size, "top_k": 1, "hidden": 4, **options}), comm)
 
 
+def activated(comm: Any, activation: str) -> None:
+    mixture(comm, activation=activation)
+
+
+def own_experts(comm: Any, width: int) -> None:
+    MoE(8, Experts(comm.size, top_k=1), comm, expert=lambda: model(width))(x())
+
+
 def swapped(comm: Any, odd: bool, make: Callable[[], Any]) -> None:
     one, other = make(), make()
     if odd:
@@ -98,6 +106,11 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
     "top_k": ("top_k: 2.*top_k: 1", lambda c, odd: mixture(c, top_k=1 if odd else 2)),
     "capacity": ("capacity_over: 'rank'.*'all'", lambda c, odd: mixture(c, capacity_over="all" if odd else "rank")),
     "scores": ("scores", lambda c, odd: mixture(c, scores="sigmoid" if odd else "softmax")),
+    "scale": ("scale: 1.0.*scale: 2.5", lambda c, odd: mixture(c, scale=2.5 if odd else 1.0)),
+    "experts' activation": ("activation: 'gelu'.*'relu'", lambda c, odd: activated(c, "relu" if odd else "gelu")),
+    "capacity_factor": ("capacity_factor: 2.*None", lambda c, odd: mixture(c, capacity_factor=None if odd else 2)),
+    "experts' size": ("hidden: 4.*hidden: 6", lambda c, odd: mixture(c, hidden=6 if odd else 4)),
+    "own experts' size": (r"weight: .*\[16, 8\].*\[8, 8\]", lambda c, odd: own_experts(c, 8 if odd else 16)),
     "bias_rate": ("bias_rate", lambda c, odd: mixture(c, bias_rate=0.1 if odd else 0.0)),
     "order of mixtures": ("layer .* on rank 0 but 'layer", lambda c, odd: swapped(c, odd, lambda: mixture(c))),
     "wrapper": ("'DistributedOptimizer' on rank 0 but 'DataParallel'", lambda c, odd: wrapped(model(), odd)),

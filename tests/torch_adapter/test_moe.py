@@ -78,6 +78,60 @@ def test_any_module(comm: Communicator) -> None:
     check(comm, Experts(6, top_k=2), expert=Own)
 
 
+class Adapted(nn.Linear):
+    """A linear layer with something beside it, of low rank."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.a.T @ self.b.T
+
+
+def test_layers_that_are_more_than_linear(comm: Communicator) -> None:
+    """They were computed as linear ones, all experts of a rank at once."""
+    options = Experts(6, top_k=2, balance="none")
+    model: Any = made(layer(options, expert=lambda: nn.Sequential(Adapted(12, 4), nn.GELU(), nn.Linear(4, 12))), comm)
+    x = tokens(comm)[comm.rank].requires_grad_()
+    model(x).sum().backward()
+    stacks = dict(model.experts.named_parameters())
+    assert all((stack.grad is None) == (name == "0.weight") for name, stack in stacks.items())
+    with torch.no_grad():
+        folded: Any = made(
+            layer(options, expert=lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))), comm
+        )
+        for name, stack in folded.experts.named_parameters():
+            stack.copy_(stacks[name] + (stacks["0.b"] @ stacks["0.a"] if name == "0.weight" else 0))
+    near(model(x), folded(x), "outputs", 1e-9)
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_what_is_put_on_experts(comm: Communicator, built_in: bool) -> None:
+    """Hooks were ignored; so was what replaced a layer, if that has a weight: it is refused, for want of parts."""
+    options = Experts(6, top_k=2, hidden=4 if built_in else None)
+    expert = None if built_in else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
+    model: Any = made(layer(options, expert=expert, name="mix"), comm)
+    x = tokens(comm)[comm.rank]
+    y = model(x)
+    inner = model.experts.up if built_in else model.experts[0]
+    seen: list[int] = []
+    handle = inner.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    near(model(x), y, "outputs", 1e-9)
+    assert len(seen) == len(model.mixture.placement.of_rank(model.mixture.ranks.axis.rank))
+    assert sum(comm.all_gather_object(sum(seen))) == 2 * 15 * comm.size
+    handle.remove()
+    adapted = Adapted(12, 4).double()
+    adapted.weight, adapted.bias = inner.weight, inner.bias
+    if built_in:
+        model.experts.up = adapted
+    else:
+        model.experts[0] = adapted
+    with pytest.raises(UsageError, match=r"mix: parameter (up|0)\.a of shape \[2, 12\] was put into the experts after"):
+        model(x)
+
+
 def test_experts_that_nobody_chose_have_zeros(comm: Communicator) -> None:
     model: Any = made(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
     with torch.no_grad():

@@ -106,6 +106,15 @@ def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
     near(x.grad, also.grad, "gradient of the inputs", 1e-6)
 
 
+def test_a_loss_that_counts_nothing_is_none(comm: Communicator) -> None:
+    """Nobody has to take it."""
+    model = made(comm, balance_weight=0.0, z_weight=0.0)
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            model(tokens(comm)).sum().backward()
+    assert not auxiliary_loss(model).requires_grad
+
+
 class Own(KeepsLosses):
     def forward(self, x: Tensor) -> Tensor:
         self.keep(x.square().mean())

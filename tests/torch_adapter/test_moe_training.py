@@ -143,18 +143,21 @@ def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("way", ["plain", "sum", "predivide", "no_sync between", "never cleared", "pipeline", "copies"])
+@pytest.mark.parametrize(
+    "way", ["plain", "sum", "predivide", "no_sync between", "never cleared", "pipeline", "stages", "copies"]
+)
 def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> None:
     """Experts' gradients were scaled again with each reduction: those of an earlier one then counted too little."""
     if comm.size == 3:
         pytest.skip("4 experts")
     rows, passes = 2 * comm.size, 3 if way == "no_sync between" else 2
-    mesh = Mesh(pp=1, dp=comm.size)
+    mesh = Mesh(pp=1, dp=comm.size) if way != "stages" else Mesh(pp=2, dp=comm.size // 2)
     if way == "copies":
         mesh = Mesh(dp=comm.size).refactor({"dp": {"edp": comm.size // 2, "ep": 2}})
     whole = model(single(comm))
     own: Any = model(mesh)
-    if way == "pipeline":
+    is_pipeline = way in ("pipeline", "stages")
+    if is_pipeline:
         own = pipeline(own, mesh["pp"], schedule="1f1b", microbatches=2, loss=F.mse_loss)
     options: dict[str, Any] = {"op": "sum" if way == "sum" else "mean"}
     if way == "predivide":
@@ -165,8 +168,8 @@ def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> Non
         for number in range(passes):
             data = batch(rows, 10 * step + number)
             (loss_of(whole, *data) * (comm.size if way == "sum" else 1)).backward()
-            x, y = (own_rows(comm)(each) for each in data)
-            if way == "pipeline":
+            x, y = (own_rows(mesh["dp"])(each) for each in data)
+            if is_pipeline:
                 own.step(x, y)
             elif way == "no_sync between" and number == 1:
                 with optimizer.no_sync():
@@ -179,7 +182,7 @@ def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> Non
             each.step()
             if way != "never cleared":
                 each.zero_grad(set_to_none=step == 0)
-    compare(comm, own.gather_state_dict() if way == "pipeline" else gather_state_dict(own), whole)
+    compare(comm, own.gather_state_dict() if is_pipeline else gather_state_dict(own), whole)
     mesh.close()
 
 

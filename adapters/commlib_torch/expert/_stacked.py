@@ -16,7 +16,7 @@ from commlib.functional.shards import part
 from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
-from commlib_torch._shards import describe
+from commlib_torch._shards import describe, shard_of
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
@@ -60,13 +60,16 @@ def stacked(
     return whole
 
 
-def computed(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
+def computed(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what the experts of a rank make of their rows, the first counts[0] of which are the first one's.
 
-    Linear layers and functions of one element at a time, one after another, take all rows at once.
+    Linear layers and functions of one element at a time, one after another, take all rows at once, if nobody has hooks
+    on them. Raises UsageError for a parameter that was put into them since they were made.
     """
-    if type(experts) is not nn.Sequential or not all(isinstance(layer, _AT_ONCE) for layer in experts):
-        return _each_alone(experts, rows, counts)
+    if type(experts) is not nn.Sequential or not all(type(layer) in _AT_ONCE for layer in experts):
+        return _each_alone(what, experts, rows, counts)
+    if has_hooks(experts) or any(map(has_hooks, experts)):
+        return _each_alone(what, experts, rows, counts)
     for layer in experts:
         rows = (
             grouped_linear(rows, layer.weight, layer.bias, list(counts))
@@ -76,9 +79,22 @@ def computed(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     return rows
 
 
-def _each_alone(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody wants to know of a module's own calls."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
     names, stacks = zip(*experts.named_parameters(), strict=True)
+    for name, stack in zip(names, stacks, strict=True):
+        if shard_of(stack) is None:
+            raise UsageError(
+                f"{what}: parameter {name} of shape {list(stack.shape)} was put into the experts after they were made, "
+                "and has no part for each of them: change the MLP before, and give expertize copy=True"
+            )
     results = []
     each = zip(*(stack.unbind(0) for stack in stacks), strict=True)
     for own, values in zip(rows.split(list(counts)), each, strict=True):

@@ -117,6 +117,7 @@ class MoE(KeepsShards, KeepsLosses):
         options, mixture = self.options, self.mixture
         if not self._agreement.is_settled("first used"):
             used = {"dtype": tokens.dtype, "training": self.training, "sequences": "no" if sequence == 0 else "rows"}
+            used |= {name: f"{one.dtype}{list(one.shape[1:])}" for name, one in self.experts.named_parameters()}
             self._agreement.settle("first used", used)
         logits = self.logits(tokens)
         draws = self.training and options.draws
@@ -178,13 +179,19 @@ class MoE(KeepsShards, KeepsLosses):
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return what the experts of this rank make of their rows."""
-        grouped: Any = getattr(self.experts, "grouped", None)
-        if grouped is None:
-            found = computed(self.experts, rows, counts)
+        experts, name = self.experts, self.mixture.name
+        grouped: Any = getattr(experts, "grouped", None)
+        is_changed = isinstance(experts, MLP) and not experts.is_plain
+        if is_changed and self._tensor is not None:
+            raise UsageError(
+                f"{name}: experts that are divided take no hooks and no other layers than they were made of"
+            )
+        if grouped is None or is_changed:
+            found = computed(name, experts, rows, counts)
         else:
             found = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
         if found.shape != rows.shape:
-            raise UsageError(f"{self.mixture.name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
+            raise UsageError(f"{name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
         return found
 
     def logits(self, tokens: Tensor) -> Tensor:
