@@ -13,6 +13,7 @@ import tensorflow as tf
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor.context import Layout
 from commlib_tensorflow.tensor import context as cp
+from commlib_tensorflow.tensor import streams
 
 METHODS = ["ring", "all_to_all"]
 TOKENS, BATCH, HEADS = 13, 2, 4
@@ -184,6 +185,15 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
 def test_graphs_drop_the_same(comm: Any) -> None:
     pair = keras.random.SeedGenerator(5).next()
     np.testing.assert_array_equal(dropped(comm, "ring", 0.3, pair), dropped(comm, "ring", 0.3, pair, graph=True))
+
+
+def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
+    """Ranks along tp have one seed, and other heads: in the stream of what is divided they draw by themselves."""
+    alone, generator = comm.split(comm.rank, 0, name="alone"), keras.random.SeedGenerator(5)
+    for is_same in (True, False):
+        seed = generator if is_same else streams.own(generator.next(), comm)
+        every = comm.all_gather_object(dropped(alone, "ring", 0.5, seed).tolist())
+        assert all((other == every[0]) is is_same for other in every[1:])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
+from operator import rshift
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import commlib_torch as ct
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor.context import Layout
+from commlib.tensor.context.dropping import hashed, hashed_key, least_kept, started
 from commlib_torch.tensor.context import attention
 
 METHODS = ["ring", "all_to_all"]
@@ -162,6 +165,7 @@ def test_long_windows_and_short_sequences(comm: Any, method: str) -> None:
     compare(comm, tokens=700, window=(300, 0), method=method)
     for tokens in (1, 2, 3):
         compare(comm, tokens=tokens, window=(1, 0), method=method, mask=floats(HEADS, 1, tokens))
+    compare(comm, tokens=600, causal=True, method=method, mask=floats(HEADS, 600, 600))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -198,6 +202,28 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     assert abs(int(share[0]) / int(share[1]) - 0.3) < 4 * (0.3 * 0.7 / (BATCH * HEADS * 3600)) ** 0.5
     assert not torch.equal(many[0, 0], many[0, 1])
     assert not torch.equal(many[0, 0], many[1, 0])
+
+
+def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
+    """Ranks along tp have one seed, and other heads: in the stream of what is divided they draw by themselves."""
+    tp, alone = comm, comm.split(comm.rank, 0, name="alone")
+    q = drawn(HEADS, 6, 1)
+    for inside, is_same in ((False, True), (True, False)):
+        torch.manual_seed(4)
+        with ct.streams.divided(tp) if inside else nullcontext():
+            out = attention(q, q, q, alone, dropout_p=0.5)
+        every = comm.all_gather_object(out.tolist())
+        assert all((other == every[0]) is is_same for other in every[1:])
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 0.9])
+def test_what_is_dropped_is_what_the_recipe_says(comm: Any, rate: float) -> None:
+    """So TensorFlow drops the same; here integers of 32 bits do what is said of 64."""
+    of_rows, of_keys = started((1 << 61) + 5, rshift)
+    at, rows = torch.arange(TOKENS), torch.arange(BATCH * HEADS).reshape(BATCH, HEADS, 1)
+    rows = hashed(hashed(of_rows, rows, rshift), at, rshift)
+    want = hashed(rows.unsqueeze(-1), hashed_key(of_keys, at, rshift), rshift) >= least_kept(rate)
+    assert torch.equal(dropped(comm, "ring", rate, (1 << 61) + 5) > 1e-9, own(want, comm))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,6 +12,8 @@ from commlib_torch.tensor._sight import Sight
 
 _MOST_SCORES = 1 << 24
 """Elements of the scores that are there at a time."""
+_CAUSAL_ROWS = 256
+"""Queries of a causal block whose scores are computed at a time: half of all of them would be for nothing."""
 
 
 def masked_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Tensor]:
@@ -20,12 +22,12 @@ def masked_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) 
     of_keys, values = (x.to(kind).unsqueeze(2) for x in (k, v))
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=kind, device=q.device)
     stats = torch.empty((*q.shape[:-1], 2), dtype=kind, device=q.device)
-    for rows in _pieces(q, k):
-        scores = _scores(q[:, :, rows].to(kind), of_keys, sight, rows, scale)
+    for rows, keys in _pieces(q, k, sight):
+        scores = _scores(q[:, :, rows].to(kind), of_keys[..., keys, :], sight, rows, scale)
         most = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - finite(most))
         total = weights.sum(-1, keepdim=True)
-        found = sight.drop(weights, rows) @ values / total.clamp(min=1)
+        found = sight.drop(weights, rows) @ values[..., keys, :] / total.clamp(min=1)
         out[:, :, rows] = found.flatten(1, 2)
         stats[:, :, rows] = torch.cat((most, total), -1).flatten(1, 2)
     return out, stats
@@ -43,21 +45,21 @@ def masked_backward(
     of_keys, values = (x.to(kind).unsqueeze(2) for x in (k, v))
     of_q = torch.empty_like(q, dtype=kind)
     of_k, of_v = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
-    for rows in _pieces(q, k):
+    for rows, keys in _pieces(q, k, sight):
         mine, result, given = (x[:, :, rows].to(kind) for x in (q, out, gradient))
-        scores = _scores(mine, of_keys, sight, rows, scale)
+        scores = _scores(mine, of_keys[..., keys, :], sight, rows, scale)
         most, total = stats[:, :, rows].unflatten(1, heads).split(1, -1)
         weights = torch.exp(scores - finite(most)) / total.clamp(min=1)
         of_result = given.unflatten(1, heads)
         drawn = (given * result).sum(-1, keepdim=True).unflatten(1, heads)
-        of_scores = weights * (sight.drop(of_result @ values.mT, rows) - drawn)
+        of_scores = weights * (sight.drop(of_result @ values[..., keys, :].mT, rows) - drawn)
         if of_mask is not None:
-            part = of_mask if of_mask.shape[2] == 1 else of_mask[:, :, rows]
+            part = of_mask[..., keys] if of_mask.shape[2] == 1 else of_mask[:, :, rows, keys]
             part += of_scores.flatten(1, 2).sum_to_size(part.shape)
         of_scores *= scale
-        of_q[:, :, rows] = (of_scores @ of_keys).flatten(1, 2)
-        of_k += (of_scores.mT @ mine.unflatten(1, heads)).sum(2)
-        of_v += (sight.drop(weights, rows).mT @ of_result).sum(2)
+        of_q[:, :, rows] = (of_scores @ of_keys[..., keys, :]).flatten(1, 2)
+        of_k[:, :, keys] += (of_scores.mT @ mine.unflatten(1, heads)).sum(2)
+        of_v[:, :, keys] += (sight.drop(weights, rows).mT @ of_result).sum(2)
     return of_q, of_k, of_v
 
 
@@ -66,10 +68,14 @@ def finite(most: Tensor) -> Tensor:
     return most.clamp(min=torch.finfo(most.dtype).min)
 
 
-def _pieces(q: Tensor, k: Tensor) -> list[slice]:
+def _pieces(q: Tensor, k: Tensor, sight: Sight) -> list[tuple[slice, slice]]:
+    """Return queries, and the keys that they see: of a causal block the first ones."""
     batch, heads, queries = q.shape[:3]
     length = max(1, _MOST_SCORES // max(1, batch * heads * k.shape[2]))
-    return [slice(start, min(start + length, queries)) for start in range(0, queries, length)]
+    if sight.block.causal:
+        length = min(length, _CAUSAL_ROWS)
+    rows = [slice(start, min(start + length, queries)) for start in range(0, queries, length)]
+    return [(part, slice(0, part.stop if sight.block.causal else k.shape[2])) for part in rows]
 
 
 def _scores(q: Tensor, k: Tensor, sight: Sight, rows: slice, scale: float) -> Tensor:

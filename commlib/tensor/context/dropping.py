@@ -13,6 +13,8 @@ from typing import Any
 
 from commlib.errors import UsageError
 
+MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 0))
+"""Shifts that put bits over one another, and factors. Source: Wellons (2018), Prospecting for Hash Functions."""
 _BITS, _ODD = (1 << 32) - 1, 0x9E3779B1
 
 
@@ -46,7 +48,8 @@ def least_kept(rate: float) -> int:
 
 
 def _mixed(x: Any, right_shift: Callable[[Any, int], Any]) -> Any:
-    """Source: Wellons, Prospecting for Hash Functions (2018), lowbias32. What overflows 64 bits is cut off anyway."""
-    x = ((x ^ right_shift(x, 16)) * 0x7FEB352D) & _BITS
-    x = ((x ^ right_shift(x, 15)) * 0x846CA68B) & _BITS
-    return x ^ right_shift(x, 16)
+    for shift, factor in MIXING:
+        x = x ^ right_shift(x, shift)
+        if factor:
+            x = (x * factor) & _BITS  # what overflows 64 bits is cut off anyway
+    return x
