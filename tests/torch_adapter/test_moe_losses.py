@@ -61,6 +61,7 @@ WAYS: dict[str, Callable[[Twice, Tensor], Tensor]] = {
     "nested": lambda block, x: REENTRANT(lambda x: block.inner(torch.sin(REENTRANT(block.inner, x))), x),
     "nested thrice": lambda block, x: REENTRANT(lambda x: REENTRANT(lambda x: REENTRANT(block, x), x), x),
     "plain around": lambda block, x: PLAIN(lambda x: REENTRANT(block, x), x),
+    "plain around more": lambda block, x: PLAIN(lambda x: torch.cos(REENTRANT(block, x)).square(), x),
     "plain within": lambda block, x: REENTRANT(lambda x: PLAIN(block, x), x),
 }
 
@@ -72,7 +73,8 @@ def test_checkpoints_change_nothing(comm: Communicator, way: str) -> None:
     other = copy.deepcopy(block)
     x = tokens(comm)
     found = []
-    for model, call in ((block, lambda block, x: block(x)), (other, WAYS[way])):
+    whole = (lambda block, x: torch.cos(block(x)).square()) if "more" in way else (lambda block, x: block(x))
+    for model, call in ((block, whole), (other, WAYS[way])):
         given = x.clone().requires_grad_()
         for _ in range(2):  # gradients add up
             y = call(model, given)

@@ -57,6 +57,8 @@ class KeepsLosses(nn.Module):
                 self._has_skipped = True
             self.keep(value)
             return
+        if waiting is None and is_again():
+            return  # for another checkpoint around that one, which wants what this saves and no more
         if waiting is None:
             waiting = Waiting(self._title)
             self._add(waiting.loss(value))
