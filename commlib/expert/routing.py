@@ -168,7 +168,9 @@ def route(
     found, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
     gates, counts, sums = np.empty(number, np.float32), np.empty(experts.count, np.int64), np.empty(tokens)
     assign(scores, chosen, experts.normalises, experts.scale, found, gates, counts, starts, slots, sums)
-    balance, of_shares, weights = _balance(experts, chosen_in, shares, lengths, bool(sequence), comm)
+    balance, of_shares, weights = _balance(
+        experts, chosen_in, shares, lengths, bool(sequence), comm if training else None
+    )
     entropy, z = float(sums_of[:, 0].sum()) / max(int(lengths.sum()), 1), float(weights @ sums_of[:, 1])
     kept = _Kept(
         clean,
