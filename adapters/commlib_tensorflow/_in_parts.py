@@ -11,11 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.functional.shards import check_apart
 from commlib.horovod.gradients import Call, NamedReduction
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._on_device import array_of
-from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.devices import settle, working
 from commlib_tensorflow.gradients import (
     Gradients,
@@ -37,8 +35,6 @@ class InParts(NamedReduction):
 
     def __init__(self, gradients: Gradients, names: Sequence[str], variables: Sequence[Any], order: Sequence[int]):
         super().__init__(gradients, Call(names, range(len(names)), (), order, threads(), strict=True))
-        shards = ((variable.path, shard_of(variable)) for variable in variables)
-        check_apart(gradients.name, shards, gradients.process_set.ranks or ())
         self._options, self._dtypes = gradients.options_here(), [tf.as_dtype(variable.dtype) for variable in variables]
         self._place = place = place_of_gradients(variables)
         where, pairs = "cpu" if place is None else place.name, zip(names, variables, strict=True)

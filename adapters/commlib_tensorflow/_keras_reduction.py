@@ -121,8 +121,11 @@ class Reduction:
         self._places: dict[Any, int] = {}
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self.reducer = Gradients(name, groups=groups, **settings)
-        self._process_set = self.reducer.process_set
+        self.reducer = Gradients(name, groups=groups, asks_marks=True, **settings)
+
+    @property
+    def _process_set(self) -> core.ProcessSet:
+        return self.reducer.process_set
 
     def anew(self) -> Reduction:
         """Return one for another optimizer, with the same settings. Not collective.
@@ -209,6 +212,9 @@ class Reduction:
         """
         reducer = self.reducer
         if reducer.options.overlap is False or reducer.compressor is not None or self.has_local or places_of(variables):
+            return None
+        reducer.settle_ranks([variable.path for variable in variables], variables)
+        if reducer.alone:
             return None
         return InParts(reducer, [self._name_of(variable) for variable in variables], variables, order)
 

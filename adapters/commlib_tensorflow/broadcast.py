@@ -10,7 +10,9 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.functional.same_parts import axes_of_data, mesh_of, stands_for
 from commlib.functional.shards import check_apart
+from commlib.horovod.mesh_sets import process_set_along
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import no_autograph, operation_name, ordered
@@ -35,7 +37,9 @@ def broadcast_variables(
     """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s. Collective.
 
     All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Experts are
-    not the same on all ranks, and stay what they are. Raises UsageError for divided variables of which some of the
+    not the same on all ranks, and stay what they are. Variables that are divided along an axis of a mesh, and all that
+    come with them, are given to the ranks with the same parts: with the values of the rank that is where `root_rank` is
+    along the other axes. Raises UsageError for divided variables of which some of the
     ranks have other parts. Returns an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no
     difference: values are assigned.
     """
@@ -44,7 +48,12 @@ def broadcast_variables(
     found = [variable for place, variable in enumerate(given) if place not in local]
     if not found:
         return None
-    shards = ((getattr(variable, "path", ""), shard_of(variable)) for variable in found)
+    shards = [(getattr(variable, "path", ""), shard_of(variable)) for variable in found]
+    is_said = not (process_set is None or process_set is core.global_process_set)
+    if not is_said and (mesh := mesh_of(shards, core.running().size)) is not None:
+        axes = axes_of_data(mesh)
+        process_set = process_set_along(mesh, axes, "broadcast_variables")
+        root_rank = stands_for(mesh, axes, root_rank)
     check_apart("broadcast_variables", shards, core.process_set_of(process_set).ranks or ())
     tensors = []
     for position, variable in enumerate(found):

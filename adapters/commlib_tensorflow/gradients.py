@@ -33,8 +33,10 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.copies import brought
 from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
+from commlib.functional.same_parts import axes_of_data, mesh_of
 from commlib.functional.shards import check_apart
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
+from commlib.horovod.mesh_sets import process_set_along
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered, result_empty
 from commlib_tensorflow._on_device import array_of
@@ -67,7 +69,8 @@ class Gradients(NamedGradients):
     after. sparse_as_dense: tf.IndexedSlices are made dense first; else each is gathered from all ranks. groups: a
     number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
     `bucket_cap_mib` MiB, the first one of `first_bucket_mib`. overlap: whether a traced function reduces each bucket as
-    soon as it is complete; None decides by where the ranks are and the cores they have.
+    soon as it is complete; None decides by where the ranks are and the cores they have. asks_marks: without a process
+    set, variables that are divided along a mesh say over which ranks.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Gradients(NamedGradients):
         overlap: bool | None = None,
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
+        asks_marks: bool = False,
     ) -> None:
         self.op = core.resolve_op(op)
         self._in_buckets = self.op in (core.Average, core.Sum)
@@ -103,6 +107,7 @@ class Gradients(NamedGradients):
         """The user's own, if there is one: what it makes of tensors goes into buckets as it is."""
         options = replace(asked, compression=Choice()) if self.compressor else asked
         super().__init__(name, options, read_groups(groups, str), process_set)
+        self._asks_marks = asks_marks and (process_set is None or process_set is core.global_process_set)
 
     @no_autograph
     def __call__(
@@ -131,8 +136,9 @@ class Gradients(NamedGradients):
         given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
         if self.alone:
             return given
-        named = zip(names, map(shard_of, like or ()), strict=False)
-        check_apart(self.name, named, self.process_set.ranks or ())
+        self.settle_ranks(names, like or ())
+        if self.alone:  # as is told now
+            return given
         if not self._in_buckets:
             return self._one_by_one(given)
         if like and not tf.executing_eagerly():  # a slot has its variable's dtype, and so has what comes of it
@@ -140,6 +146,18 @@ class Gradients(NamedGradients):
         if strict is None or self.compressor is not None:  # of zeros that nobody has it would make nobody knows what
             strict = () if tf.executing_eagerly() else range(len(given))
         return _Reduction(self, given, names, like or given, strict, given_if).run()
+
+    def settle_ranks(self, names: Sequence[str], variables: Sequence[Any]) -> None:
+        """Reduce over the ranks with the same parts of variables, where these know their mesh and nobody said another.
+
+        Collective over all ranks the first time. Raises UsageError if some of the ranks have other parts.
+        """
+        shards = list(zip(names, map(shard_of, variables), strict=False))
+        if self._asks_marks and any(shard is not None and not shard.is_local for _, shard in shards):
+            self._asks_marks = False
+            if (mesh := mesh_of(shards, self.size)) is not None:
+                self.process_set = process_set_along(mesh, axes_of_data(mesh), self.name)
+        check_apart(self.name, shards, self.process_set.ranks or ())
 
     def _one_by_one(self, given: Sequence[Any]) -> list[Any]:
         """Combine gradients by an operation that is not for buckets, in which several are one vector."""

@@ -63,7 +63,8 @@ def DistributedOptimizer(
     default that of the class. `use_locking` and the devices are accepted for Horovod's sake, and mean nothing here.
     `process_set` are the ranks to reduce over, by default all; other ranks step by themselves. Or give `mesh`, whose
     axes "dp" and "cp" it is; then this is collective over all ranks. Ranks along "tp" have the same data, or parts of a
-    variable: nothing is reduced.
+    variable: nothing is reduced. Variables that are divided along an axis of a mesh know it: then nothing needs to be
+    given, and the first step is collective over all ranks.
 
     `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is

@@ -15,7 +15,8 @@ from commlib.dtypes import Array
 from commlib.errors import MismatchError
 from commlib.functional.axis import Axis
 
-_EVERY = 64
+EVERY = 64
+"""Steps from one comparison to the next, after that many; those before are the first, and powers of two."""
 _TOLERANCES = {"float64": 1e-7, "float32": 1e-3}
 _OF_HALVES, _OF_A_CODEC = 5e-2, 0.2
 MOST = 2**16
@@ -24,7 +25,7 @@ MOST = 2**16
 
 def is_due(step: int) -> bool:
     """Return whether gradients are compared before a step, of those from 1 on: seldom, so that it costs nothing."""
-    return step % _EVERY == 0 if step > _EVERY else step & (step - 1) == 0
+    return step % EVERY == 0 if step > EVERY else step & (step - 1) == 0
 
 
 def check_whole(what: str, axis: Axis, names: Sequence[str], squares: Sequence[float], dtypes: Sequence[str]) -> None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def process_set_along(mesh: Mesh, axes: Sequence[str], what: str) -> ProcessSet:
-    """Return the process set of this rank's group along axes. It needs the mesh no more. Collective over all ranks.
+    """Return the process set of this rank's group along axes: of this rank alone if there are none.
+
+    It needs the mesh no more. Collective over all ranks.
 
     The sets of all groups are registered, unless they are already; users may add sets of the same ranks. Raises
     UsageError on all ranks of a mesh that is not over all ranks, MismatchError on all ranks if their meshes have other
@@ -26,7 +28,8 @@ def process_set_along(mesh: Mesh, axes: Sequence[str], what: str) -> ProcessSet:
             f"{what}: {mesh.shape} is over {len(ranks)} of {world.size} ranks, but its groups are registered as "
             "process sets, which all ranks do together: make a mesh over all ranks, or give process_set="
         )
-    sets = [ProcessSet(ranks[place] for place in group) for group in mesh.shape.groups(*axes)]
+    groups = mesh.shape.groups(*axes) if axes else [(place,) for place in range(len(ranks))]
+    sets = [ProcessSet(ranks[place] for place in group) for group in groups]
     for each in sets:
         each.is_implied = True
     registry().add_missing(sets, what)

@@ -67,6 +67,94 @@ def test_ranks_with_the_same_part_are(comm: Any) -> None:
     mesh.close()
 
 
+X, Y = np.random.default_rng(1).standard_normal((2, 8, 6)).astype(np.float32)
+
+
+def make(seed: int = 0) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.LayerNormalization(), keras.layers.Dense(8, name="up"), keras.layers.Dense(6, name="down")]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def step(model: Any, optimizer: Any, rows: Any = tuple(range(8)), clip: Any = None) -> None:
+    """Train for a step of one's own."""
+    x, y = X[list(rows)], Y[list(rows)]
+    with tf.GradientTape() as recorded:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    gradients = recorded.gradient(loss, model.trainable_variables)
+    if clip is not None:
+        gradients, _ = clip(gradients, 0.1)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def close(model: Any, plain: Any) -> None:
+    for got, expected in zip(ct.tensor.gather_weights(model), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["fit", "own"])
+def test_marks_know_their_mesh(comm: Any, way: str) -> None:
+    """Without mesh= it was an error, though what is divided knows which ranks have the same part."""
+    mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
+    place, replicas = mesh.coordinate("dp"), mesh["dp"].size
+    plain, model = make(), parallelize(make(place), mesh["tp"], PLAN)
+    ct.broadcast_variables(model.variables, 0)
+    close(model, plain)
+    rows = np.arange(8).reshape(-1, 2, 4)[:, :, place * 4 // replicas : (place + 1) * 4 // replicas].reshape(-1)
+    optimizer = distributed()
+    if way == "fit":
+        model.compile(optimizer, "mse")
+        model.fit(X[rows], Y[rows], batch_size=len(rows), shuffle=False, verbose=0)
+    else:
+        step(model, optimizer, rows)
+    step(plain, keras.optimizers.SGD(0.1))
+    close(model, plain)
+    mesh.close()
+
+
+def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
+    mesh = Mesh(tp=-1)
+    plain, model = make(), parallelize(make(comm.rank), mesh["tp"], PLAN)
+    ct.broadcast_variables(model.variables, comm.size - 1)
+    step(model, distributed())
+    step(plain, keras.optimizers.SGD(0.1))
+    close(model, plain)
+    mesh.close()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_ranks_that_would_part_are_told(comm: Any, traced: bool) -> None:
+    """TensorFlow's own clipping has the norm of this rank's parts: whole weights became others on each rank."""
+    model, optimizer = parallelize(make(), comm, PLAN), keras.optimizers.SGD(0.01)
+    calls = [lambda clip=clip: step(model, optimizer, clip=clip) for clip in (None, tf.clip_by_global_norm)]
+    train, clipped = (tf.function(call) for call in calls) if traced else calls
+    for _ in range(5):
+        train()
+    if comm.size == 1:
+        clipped()
+        return
+    with pytest.raises(
+        Exception, match=r"SGD of Keras.*ranks have different gradients.*layer_norm.*clip_by_global_norm"
+    ):
+        for _ in range(5):  # before its steps 6, 7, 8, ...
+            clipped()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_optimizer_of_an_own_loop_is_divided(comm: Any, traced: bool) -> None:
+    """One that a model was compiled with was divided, any other knew no variable any more."""
+    plain, model = make(), make()
+    optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
+    for one, optimizer in zip((plain, model), optimizers, strict=True):
+        step(one, optimizer)
+    parallelize(model, comm, PLAN)
+    for one, optimizer in zip((plain, model), optimizers, strict=True):
+        train = tf.function(step) if traced else step
+        for _ in range(2):
+            train(one, optimizer)
+    close(model, plain)
+
+
 def test_quantisation_of_a_divided_layer_is_refused(comm: Any) -> None:
     """Without Keras' own check it was done, with the scales of this rank's part."""
     for layer in model_on(comm).layers:

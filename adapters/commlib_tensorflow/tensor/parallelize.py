@@ -19,6 +19,7 @@ from commlib.tensor.plan import resolve
 from commlib.tensor.styles import Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
 from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
@@ -82,6 +83,7 @@ def parallelize(
             if verify is not None:
                 checks.keep_numbers()
     draw_alike(axis)
+    watch_earlier_optimizers()
     for name, layer, style, kind in found:
         if kind is not None and not hasattr(layer, "become"):  # one that has several names has become it by the first
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
