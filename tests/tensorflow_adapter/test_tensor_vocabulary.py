@@ -121,6 +121,10 @@ def test_ranks_with_other_targets_are_told(comm: Any) -> None:
             vocabulary_cross_entropy(logits, np.roll(target, comm.rank), comm)
         with pytest.raises(MismatchError, match="weight: "):
             vocabulary_cross_entropy(logits, target, comm, weight=np.roll(weight, comm.rank))
+    # One that caught its own error had its next call taken for this one.
+    is_told = comm.rank == 0
+    with pytest.raises(MismatchError if is_told else UsageError, match="same call" if is_told else "one word for each"):
+        vocabulary_cross_entropy(logits, target if is_told else target[1:], comm)
     vocabulary_cross_entropy(logits, target, comm, weight=weight)
 
 

@@ -205,6 +205,9 @@ def test_ranks_with_other_targets_are_told(tp):
             vocabulary_cross_entropy(own, target, tp, weight=weight.flip(0) if tp.rank else weight)
         with pytest.raises(MismatchError, match="ignore_index"):
             vocabulary_cross_entropy(own, target, tp, ignore_index=-tp.rank)
+    # One that caught its own error had its next call taken for this one.
+    with pytest.raises(UsageError if tp.rank else MismatchError, match="target of shape" if tp.rank else "same call"):
+        vocabulary_cross_entropy(own, target[1:] if tp.rank else target, tp)
     vocabulary_cross_entropy(own, target, tp, weight=weight)
 
 

@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import digest_of
+from commlib.functional.agreement import digest_of, or_refused
 from commlib.functional.axis import Axis
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
+_WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -48,7 +49,10 @@ def vocabulary_cross_entropy(
     logits, target = as_tensor(logits), as_tensor(target)
     shared = axis_of(axis.comm if isinstance(axis, Axis) else axis)  # sums are not encoded, whatever the codec
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
-    _check(logits, target, weight, label_smoothing, reduction)
+    if tf.executing_eagerly():
+        or_refused(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+    else:
+        _check(logits, target, weight, label_smoothing, reduction)
     wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
@@ -160,9 +164,7 @@ def _shared_maximum(
 
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), [tf.cast(tf.shape(x)[-1], x.dtype)]], 0)
     inputs = [mine, target, *([] if weight is None else [weight])]
-    most, place = call_in_order(
-        "vocabulary_cross_entropy", host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))]
-    )
+    most, place = call_in_order(_WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
     return most, place[0], place[1]
 
 

@@ -10,12 +10,13 @@ from torch.autograd import Function
 
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import digest_of
+from commlib.functional.agreement import digest_of, or_refused
 from commlib.functional.axis import Axis
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.collectives import writing
 from commlib_torch.tensor.moves import On, axis_of
 
+_WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -43,7 +44,7 @@ def vocabulary_cross_entropy(
     MismatchError where these have other targets, weights or options.
     """
     shared = axis_of(axis)
-    _check(logits, target, weight, label_smoothing, reduction)
+    or_refused(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
     said = {

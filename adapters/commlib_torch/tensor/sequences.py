@@ -64,9 +64,10 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
     loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: how many these are, such as those whose
-    label is not ignored; 0 is right for a rank without any, and NaN comes out if all have none. The gradient of
-    `loss_sum` is the number of ranks over the tokens of all, so that the average over the axis of the gradients of
-    parameters, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is that of one process.
+    label is not ignored, or with class weights what their weights add up to; 0 is right for a rank without any, and NaN
+    comes out if all have none. The gradient of `loss_sum` is the number of ranks over the tokens of all, so that the
+    average over the axis of the gradients of parameters, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is
+    that of one process.
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UsageError(
