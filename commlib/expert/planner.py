@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from commlib.expert.placement import Placement
 
+_ROUNDING = 1e-9
+"""Sums of shares depend on their order by less."""
+
 
 def imbalance(load: Sequence[float], placement: Placement) -> float:
     """Return the load of the busiest rank by the mean one: 1 is even. load: of each expert."""
@@ -41,7 +44,7 @@ def _best_swap(load: Sequence[float], owners: Sequence[int], ranks: int) -> tupl
             if peer == busiest or moved <= 0:
                 continue
             worst = max(of_ranks[busiest] - moved, of_ranks[peer] + moved)
-            if worst < best:
+            if worst < best * (1 - _ROUNDING):  # or two experts would change places for ever
                 best, found = worst, (one, other)
     return found
 
