@@ -19,6 +19,7 @@ from commlib.functional.shards import Shard, part
 from commlib.tensor.sharding import Nested
 from commlib.tensor.streams import fold
 from commlib_tensorflow._shards import mark
+from commlib_tensorflow.expert._keepers import watch_steps
 from commlib_tensorflow.expert._of_each import (
     ConstraintOfEach,
     RegularizerOfEach,
@@ -78,6 +79,7 @@ def stacked(
         shard = shard_for((len(placement.owners), *values.shape[1:]), divided.get(variable.name), ranks)
         stacks.append(_stack(owner, name, values, shard, ranks, **_settings(first, variable, ranks)))
     watch_optimizers()
+    watch_steps()
     return Expert(owner.name, first), stacks
 
 

@@ -15,6 +15,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.checkpoint import FIRST, LARGEST, SECOND, UPDATE, momentum
 from commlib_tensorflow._updates import lists_of, singles_of
+from commlib_tensorflow.expert._keepers import within
 
 _COMMON: tuple[tuple[type, Mapping[str, str]], ...] = (
     (keras.optimizers.Adam, {"_momentums": FIRST, "_velocities": SECOND, "_velocity_hats": LARGEST}),
@@ -31,7 +32,8 @@ class States:
     """
 
     def __init__(self, verb: str, optimizer: Any) -> None:
-        self._all = list(_within(optimizer)) if optimizer is not None else []
+        every = list(within(optimizer)) if optimizer is not None else []
+        self._all = [one for one in every if one is every[0] or one.built]  # those within may have no weights
         for one in self._all:
             _check(verb, one)
 
@@ -74,7 +76,8 @@ class States:
                 "once for all of them: give no optimizer, and begin anew"
             )
         for one in self._all if steps else ():
-            yield one._iterations, _raw(one, *steps)
+            leaves = [one] if one in self._leaves else self._leaves
+            yield one._iterations, max(_raw(leaf, *steps) for leaf in leaves)
             for accumulated in lists_of(one).get("_accumulated_gradients", ()):
                 if accumulated is not None:
                     yield accumulated, np.zeros(accumulated.shape, accumulated.dtype)
@@ -93,13 +96,6 @@ class States:
             if place is not None:
                 yield one, place
                 return
-
-
-def _within(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer, or that within one that scales losses, and those among which it divides weights."""
-    plain = getattr(optimizer, "inner_optimizer", optimizer)
-    yield plain
-    yield from getattr(plain, "_inner_optimizers", ())
 
 
 def _check(verb: str, one: Any) -> None:

@@ -1,0 +1,110 @@
+"""Experts that move between ranks take all with them that is theirs: what optimizers keep, and copies of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib import Communicator
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_tensorflow import gather_weights
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.expert import MoE, rebalance_experts
+
+pytestmark = pytest.mark.ranks(min=2)
+O = keras.optimizers  # noqa: E741
+WIDTH = 6
+
+
+def made(ranks: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    x = given = keras.Input((3, WIDTH))
+    for name in ("first", "second"):
+        x = x + MoE(Experts(8, top_k=2, hidden=4), ranks, name=name)(x)
+    return keras.Model(given, x)
+
+
+def busy(model: Any) -> None:
+    """Let the experts of the first rank be chosen most often."""
+    for name in ("first", "second"):
+        layer = model.get_layer(name)
+        layer.stats()
+        load = [9.0 if owner == 0 else 1.0 for owner in layer.mixture.placement.owners]
+        layer.mixture.counted.numbers[:] = [*load, sum(load), 0, 0]
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    """Update by gradients that are drawn for the whole model."""
+    draw, variables = np.random.default_rng(number), model.trainable_variables
+    gradients = []
+    for variable in variables:
+        shard = shard_of(variable)
+        gradient = draw.normal(size=variable.shape if shard is None else shard.sharding.shape).astype(np.float32)
+        gradients.append(tf.constant(gradient if shard is None else shard.own(gradient)))
+    optimizer.apply(gradients, variables)
+
+
+def whole(weight: Any, value: Any) -> Any:
+    shard = shard_of(weight)
+    return value.numpy() if shard is None else shard.whole(value.numpy())
+
+
+def owners(model: Any) -> list[Any]:
+    return [model.get_layer(name).mixture.placement.owners for name in ("first", "second")]
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "averages": lambda: O.Adam(0.05, use_ema=True, ema_momentum=0.5),
+    "passes": lambda: O.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "two": lambda: O.MultiOptimizer(O.OptimizerMap(O.Adam(0.05), {".*router": O.SGD(0.05, momentum=0.9)})),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["averages", *(pytest.param(one, marks=pytest.mark.long) for one in ("passes", "two"))]
+)
+def test_averages_and_copies_go_along(comm: Communicator, name: str) -> None:
+    """Moments stayed behind without the optimizer, and an average of weights was of other experts than before."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    found = []
+    for ranks in (comm.split(comm.rank, name="alone"), comm):
+        model, average, optimizer = made(ranks), made(ranks), MAKERS[name]()
+        for number in range(5):
+            if number in (2, 3):  # and between two passes
+                before = owners(model)
+                busy(model)
+                rebalance_experts(model, copies=[average])
+                assert ranks is not comm or before != owners(model) == owners(average)
+            step(model, optimizer, number)
+            for mean, weight in zip(average.weights, model.weights, strict=True):
+                mean.assign(0.5 * mean + 0.5 * weight)
+        kept = [variable for variable in optimizer.variables if variable.name.endswith("average")]
+        assert len(kept) == (len(model.trainable_variables) if name == "averages" else 0)
+        averages = [whole(*pair) for pair in zip(model.trainable_variables, kept, strict=False)]
+        found.append([*gather_weights(model), *gather_weights(average), *averages])
+    for expected, got in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_other_copies_are_refused(comm: Communicator) -> None:
+    """Before anything moves, on all ranks."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    model = made(comm)
+    for copy in (keras.Sequential([keras.Input((3, WIDTH)), keras.layers.Dense(2)]), model):
+        busy(model)
+        with pytest.raises(UsageError, match=r"one of copies=, has no mixture like first .*made and moved alike"):
+            rebalance_experts(model, copies=[copy])
+    before, other = gather_weights(model), made(comm)
+    busy(model)
+    with pytest.raises(MismatchError, match=r"rebalance_experts: first.*copy 1"):
+        rebalance_experts(model, copies=[] if comm.rank else [other])
+    for one, value in zip(before, gather_weights(model), strict=True):
+        np.testing.assert_array_equal(one, value)
