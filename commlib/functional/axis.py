@@ -53,6 +53,13 @@ class Axis:
         """Whether reductions should run beside computing: between nodes, or with cores to spare. Collective once."""
         return self.size > 1 and overlap_pays(self.comm, threads=self.threads, cores=cores_per_rank(self.comm))
 
+    @property
+    def calls(self) -> int:
+        """How many calls this process has made so far that its ranks make together: on the axis, or in the world."""
+        own = self.comm.group
+        world = (group for group in list(self.comm.runtime.groups) if group.name == "world" and group is not own)
+        return int(own.call_number + sum(group.call_number for group in world))
+
     threads = 1
     """How many threads compute on this rank."""
     entered: Any = None

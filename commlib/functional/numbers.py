@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from commlib.errors import UsageError
+from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
 from commlib.functional.differences import TOLERANCES, Pair, differs
 from commlib.functional.guide import GUIDED, Guide, sharding_of, taken
@@ -87,6 +91,8 @@ def _judged(
     evaluate = False
     whole = model.forward(call, styles, None, evaluate=evaluate)
     untold, draws = _agreed(axis, _not_whole(whole, styles), whole is not None and whole.draws)
+    if divided and not untold:
+        untold = _given_alike(axis, whole)
     if draws and not untold:
         evaluate = True
         whole = model.forward(call, styles, None, evaluate=evaluate)
@@ -131,6 +137,15 @@ def _not_whole(whole: Run | None, styles: Mapping[str, Style]) -> str:
     if whole.hides:
         return "its layers run in functions that cannot be looked into"
     return "what it is called with is a part already" if checked.came_in_parts else ""
+
+
+def _given_alike(axis: Axis, whole: Run | None) -> str:
+    """Return "" if ranks call the model with the same values: else there is no whole. Collective."""
+    steps = () if whole is None else whole.trace.steps
+    given = [whole.values[value] for step in steps if whole and step.kind == "given" for value in step.outputs]
+    said = digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
+    alike = len(set(axis.comm.all_gather_object(said))) == 1
+    return "" if alike else "ranks call it with other values"
 
 
 def _failed(whole: Run, own: Run, styles: Mapping[str, Style], checked: Checked) -> Difference | None:
@@ -273,7 +288,7 @@ class _Compared:
 def refused(difference: Difference) -> UsageError:
     """Return the error for a plan that gives other numbers."""
     suspects = difference.suspects
-    names = [state.by for state in (difference.state, *(one.state for one in suspects)) if state.by]
+    names = [state.source or state.by for state in (difference.state, *(one.state for one in suspects)) if state.by]
     by = names[0] if names else "the layers before"
     if suspects:
         at = " and of ".join(one.step.at for one in suspects[-3:])

@@ -90,6 +90,11 @@ def sources_of(length: int) -> frozenset[Source]:
     return length.sources if isinstance(length, Length) else frozenset()
 
 
+def attribute(source: Source) -> str:
+    """Return the whole name of a module's attribute; of the model's own it is that alone."""
+    return f"{source[0]}.{source[1]}" if source[0] else f"{source[1]}"
+
+
 def _computed(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
     both = [one for one in (left, right) if isinstance(one, Length)]
     if not (isinstance(left, int) and isinstance(right, int)):

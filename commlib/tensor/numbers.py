@@ -13,7 +13,7 @@ from itertools import combinations
 
 from commlib.schedule.layout import even
 from commlib.tensor.equations import UNKNOWN_LENGTH
-from commlib.tensor.lengths import Source, length_at, sources_of
+from commlib.tensor.lengths import Source, attribute, length_at, sources_of
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.states import State
 from commlib.tensor.styles import Column, PerRank, Style
@@ -123,15 +123,15 @@ def _known(part: Part, length: int, numbers: Mapping[str, PerRank], rank: int) -
         first, second = source
         if isinstance(first, int) and isinstance(second, int):
             known[source] = part.own(first, second, rank)
-        elif (name := f"{first}.{second}") in numbers:
+        elif (name := attribute(source)) in numbers:
             known[source] = numbers[name].own(part.model.numbers[name], rank, part.size)
     return known
 
 
 def _attributes(step: Step) -> set[str]:
     """Return the attributes of modules of which the numbers that a step asks for were computed."""
-    return {f"{a}.{b}" for asked in step.asked for a, b in sources_of(asked) if isinstance(a, str)}
+    return {attribute(one) for asked in step.asked for one in sources_of(asked) if isinstance(one[0], str)}
 
 
 def _used(trace: Trace) -> set[str]:
-    return {f"{a}.{b}" for a, b in trace.used if isinstance(a, str)}
+    return {attribute(one) for one in trace.used if isinstance(one[0], str)}

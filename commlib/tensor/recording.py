@@ -92,10 +92,21 @@ class Recording:
 
 def running_line(packages: Sequence[str]) -> str:
     """Return the line of the user's code that is running, as file:line. packages: folders of what is not the user's."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _outside(packages)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def runs_within(folders: Sequence[str], packages: Sequence[str]) -> bool:
+    """Return whether what is running, but for that of some packages, is in one of these folders."""
+    frame = _outside(packages)
+    return frame is not None and frame.f_code.co_filename.startswith(tuple(folders))
+
+
+def _outside(packages: Sequence[str]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 @contextmanager

@@ -39,8 +39,7 @@ def forward(
         return None
     if guide is not None and guide.cuts:
         changes += _numbers_of_rank(model, axis, styles)
-    calls = axis.comm.group
-    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: calls.call_number, keeps=guide is None)
+    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, keeps=guide is None)
     error, messages = None, _Messages()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -90,13 +90,38 @@ def _normalized(called: Called) -> Found | None:
     return _equation(Equation(found.inputs, found.output, frozenset(range(rank - count, rank))))
 
 
-def _reduced(called: Called) -> Found | None:
+def _reduced(called: Called, place: int = 1, default: int | None = None) -> Found | None:
     if len(called.inputs) > 1:
-        return _pointwise(called)
-    given = called.argument(1, "dim", called.options.get("axis"))
-    dims = range(len(called.shape)) if given is None else (given,) if isinstance(given, int) else given
+        return _pointwise(called) if place == 1 else None
+    given = called.argument(place, "dim", called.options.get("axis", default))
+    whole = given is None or isinstance(given, bool)  # how a variance is estimated
+    dims = range(len(called.shape)) if whole else (given,) if isinstance(given, int) else given
     kept = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
     return _equation(equations.reduced(called.shape, dims or range(len(called.shape)), kept=kept))
+
+
+def _pooled(called: Called) -> Found | None:
+    """Pooling of images, or of what else has one or three dimensions behind its channels: max_pool2d has two."""
+    images = int(called.name.partition("pool")[2][0])
+    return _equation(equations.along(called.shape, range(-images, 0)))
+
+
+def _padded(called: Called) -> Found | None:
+    given = called.argument(1, "pad")
+    if not isinstance(given, Sequence) or len(called.inputs) > 1:
+        return None
+    return _equation(equations.along(called.shape, range(-(len(given) // 2), 0)))
+
+
+def _resized(called: Called) -> Found | None:
+    return _equation(equations.along(called.shape, range(2, len(called.shape))))
+
+
+def _over_channels(called: Called) -> Found | None:
+    """Norms of each example over its channels, or some of them, and images."""
+    if len(called.inputs) > 1:
+        return None
+    return _equation(equations.along(called.shape, range(1, len(called.shape))))
 
 
 def _loss(called: Called) -> Found | None:
@@ -263,18 +288,26 @@ ASKING = (
 )  # fmt: skip
 """They take numbers for lengths and places; others compute with them."""
 
+_POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
+
 _POINTWISE = (
-    "abs", "add", "addcdiv", "addcmul", "and", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
-    "broadcast_to", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
-    "detach", "div", "divide", "double", "elu", "empty_like", "eq", "erf", "exp", "exp2", "expand", "expand_as",
-    "fill", "float", "floor", "floor_divide", "floordiv", "full_like", "ge", "gelu", "gt", "half", "hardsigmoid",
-    "hardswish", "hardtanh", "iadd", "imul", "int", "invert", "isfinite", "isinf", "isnan", "isub", "itruediv",
-    "le", "leaky_relu", "lerp", "log", "log1p", "log2", "log_sigmoid", "logical_and", "logical_not", "logical_or",
-    "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mod", "mse_loss", "mul", "multiply",
-    "nan_to_num", "ne", "neg", "negative", "ones_like", "or", "pow", "radd", "reciprocal", "relu", "relu6",
-    "remainder", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "round", "selu", "sigmoid", "sign", "silu", "sin",
-    "softplus", "softsign", "sqrt", "square", "sub", "subtract", "tanh", "to", "truediv", "type", "type_as",
-    "where", "xor", "zero", "zeros_like",
+    "abs", "acos", "acosh", "add", "addcdiv", "addcmul", "and", "angle", "asin", "asinh", "atan", "atan2", "atanh",
+    "bfloat16", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor",
+    "bool", "broadcast_to", "byte", "ceil", "celu", "char", "clamp", "clamp_max", "clamp_min", "clip", "clone",
+    "complex", "conj", "contiguous", "copy", "copysign", "cos", "cosh", "cpu", "cuda", "data", "deg2rad", "detach",
+    "digamma", "div", "divide", "double", "elu", "empty_like", "entr", "eq", "erf", "erfc", "erfcx", "erfinv", "exp",
+    "exp2", "expand", "expand_as", "expit", "expm1", "fill", "float", "float_power", "floor", "floor_divide",
+    "floordiv", "fmax", "fmin", "fmod", "frac", "full_like", "gammaln", "ge", "gelu", "gt", "half", "hardshrink",
+    "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot", "i0", "i0e", "i1", "i1e", "iadd", "imag", "imul",
+    "int", "invert", "isclose", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isub", "itruediv", "le",
+    "leaky_relu", "lerp", "lgamma", "log", "log1p", "log2", "log_ndtr", "log_sigmoid", "logaddexp", "logaddexp2",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill",
+    "maximum", "minimum", "mish", "mod", "mse_loss", "mul", "multiply", "nan_to_num", "ndtr", "ndtri", "ne", "neg",
+    "negative", "nextafter", "ones_like", "or", "pin_memory", "polar", "positive", "pow", "rad2deg", "radd", "real",
+    "reciprocal", "relu", "relu6", "remainder", "requires_grad", "resolve_conj", "resolve_neg", "rmul", "round", "rpow",
+    "rsqrt", "rsub", "rtruediv", "selu", "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
+    "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold",
+    "to", "truediv", "trunc", "type", "type_as", "where", "xlog1py", "xlogy", "xor", "zero", "zeros_like",
 )  # fmt: skip
 
 NUMBERS = {
@@ -286,7 +319,7 @@ NUMBERS = {
 
 _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
-    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d"), _dropout),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort", "glu"), _along),
     "logcumsumexp": _along,
     "topk": lambda called: _along(called, -1, 2),
@@ -297,9 +330,19 @@ _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "logsumexp", "all", "any", "argmax",
-         "argmin"),
+         "argmin", "nansum", "nanmean", "count_nonzero", "var_mean", "std_mean", "median", "nanmedian"),
         _reduced,
     ),
+    **dict.fromkeys(("norm", "vector_norm", "quantile", "nanquantile"), lambda called: _reduced(called, 2)),
+    "kthvalue": lambda called: _reduced(called, 2, -1),
+    "mode": lambda called: _reduced(called, 1, -1),
+    **dict.fromkeys(("cummax", "cummin"), _along),
+    "diff": lambda called: _along(called, -1, 2),
+    **dict.fromkeys((f"{kind}_pool{n}d" for kind in _POOLS for n in (1, 2, 3)), _pooled),
+    **dict.fromkeys((f"max_pool{n}d_with_indices" for n in (1, 2, 3)), _pooled),
+    "pad": _padded,
+    **dict.fromkeys(("interpolate", "upsample"), _resized),
+    **dict.fromkeys(("group_norm", "local_response_norm"), _over_channels),
     **dict.fromkeys(("cross_entropy", "nll_loss", "mse_loss", "l1_loss"), _loss),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "T", "mT", "H", "mH"), _transpose),
     "permute": _permute,

@@ -18,7 +18,7 @@ import commlib
 from commlib.errors import UsageError
 from commlib.functional.guide import GUIDED, Guide
 from commlib.tensor.lengths import Length
-from commlib.tensor.recording import Recording, replaced, running_line
+from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Style
 from commlib.tensor.trace import Trace
 from commlib_torch._unnoticed import fresh, unnoticed
@@ -34,7 +34,8 @@ TRANSFORMS = (
 )  # fmt: skip
 """Transforms of functions, whose inside has tensors of its own, and where they are looked up."""
 
-_PACKAGES = tuple(f"{folder}/" for folder in (*torch.__path__, *commlib.__path__, Path(__file__).parents[1]))
+_TORCH = tuple(f"{folder}/" for folder in torch.__path__)
+_OURS = tuple(f"{folder}/" for folder in (*commlib.__path__, Path(__file__).parents[1]))
 
 
 def attempted(
@@ -289,7 +290,9 @@ class Recorder(TorchFunctionMode):
             result = list(result)
         if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
             self._note(name, args, options, outputs)
-        elif name in NUMBERS and (inputs := tensors_in([args, options])):
+        elif (
+            name in NUMBERS and (inputs := tensors_in([args, options])) and not runs_within(_OURS, (*_TORCH, __file__))
+        ):
             text = f"{NUMBERS[name]} in {self._place_in_model()}"
             self._recording.add("", "number", inputs, (), text=text, place=_line())
         return iter(result) if name == "iter" else result
@@ -319,7 +322,7 @@ def _is_discrete(tensor: Tensor) -> bool:
 
 
 def _line() -> str:
-    return running_line(_PACKAGES)
+    return running_line((*_TORCH, *_OURS))
 
 
 def _name(func: Any) -> str:

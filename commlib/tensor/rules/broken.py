@@ -31,7 +31,8 @@ class PlanError(UsageError):
     """A plan that breaks a rule, one of `RULES`, at a step."""
 
     def __init__(self, step: Step, rule: str, came: str, todo: str, state: State = UNKNOWN) -> None:
-        super().__init__(f"plan: {step.at}: {RULES[rule]}, but {came}: {todo}")
+        place = f" ({step.place})" if step.place else ""
+        super().__init__(f"plan: {step.where}: {RULES[rule]}, but {came}: {todo}{place}")
         self.step, self.rule, self.state = step, rule, state
 
 

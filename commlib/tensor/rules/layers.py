@@ -91,6 +91,8 @@ def table(following: Following, step: Step) -> State:
         raise PlanError(step, "gradient", came, "look rows up before what divides them", state)
     if isinstance(style, Vocabulary):
         return _left(following, step, style.sequence)
+    if isinstance(style, Column) and style.sequence is not None and state.origin == "given":
+        following.came_divided(step.inputs[0], State("sequence", following.dim(style.sequence, step.inputs[0])))
     if isinstance(style, Column) and not style.gather:
         return State("features", following.result_dim(-1, step), step.layer)
     return SHARED if isinstance(style, Replicate) and style.into_sharded else COMPUTED

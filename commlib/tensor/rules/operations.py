@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commlib.tensor.lengths import sources_of
+from commlib.tensor.lengths import attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Following
 from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
@@ -22,7 +22,7 @@ def given(following: Following, step: Step) -> State:
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
     for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
         for source in sources_of(length):
-            if (name := f"{source[0]}.{source[1]}") in following.styles:  # filled on each rank with its own number
+            if (name := attribute(source)) in following.styles:  # filled on each rank with its own number
                 return State("features", dim, name)
     following.doubt(step, _UNKNOWN)
     if step.kind == "given":
