@@ -71,6 +71,11 @@ def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def mark_part(value: Tensor, shard: Shard) -> None:
+    """Let a tensor that is saved know what it is a part of."""
+    setattr(value, MARK, Part(shard))
+
+
 def check_part(name: str, value: Tensor, shard: Shard) -> None:
     """Raise UsageError for a value that is loaded and says that it is another part than the one of `shard`."""
     mark = getattr(value, MARK, None)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 from commlib_torch._saved_parts import MARK as _MARK
-from commlib_torch._saved_parts import Part
+from commlib_torch._saved_parts import Part, mark_part
 
 _SHARDS = "commlib_shards"
 _MADE_OF = ("_orig", "_g", "_v")
@@ -149,7 +149,7 @@ def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     for name, shard in shards_of(module).items():
         value = state.get(prefix + name)
         if value is not None and shard_of(value) is None:
-            setattr(value, _MARK, Part(shard))
+            mark_part(value, shard)
 
 
 @functools.cache

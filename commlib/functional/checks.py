@@ -192,6 +192,14 @@ def _settle(verdict: Verdict, doubts: Sequence[Doubt], *, warns: bool) -> None:
     _warn(verdict.left(doubts) if warns else (), verdict.untold)
 
 
+def not_checked(model: str, layer: str) -> str:
+    """Return what is said where a divided layer is called, and its model was not, so that no call could be checked."""
+    return (
+        f"the plan of the divided layers of {model} is not checked: {layer} is called before the model itself is. Call "
+        "the model, or give parallelize an example= or verify="
+    )
+
+
 def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
     """Check the rules for a call of a model that is divided. Raises PlanError, a UsageError.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import keras
@@ -153,6 +154,42 @@ def test_an_optimizer_of_an_own_loop_is_divided(comm: Any, traced: bool) -> None
         for _ in range(2):
             train(one, optimizer)
     close(model, plain)
+
+
+class Own(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Needs all features between two layers if it is wrong."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.wrong = keras.layers.Dense(8, name="up"), keras.layers.Dense(6, name="down"), wrong
+
+    def call(self, x: Any) -> Any:
+        return self.encode(x)
+
+    def encode(self, x: Any) -> Any:
+        h = self.up(x)
+        return self.down(tf.nn.softmax(h) if self.wrong else tf.nn.relu(h))
+
+
+def test_a_call_around_the_model_is_told(comm: Any) -> None:
+    """It was not checked, and nobody said so; and a model that was refused once was taken the next time."""
+    for wrong in (False, True):
+        model = Own(wrong)
+        model(X)
+        parallelize(model, comm, PLAN)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.encode(tf.constant(X))
+            model.encode(tf.constant(X))
+        said = [str(one.message) for one in caught if "not checked" in str(one.message)]
+        assert len(said) == (comm.rank == 0), said
+        assert not said or "of Own is not checked: up is called before the model itself" in said[0]
+        for _ in range(2):
+            if wrong:
+                with pytest.raises(UsageError, match="oftmax"):
+                    model(X)
+            else:
+                model(X)
 
 
 def test_quantisation_of_a_divided_layer_is_refused(comm: Any) -> None:

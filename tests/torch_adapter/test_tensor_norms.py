@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib import Mesh
-from commlib.errors import MismatchError
+from commlib.errors import MismatchError, UsageError
 from commlib.expert.experts import Experts
 from commlib.tensor import Column, Row
 from commlib_torch import DataParallel, DistributedOptimizer, broadcast_parameters, clip_grad_norm_
@@ -186,6 +187,45 @@ def test_state_from_before_the_model_was_divided_is_divided(comm: Any, kind: str
     state = gather_optimizer_state(optimizers[1], model.named_parameters())["state"]
     for (name, _), kept in zip(plain.named_parameters(), optimizers[0].state_dict()["state"].values(), strict=True):
         close(state[name], kept)
+
+
+def trained(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(steps):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def test_whole_state_may_be_loaded_at_any_time(comm: Any) -> None:
+    plain, model = whole(), parallelize(whole(), comm, PLAN)
+    optimizers = [trained(one) for one in (plain, model)]
+    trained_more = copy.deepcopy(optimizers[0].state_dict())
+    for one, optimizer in zip((plain, model), optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(trained_more))
+        backward(one, 7)
+        optimizer.step()
+    close(gather_state_dict(model), dict(plain.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:rank . of")
+def test_state_of_another_part_is_refused(comm: Any, tmp_path: Any) -> None:
+    """Moments of another rank's part have the same shape, and were taken for one's own."""
+    model = parallelize(whole(), comm, PLAN)
+    optimizer = trained(model)
+    state = optimizer.state_dict()
+    torch.save(state, tmp_path / "own.pt")
+    everyone = comm.all_gather_object((tmp_path / "own.pt").read_bytes())
+    backward(model)
+    optimizer.load_state_dict(torch.load(io.BytesIO(everyone[comm.rank])))
+    optimizer.step()
+    if comm.size > 1:
+        optimizer.load_state_dict(torch.load(io.BytesIO(everyone[comm.rank - 1])))
+        with pytest.raises(
+            UsageError, match=rf"AdamW keeps on rank {comm.rank} .*the part of rank .*gather_state_dict"
+        ):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["optimizer", "wrapper"])

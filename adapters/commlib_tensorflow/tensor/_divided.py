@@ -37,6 +37,8 @@ class OwnVariables:
     lora_rank: int
     lora_alpha: float
     style: Any
+    plan_check: Any = None
+    """What hears of its first use, where the plan is not checked yet."""
     agreement: Agreement | None = None
     """That of all ranks on this layer; None while it is whole."""
 
@@ -56,6 +58,8 @@ class OwnVariables:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the layer; the first time, compare how ranks do that, but not while Keras asks for shapes alone."""
         if self.agreement is not None and not self.agreement.is_settled("first used") and tf.is_tensor(args[0]):
+            if self.plan_check is not None:
+                self.plan_check.used(self.name)
             self.compare("first used", input=f"{args[0].dtype.name}, {len(args[0].shape)} dimensions")
         return super().__call__(*args, **options)  # type: ignore[misc]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.checks import check_first_call, check_parts
+from commlib.functional.checks import check_first_call, check_parts, not_checked
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
@@ -68,10 +69,17 @@ def _spec(one: Any) -> tf.TensorSpec:
 
 
 class Unchecked:
-    """What the layers of a model have whose plan is to be checked yet."""
+    """What the layers of a model have whose plan is to be checked yet. model: its name."""
 
-    def __init__(self, *, warns: bool) -> None:
-        self.warns, self.done = warns, False
+    def __init__(self, model: str, *, warns: bool) -> None:
+        self._model, self.warns = model, warns
+        self.done = self.is_checking = False
+
+    def used(self, name: str) -> None:
+        """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
+        if self.warns and not (self.done or self.is_checking):
+            self.warns = False
+            warnings.warn(not_checked(self._model, name), stacklevel=4)
 
 
 def check_stages(comm: Communicator, graph: Any) -> None:
@@ -92,18 +100,23 @@ def check_stages(comm: Communicator, graph: Any) -> None:
 
 def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> None:
     """Check a divided model's plan when it is called for the first time, before that call."""
-    unchecked = Unchecked(warns=axis.rank == 0)
+    unchecked = Unchecked(type(model).__name__, warns=axis.rank == 0)
     for name in styles_in(layers):
         layers[name].plan_check = unchecked
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         del model.call  # that of the class is left
         specs = keras.tree.map_structure(_spec, inputs)
+        unchecked.is_checking = True
         try:
             check_first_call(axis, Traced(model, layers), specs, divided_output=divided_output, warns=unchecked.warns)
+            unchecked.done = True
         except UsageError as error:
             raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
-        unchecked.done = True
+        finally:
+            unchecked.is_checking = False
+            if not unchecked.done:
+                model.call = call  # which refuses it again
         return model.call(inputs, *args, **options)
 
     model.call = call

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
 from commlib.functional.axis import Axis
-from commlib.functional.checks import check_first_call, check_parts
+from commlib.functional.checks import check_first_call, check_parts, not_checked
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
@@ -115,11 +115,7 @@ class AtFirstCall:
         """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
         if not (self.done or self._is_checking or not self.warns):
             self.warns = False
-            warnings.warn(
-                f"the plan of the divided layers of {self._model} is not checked: {name} is called before the model "
-                f"itself is. Call the model, or give parallelize an example= or verify=",
-                stacklevel=6,  # who calls the layer
-            )
+            warnings.warn(not_checked(self._model, name), stacklevel=6)  # who calls the layer
 
 
 def check_stages(

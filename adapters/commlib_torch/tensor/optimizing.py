@@ -19,6 +19,7 @@ from commlib.functional.optimizers import check_optimizer
 from commlib.functional.shards import world_ranks
 from commlib.functional.whole_weights import MOST, check_whole, is_due
 from commlib_torch._bridge import back, dtype_name, host_array
+from commlib_torch._saved_parts import check_part, mark_part
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
 from commlib_torch._shards import shard_of
 from commlib_torch.clip import squares_of, values_of
@@ -56,6 +57,8 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count, self.divisions = 0, 0
+        self.state: Any = None
+        """What the optimizer kept at the last look: loading makes another one."""
 
 
 class _Divided:
@@ -73,25 +76,35 @@ def state_may_be_whole() -> None:
 
 
 def _look(optimizer: Optimizer) -> None:
-    steps = _STEPS.setdefault(optimizer, _Steps())
+    steps = _STEPS.get(optimizer)
+    if steps is None:
+        steps = _STEPS[optimizer] = _Steps()
     steps.count += 1
     due = is_due(steps.count)
-    if due or steps.divisions != _Divided.divisions:
-        steps.divisions = _Divided.divisions
-        _divide_state(optimizer)
+    if due or steps.divisions != _Divided.divisions or steps.state is not optimizer.state:
+        steps.divisions, steps.state = _Divided.divisions, optimizer.state
+        _settle_state(optimizer)
     if due:
         _check_whole(optimizer)
 
 
-def _divide_state(optimizer: Optimizer) -> None:
-    """Cut what an optimizer keeps for whole weights that are divided by now."""
+def _settle_state(optimizer: Optimizer) -> None:
+    """Cut what an optimizer keeps for whole weights that are divided by now, and mark what it keeps for parts.
+
+    So a file of it says of which part that is. Raises UsageError for what was loaded, and is of another one.
+    """
     for parameter, kept in optimizer.state.items():
         shard = shard_of(parameter) if isinstance(parameter, Tensor) else None
         if shard is None or shard.is_local or tuple(parameter.shape) == shard.sharding.shape:
             continue
         for key, value in kept.items():
-            if isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
+            if not isinstance(value, Tensor):
+                continue
+            if tuple(value.shape) == shard.sharding.shape:
                 kept[key] = back(shard.own(host_array(value)), value)
+            elif value.shape == parameter.shape:
+                check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
+                mark_part(value, shard)
 
 
 def _check_whole(optimizer: Optimizer) -> None:
