@@ -40,6 +40,12 @@ def rows(comm: Any, seed: int) -> Tensor:
     return torch.randn(2 * comm.size, 3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def other_ranks(comm: Any) -> Any:
+    found = comm.split(0, name="other ranks")
+    assert found is not None
+    return found
+
+
 def mine(comm: Any, x: Tensor) -> Tensor:
     own: Tensor = x.chunk(comm.size)[comm.rank]
     return own
@@ -86,24 +92,36 @@ def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool)
             )
         average = AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         plain: Any = copy.deepcopy(copy.copy(average.module))  # what was in between has gone
+        loaded: Any = Blocks(ranks if gives_optimizer or not moves else other_ranks(comm)).double()
+        loaded.load_state_dict(own.state_dict())
+        given: Any = Blocks(ranks).double()
+        given.load_state_dict(gather_state_dict(own))  # values alone
         for step in range(6):
             x = rows(comm, step)
             for model, by in ((own, optimizer), (other, second)):
                 trained(model, by, mine(comm, x) if moves else x)
             if moves and step in (1, 3, 4):
                 busy(model := own if step < 4 else average.module, step)
-                rebalance_experts(model, optimizer if gives_optimizer else None)
+                rebalance_experts(model, optimizer if gives_optimizer else None, copies=[given])
                 assert owners(own)[0] != owners(own)[1]
                 assert owners(own) == owners(other) == owners(average.module) == owners(plain)
+                assert owners(own) == owners(loaded) == owners(given)
             average.update_parameters(own)
+            loaded.blocks[1].load_state_dict(own.blocks[1].state_dict())
             with torch.no_grad():
+                for old, new in zip(loaded.blocks[0].parameters(), own.blocks[0].parameters(), strict=True):
+                    old.lerp_(new, 0.5)
+                for old, new in zip(given.parameters(), own.parameters(), strict=True):
+                    old.lerp_(new, 0.5)
                 for old, new in zip(plain.parameters(), own.parameters(), strict=True):
                     old.mul_(0.9).add_(new, alpha=0.1)
-        found.append([gather_state_dict(model) for model in (own, other, average.module, plain)])
+        found.append([gather_state_dict(model) for model in (own, other, average.module, plain, loaded, given)])
         x = rows(comm, 9)
         found[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
     found[0][-1] = {"outputs": mine(comm, found[0][-1]["outputs"])}
-    for what, expected, got in zip(("model", "other", "average", "plain", "outputs"), *found, strict=True):
+    for what, expected, got in zip(
+        ("model", "other", "average", "plain", "loaded", "given", "outputs"), *found, strict=True
+    ):
         for name, value in expected.items():
             near(got[name], value, f"{what}: {name}")
 
@@ -137,6 +155,9 @@ def test_what_it_cannot_take_along(comm: Communicator) -> None:
         del average, optimizer.state[expert]
     else:
         del optimizer.state[expert]
+    for wrong in (model.blocks[0], model, Blocks(single(comm)).double(), nn.Linear(2, 2)):
+        with pytest.raises(UsageError, match=r"one of copies=, has no mixture like MoE whose experts are on the same"):
+            rebalance_experts(model, copies=[wrong])
     assert owners(model) == before
     assert all(map(torch.equal, model.parameters(), weights))
     busy(model, 0)

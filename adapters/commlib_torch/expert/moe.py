@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ class MoE(KeepsShards, KeepsLosses):
         self._tensor = found.tensor if divided else None
         self.family = Family()
         self._number = self.family.join(self)
+        _living.add(self)
+        self.register_load_state_dict_pre_hook(_become_copy)  # type: ignore[no-untyped-call]
         watch_steps()
         self.register_buffer("expert_bias", None)
         if experts.bias_rate:
@@ -153,6 +156,7 @@ class MoE(KeepsShards, KeepsLosses):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._number = self.family.join(self, self._number)  # it is a copy
+        _living.add(self)
 
     @property
     def _title(self) -> str:
@@ -206,6 +210,27 @@ class MoE(KeepsShards, KeepsLosses):
     def extra_repr(self) -> str:
         """Say how many experts there are, and where."""
         return f"{self.width}, {self.options.count} experts, {self.mixture.ranks.axis!r}"
+
+
+_living: weakref.WeakSet[MoE] = weakref.WeakSet()
+
+
+def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Note that a layer is a copy of the one whose weights it is about to load, not only values of them."""
+    name, own = next(iter(layer.experts.named_parameters()))
+    given = state.get(f"{prefix}experts.{name}")
+    if not isinstance(given, Tensor) or given.shape != own.shape or not given.numel():
+        return
+    for other in list(_living):
+        if other is layer or next(other.experts.parameters()).data_ptr() != given.data_ptr():
+            continue
+        family = other.family
+        if family is layer.family:
+            family.relate(layer._number, other._number)
+            return
+        for one, number in family.marry(layer.family, layer._number, other._number).items():
+            one.family, one._number = family, number
+        return
 
 
 def _exact(bias: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from commlib.expert.moving import moved
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import placed
 from commlib.functional.agreement import together
+from commlib.functional.shards import world_ranks
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._shards import change_shard, shards_of
 from commlib_torch.expert._family import Family
@@ -24,47 +25,77 @@ from commlib_torch.expert.moe import MoE
 
 
 def rebalance_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, least: float = 1.1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    least: float = 1.1,
+    copies: Sequence[nn.Module] = (),
 ) -> dict[str, tuple[float, float]]:
     """Exchange experts between ranks where that relieves the busiest one, with what an optimizer keeps for them.
 
     It goes by how often experts were chosen since the last time, or since `expert_stats`, by tokens of all ranks; call
     it between steps, every some hundred of them. A layer whose busiest rank would not get `least` times less stays as
-    it is. Copies of a layer, such as that of an average of weights, and what any optimizer keeps for these, go with it.
-    optimizer: one that may not have made a step yet.
+    it is. Copies of a layer, such as that of an average of weights, and what any optimizer keeps for these, go with it:
+    those that `copy.deepcopy` has made, and those that have loaded the layer's own state. optimizer: one that may not
+    have made a step yet. copies: other models with the same mixtures.
 
     Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts go, for an optimizer that keeps something else for them than for
-    each element of their weights; MismatchError if ranks have other copies, or optimizers.
+    UsageError on all ranks, before a layer's experts go, for `copies` with other mixtures, and for an optimizer that
+    keeps something else for them than for each element of their weights; MismatchError if ranks have other copies, or
+    optimizers.
 
         ct.rebalance_experts(model, optimizer)
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    copies = _copies(layers)
+    layers = _mixtures(model)
+    following = _copies(layers, copies)
     found: dict[str, tuple[float, float]] = {}
     for layer in layers:
         placement, before, after = layer.mixture.better_placement(least)
         if placement == layer.mixture.placement:
             after = before
         else:
-            _move(layer, copies[id(layer)], optimizer, placement)
+            _move(layer, following[id(layer)], optimizer, placement)
         found[layer.mixture.name_among(found)] = before, after
     return found
 
 
-def _copies(layers: Sequence[MoE]) -> dict[int, list[MoE]]:
-    """Return the copies that go with each layer, by its id. Collective."""
+def _mixtures(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def _copies(layers: Sequence[MoE], given: Sequence[nn.Module]) -> dict[int, list[MoE]]:
+    """Return the copies that go with each layer, by its id. given: models that have some. Collective."""
+    pairs: dict[MoE, MoE] = {}
+    if layers:
+        pairs = together(layers[0].mixture.ranks.data, lambda: dict(_given(layers, given)))
     for layer in layers:
-        comm, count = layer.mixture.ranks.axis.comm, len(_living(layers)[id(layer)])
+        comm, count = layer.mixture.ranks.axis.comm, len(_living(layers, pairs)[id(layer)])
         if len(set(comm.all_gather_object(count))) > 1:
             gc.collect()  # some ranks may have some no more that others have not missed yet
-            count = len(_living(layers)[id(layer)])
+            count = len(_living(layers, pairs)[id(layer)])
             what = f"rebalance_experts: {layer.mixture.name}"
             check_agreement(comm, what, [f"copies of the layer, such as averages of weights: {count}"])
-    return _living(layers)
+    return _living(layers, pairs)
 
 
-def _living(layers: Sequence[MoE]) -> dict[int, list[MoE]]:
+def _given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator[tuple[MoE, MoE]]:
+    """Yield (copy, layer) of models that are given. Raises UsageError for other mixtures than those of the layers."""
+    for model in models:
+        found = _mixtures(model)
+        for number, layer in enumerate(layers):
+            copy = found[number] if len(found) == len(layers) else layer
+            shapes = [[(one.dtype, one.shape) for one in each.experts.parameters()] for each in (copy, layer)]
+            if copy is layer or shapes[0] != shapes[1] or not _are_together(copy, layer):
+                raise UsageError(
+                    f"rebalance_experts: {type(model).__name__}, one of copies=, has no mixture like "
+                    f"{layer.mixture.name} whose experts are on the same ranks: give models that are made and moved "
+                    "alike from the beginning"
+                )
+            yield copy, layer
+
+
+def _living(layers: Sequence[MoE], given: Mapping[MoE, MoE]) -> dict[int, list[MoE]]:
+    """Return the copies that go with each layer, by its id: those that are known, and given ones with their layer."""
     families: dict[int, tuple[Family, list[MoE]]] = {}
     for layer in layers:
         families.setdefault(id(layer.family), (layer.family, []))[1].append(layer)
@@ -73,12 +104,19 @@ def _living(layers: Sequence[MoE]) -> dict[int, list[MoE]]:
         for layer, copies in zip(own, family.copies(own), strict=True):
             mixtures = {id(layer.mixture): layer.mixture}
             found[id(layer)] = []
-            for copy in copies:
-                if id(copy.mixture) in mixtures or copy.mixture.placement != layer.mixture.placement:
+            mine = [copy for copy, original in given.items() if original is layer]
+            for copy in [*mine, *(one for one in copies if one not in given)]:
+                if id(copy.mixture) in mixtures or not _are_together(copy, layer):
                     continue  # a shallow copy, or one whose experts are elsewhere
                 mixtures[id(copy.mixture)] = copy.mixture
                 found[id(layer)].append(copy)
     return found
+
+
+def _are_together(copy: MoE, layer: MoE) -> bool:
+    one, other = copy.mixture, layer.mixture
+    ranks = [world_ranks(each.ranks.axis.comm) for each in (one, other)]
+    return ranks[0] == ranks[1] and one.placement == other.placement
 
 
 @torch.no_grad()
@@ -97,7 +135,10 @@ def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | 
             parameter.grad = None
     mixture.place(placement)
     for copy in copies:
-        copy.mixture.follow(mixture)
+        if copy.mixture.ranks is mixture.ranks:
+            copy.mixture.follow(mixture)
+        else:
+            copy.mixture.place(placement)
 
 
 def _agreed(
