@@ -25,7 +25,8 @@ def reduced(gradients: Sequence[Any], variables: Sequence[Any], op: str, ranks: 
     different sizes.
     """
     shards = [shard_of(variable) for variable in variables]
-    reduced_apart((variable.path, shard) for variable, shard in zip(variables, shards, strict=True))
+    names = [getattr(variable, "path", variable.name) for variable in variables]  # those of TensorFlow have no path
+    reduced_apart(zip(names, shards, strict=True))
     found = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     there = [place for place, gradient in enumerate(found) if gradient is not None]
     copied = [place for place in there if _of(shards[place]).replicas is not None]

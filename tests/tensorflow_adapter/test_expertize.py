@@ -157,6 +157,8 @@ def test_what_experts_cannot_have_is_refused_by_name(comm: Communicator) -> None
             expertize(made, comm, plan(comm, copy=True))
         assert [type(layer) for layer in made.layers] == layers, name
         np.testing.assert_array_equal(made(rows(comm)), expected, err_msg=name)
+    with pytest.raises(UsageError, match=r"expertize: expected a keras.Model, got builtins.list"):
+        expertize([], comm, plan(comm))
     made = dense(kernel_regularizer="l2")
     with pytest.raises(UsageError, match=r"kernel has a regularizer, and built-in experts \(hidden=\) have none"):
         expertize(made, comm, plan(comm, hidden=3))

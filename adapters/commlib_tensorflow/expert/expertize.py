@@ -71,7 +71,7 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         raise UsageError(NO_XLA_DIVIDED)
     if getattr(getattr(model, "optimizer", None), "built", False):
         raise UsageError("expertize: the model has been trained: its optimizer knows the weights that would go")
-    named = layers_named(model)
+    named = layers_named(model, "expertize")
     places = {name: place for place, name in enumerate(named)}
     resolved = resolve(plan, list(named), (Experts,))
     found = [(places[name], only(name, named[name]), experts) for name, experts in resolved.items()]

@@ -14,12 +14,12 @@ def layers_of(model: Any) -> dict[str, Any]:
     return {name: same[0] for name, same in layers_named(model).items()}
 
 
-def layers_named(model: Any) -> dict[str, list[Any]]:
+def layers_named(model: Any, verb: str = "parallelize") -> dict[str, list[Any]]:
     """Return all layers within a model by their names. Raises UsageError for what is no model of Keras 3."""
     if not isinstance(model, keras.Model):
         of = type(model).__module__.split(".")[0]
         hint = ": models of Keras 2 cannot be divided, use Keras 3" if of == "tf_keras" else ""
-        raise UsageError(f"parallelize: expected a keras.Model, got {of}.{type(model).__name__}{hint}")
+        raise UsageError(f"{verb}: expected a keras.Model, got {of}.{type(model).__name__}{hint}")
     found: dict[str, list[Any]] = {}
     _walk(model, "", (), found)
     return found
