@@ -58,18 +58,21 @@ def powers_of(
 ) -> Iterator[tuple[Communicator | None, float]]:
     """Yield as `powers_by_axis` does for (gradient, whose it is); that of nobody is whole."""
     pairs = list(given)
-    comms = [None if owner is None or (shard := shard_of(owner)) is None else shard.axis.comm for _, owner in pairs]
+    shards = [None if owner is None else shard_of(owner) for _, owner in pairs]
+    squares: Iterator[float] = iter(())
     if norm_type == 2:
         squares = squares_of([values_of(gradient) for gradient, _ in pairs if gradient is not None])
-        for comm, (gradient, _) in zip(comms, pairs, strict=True):
-            yield comm, 0.0 if gradient is None else next(squares)
-        return
-    for comm, (gradient, _) in zip(comms, pairs, strict=True):
+    for shard, (gradient, _) in zip(shards, pairs, strict=True):
         power = 0.0
-        if gradient is not None and gradient.numel():
+        if gradient is not None and norm_type == 2:
+            power = next(squares)
+        elif gradient is not None and gradient.numel():
             norm = float(torch.linalg.vector_norm(_sizes(gradient), norm_type, dtype=torch.float64))
             power = norm if norm_type == math.inf else norm**norm_type
-        yield comm, power
+        if shard is None:
+            yield None, power
+        else:
+            yield shard.axis.comm, power if shard.is_counted else 0.0
 
 
 def _sizes(gradient: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Axis:
         self.codec = None if codec is None else codec_of(codec)
         self.empty = empty
         self._plain = Plain(comm)
+        self._sharers: dict[int, Axis] = {}
         self._encoded = None if self.codec is None else Encoded(comm, self.codec)
 
     def wire(self, dtype: Any) -> Wire:
@@ -47,6 +48,15 @@ class Axis:
             yield
         finally:
             self._encoded = encoded
+
+    def sharers(self, copies: int) -> Axis:
+        """Return the axis of the ranks that share a part of a weight with this one. Collective once for each."""
+        if copies not in self._sharers:
+            name = f"{self.comm.name}, sharing"
+            comm = self.comm.split(self.rank // copies, name=name)
+            assert comm is not None
+            self._sharers[copies] = Axis(comm, self.codec, empty=self.empty)
+        return self._sharers[copies]
 
     @cached_property
     def overlaps(self) -> bool:

@@ -94,7 +94,7 @@ class Checks:
 
         def checked() -> tuple[Trace, Checked]:
             whole = _traced(model, call, styles)
-            return whole, check(whole, styles, divided_output=divided_output)
+            return whole, check(whole, styles, divided_output=divided_output, size=axis.size)
 
         self._whole, self._checked = together(axis.comm, checked)
 
@@ -124,7 +124,7 @@ class Checks:
         if error is None:
             compare(self._whole, local, self._checked)
             return
-        check(local, self._styles, divided_output=True)
+        check(local, self._styles, divided_output=True, size=self._axis.size)
         where = local.steps[-1].where if local.steps else "its beginning"
         raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
 
@@ -170,8 +170,8 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
     styles = model.styles()
     attempted = model.attempt(call, styles)
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
-        _checked(model, attempted, divided_output)
-    checked = together(axis.comm, lambda: _checked(model, attempted, divided_output))
+        _checked(model, attempted, divided_output, axis.size)
+    checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
     reasons = axis.comm.all_gather_object(_not_comparable(attempted[1], checked))
     verdict = Verdict(next((said for said in reasons if said), ""))
     if not verdict.untold:
@@ -209,10 +209,10 @@ def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) ->
     _warn(checked.doubts if warns else (), "a pipeline does not call the model as a whole")
 
 
-def _checked(model: Model, attempted: tuple[Trace, Exception | None], divided_output: bool) -> Checked:
+def _checked(model: Model, attempted: tuple[Trace, Exception | None], divided_output: bool, size: int = 1) -> Checked:
     trace, error = attempted
     # Where it failed for another reason than the plan, so will the call.
-    found = check(trace, model.styles(), divided_output=divided_output or error is not None)
+    found = check(trace, model.styles(), divided_output=divided_output or error is not None, size=size)
     if error is not None and _is_of_group(error):
         raise error
     return found

@@ -71,5 +71,6 @@ def taken(step: Step, style: Style | None, rank: int) -> State:
 def sharding_of(shape: tuple[int, ...], state: State, style: Style | None) -> Sharding:
     """Return which parts of a divided value ranks have; style: of the layer that has made it."""
     if state.name == "features" and isinstance(style, Column):
-        return Sharding(shape, state.dim, parts_of(state.by, style.parts, shape[state.dim]), style.units)
+        parts = parts_of(state.by, style.parts, shape[state.dim])
+        return Sharding(shape, state.dim, parts, style.units, shared=not parts)
     return Sharding(shape, state.dim)

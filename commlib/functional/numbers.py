@@ -17,6 +17,7 @@ from commlib.functional.guide import GUIDED, Guide, sharding_of, taken
 from commlib.functional.runs import FROM_OUTSIDE, Run
 from commlib.functional.shards import Shard
 from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
+from commlib.tensor.sharding import Sharding
 from commlib.tensor.states import COMPUTED, State
 from commlib.tensor.styles import Column, Style
 from commlib.tensor.trace import Step, Trace
@@ -90,22 +91,22 @@ def _judged(
 ) -> Verdict:
     evaluate = False
     whole = model.forward(call, styles, None, evaluate=evaluate)
-    untold, draws = _agreed(axis, _not_whole(whole, styles), whole is not None and whole.draws)
+    untold, draws = _agreed(axis, _not_whole(axis, whole, styles), whole is not None and whole.draws)
     if divided and not untold:
         untold = _given_alike(axis, whole)
     if draws and not untold:
         evaluate = True
         whole = model.forward(call, styles, None, evaluate=evaluate)
-        untold, draws = _agreed(axis, _not_whole(whole, styles), whole is not None and whole.draws)
+        untold, draws = _agreed(axis, _not_whole(axis, whole, styles), whole is not None and whole.draws)
     if untold or whole is None:
         return Verdict(untold)
-    checked = check(whole.trace, styles, divided_output=True)
+    checked = check(whole.trace, styles, divided_output=True, size=axis.size)
     own = model.forward(call, styles, Guide(axis, whole, styles, checked, cuts=not divided), evaluate=evaluate)
     assert own is not None
     untold, _ = _agreed(axis, "it communicates outside of layers" if own.communicates else "", False)
     if untold:
         return Verdict(untold)
-    failed = next((one for one in axis.comm.all_gather_object(_failed(whole, own, styles, checked)) if one), None)
+    failed = next((one for one in axis.comm.all_gather_object(_failed(axis, whole, own, styles, checked)) if one), None)
     if failed is not None:
         return Verdict(failed.said, failed=failed)
     found = _Compared(axis, whole, own, styles, checked, divided_output).verdict()
@@ -122,14 +123,14 @@ def _before(step: Step, trace: Trace, checked: Checked) -> tuple[Doubt, ...]:
     return tuple(doubt for doubt in checked.doubts if places[id(doubt.step)] <= places.get(id(step), len(places)))
 
 
-def _not_whole(whole: Run | None, styles: Mapping[str, Style]) -> str:
+def _not_whole(axis: Axis, whole: Run | None, styles: Mapping[str, Style]) -> str:
     """Return why a run cannot stand for the whole model; "" if it can."""
     if whole is None:
         return "what it is called with has no numbers, or it cannot be run as a whole"
     if whole.error is not None:
         return f"run as a whole, it fails: {whole.error}"
     try:
-        checked = check(whole.trace, styles, divided_output=True)
+        checked = check(whole.trace, styles, divided_output=True, size=axis.size)
     except PlanError as error:
         return f"run as a whole, it breaks a rule: {error}"
     if whole.communicates:
@@ -148,13 +149,13 @@ def _given_alike(axis: Axis, whole: Run | None) -> str:
     return "" if alike else "ranks call it with other values"
 
 
-def _failed(whole: Run, own: Run, styles: Mapping[str, Style], checked: Checked) -> Difference | None:
+def _failed(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], checked: Checked) -> Difference | None:
     """Return where a rank's run failed, or has shapes that break a rule."""
     try:
         if own.error is None:
             compare(whole.trace, own.trace, checked)
             return None
-        states = check(own.trace, styles, divided_output=True).states
+        states = check(own.trace, styles, divided_output=True, size=axis.size).states
     except PlanError as error:
         return Difference(error.step, error.state, f"{error}")
     if not own.trace.steps:
@@ -236,6 +237,8 @@ class _Compared:
             for value, part in values:
                 state = self._states[value]
                 if state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state)):
+                    if state.inner:
+                        continue
                     yield self._pair("its result", value, part, state), step, state, bool(step.layer)
         outputs = self._whole.trace.outputs, self._own.trace.outputs
         for at, (value, part) in enumerate(zip(*outputs, strict=False)):
@@ -259,6 +262,11 @@ class _Compared:
         own, whole = self._own.values[part], self._whole.values[value]
         if not state.is_divided:
             return Pair(what, own, whole)
+        if state.copies(self._axis.size) > 1:
+            heads = Sharding(whole.shape, state.dim, (), state.units, shared=True)
+            if own.shape != heads.local(self._axis.rank, self._axis.size):  # each rank repeats them for its own
+                return Pair(what, own, own)
+            return Pair(what, own, whole, shard=Shard(self._axis, heads))
         if state.parts == 1:
             return Pair(what, own, whole, dim=state.dim)
         sharding = sharding_of(whole.shape, state, self._styles.get(state.by))

@@ -70,7 +70,7 @@ WHOLE = Outputs(None, (), ())
 
 def outputs_of(whole: Run, styles: Mapping[str, Style], axis: Axis) -> Outputs:
     """Return how the outputs of a model with these styles lie, by a run of the model that is not divided."""
-    states = check(whole.trace, styles, divided_output=True).states
+    states = check(whole.trace, styles, divided_output=True, size=axis.size).states
     places = whole.trace.outputs
     return Outputs(axis, [states[value] for value in places], [whole.trace.shapes[value] for value in places])
 
@@ -81,7 +81,7 @@ def compare_runs(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], 
     What is compared, in this order: the results of layers, and of operations between them if the same ones ran, then
     gradients of inputs and of weights. Of what is unknown nothing is claimed.
     """
-    states = check(whole.trace, styles, divided_output=True).states
+    states = check(whole.trace, styles, divided_output=True, size=axis.size).states
     compare(axis, [*_values(axis, whole, own, states), *_gradients(whole, own)], tolerance)
 
 
@@ -89,10 +89,14 @@ def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> It
     for step, local in _aligned(whole.trace, own.trace):
         for value, part in zip(step.outputs, local.outputs, strict=False):
             state, arrays = states[value], (own.values[part], whole.values[value])
-            if step.kind in FROM_OUTSIDE or state.name in ("unknown", "partial"):
+            if step.kind in FROM_OUTSIDE or state.name in ("unknown", "partial") or state.inner:
                 continue
             if not state.is_divided:
                 yield Pair(step.where, *arrays)
+            elif state.copies(axis.size) > 1:
+                heads = Sharding(arrays[1].shape, state.dim, (), state.units, shared=True)
+                if arrays[0].shape == heads.local(axis.rank, axis.size):  # else each rank has repeated it for its own
+                    yield Pair(step.where, *arrays, shard=Shard(axis, heads))
             elif state.parts == 1:
                 yield Pair(step.where, *arrays, dim=state.dim)
             elif given := own.shardings.get(step.layer):

@@ -14,7 +14,7 @@ from commlib.data_parallel.alone import Alone
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.tensor.sharding import AnySharding, Nested
+from commlib.tensor.sharding import AnySharding, Nested, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class Shard:
         if not self.is_local:
             return ""
         return f"{self.axis.comm.name}, replicas" if self.replicas is None else self.replicas.name
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's part counts in sums over the axis: of ranks that share one, the first."""
+        return not isinstance(self.sharding, Sharding) or self.axis.rank % self.sharding.copies(self.axis.size) == 0
 
     def scale(self, op: str, ranks: int) -> float:
         """Return what a gradient is multiplied by, once it is reduced by `op`; ranks: those that train together.

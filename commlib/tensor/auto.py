@@ -46,7 +46,7 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
             found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
     while True:
         try:
-            doubts = check(trace, found.plan).doubts
+            doubts = check(trace, found.plan, size=size).doubts
         except PlanError as error:
             _give_up(trace, found, error)
             continue

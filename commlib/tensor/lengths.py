@@ -59,6 +59,9 @@ class Length(int):
         """Note that the number itself counts."""
         self.used.note(self.sources)
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # what leaves the process, or is copied, is a number like others
+
     def __float__(self) -> float:
         self.note_use()
         return int.__float__(self)

@@ -44,8 +44,12 @@ class Part:
     def own(self, value: int, dim: int, rank: int) -> int:
         """Return the length of a value's dimension on a rank."""
         length, state = self.model.shapes[value][dim], self.states.get(value)
+        if state is not None and state.inner and dim == state.inner:
+            return length // state.copies(self.size)
         if state is None or not state.is_divided or state.dim != dim:
             return length
+        if state.copies(self.size) > 1:
+            return length // state.units
         if self.units:
             return length * even(self.units, self.size).counts[rank] // self.units
         style = self.styles.get(state.by)

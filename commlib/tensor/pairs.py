@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
-from commlib.tensor.lengths import sources_of
+from commlib.tensor.lengths import attribute, sources_of
 from commlib.tensor.numbers import NotPossible, Part, numbers_per_rank
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.states import SETTLED, State
@@ -40,35 +40,44 @@ def divided_pair(
     if one and max(heads.values()) >= size:  # it serves the queries of all ranks
         styles, states = _accepted(part, styles | dict.fromkeys(one, Replicate(into_sharded=True)), firsts)
         heads = {name: count for name, count in heads.items() if count != 1}
-    units = gcd(*heads.values())
+    shared = {name: count for name, count in heads.items() if 0 < count < size and size % count == 0}
+    units = gcd(*(count for name, count in heads.items() if name not in shared))
+    if shared and (units == 0 or units % size):
+        raise NotPossible(f"{min(shared.values())} heads for {size} ranks")
+    if shared:
+        styles = styles | {name: Column(units=count) for name, count in shared.items()}
+        styles |= {name: PerRank(among=size // min(shared.values())) for name in _repeats(part, states, set(shared))}
+        styles, states = _accepted(part, styles, firsts, size)
     if units and units < size:
         raise NotPossible(f"{units} heads for {size} ranks")
     for name, style in styles.items():
-        if isinstance(style, Column):
+        if isinstance(style, Column) and name not in shared:
             _refuse_few(_call(part, name), style, units, size)
             styles[name] = Column(style.parts, units)
-        elif isinstance(style, PerRank) and name not in given:
+        elif isinstance(style, PerRank) and name not in given and not style.among:
             styles[name] = PerRank(units)
     numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
     more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
     return {name: style for name, style in styles.items() if name not in given} | {last: Row(units=units)} | more
 
 
-def _accepted(part: Trace, styles: dict[str, Style], firsts: list[str]) -> tuple[dict[str, Style], States]:
+def _accepted(
+    part: Trace, styles: dict[str, Style], firsts: list[str], size: int = 1
+) -> tuple[dict[str, Style], States]:
     """Return styles that the rules accept, and the states of values with them.
 
     Raises PlanError if there are none, and NotPossible where the rules cannot tell.
     """
     for _ in part.steps:
         try:
-            check(part, styles)
+            check(part, styles, size=size)
             break
         except PlanError as error:
             changes = _mended(part, styles, firsts, error)
             if not changes:
                 raise
             styles = styles | changes
-    checked = check(part, styles)
+    checked = check(part, styles, size=size)
     if checked.doubts:
         raise NotPossible(f"{checked.doubts[0]}")
     return styles, checked.states
@@ -101,18 +110,45 @@ def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State
     lengths = {shape[state.dim] for shape in shapes if state.dim < len(shape)} - {1}
     found: dict[str, Style] = {}
     for value in step.inputs:
+        for behind in _behind(part, value, past_layers=True) or ():
+            if behind.kind == "equation" and behind.asked:  # one head of keys, repeated for all of queries
+                found |= {name: PerRank() for name in _expanding(part, behind) if name not in styles}
         for behind in _behind(part, value) or ():
             if behind.kind == "table" and behind.layer not in styles and behind.size[1] in lengths:
                 found[behind.layer] = Column()
             for length in behind.asked if behind.kind == "constant" else ():
-                for module, name in sources_of(length):
-                    if int(length) in lengths and isinstance(module, str) and f"{module}.{name}" not in styles:
-                        found[f"{module}.{name}"] = PerRank()
+                for source in sources_of(length):
+                    if int(length) in lengths and isinstance(source[0], str) and attribute(source) not in styles:
+                        found[attribute(source)] = PerRank()
     return found
 
 
-def _behind(trace: Trace, value: int) -> list[Step] | None:
-    """Return the steps that a value is made by, in their order; None if layers that mix features are among them."""
+def _repeats(part: Trace, states: States, names: set[str]) -> set[str]:
+    """Return the numbers of modules by which what some layers give is repeated for the heads that it serves."""
+    found = set[str]()
+    for step in part.steps:
+        if step.kind == "equation" and step.asked and states[step.inputs[0]].by in names:
+            found |= _expanding(part, step)
+    return found
+
+
+def _expanding(part: Trace, step: Step) -> set[str]:
+    """Return the numbers of modules that say how often a step repeats something."""
+    shape, made = part.shapes[step.inputs[0]], part.shapes[step.outputs[0]]
+    shape = (1,) * (len(made) - len(shape)) + tuple(shape)
+    return {
+        attribute(source)
+        for length, was, now in zip(step.asked, shape, made, strict=False)
+        for source in sources_of(length)
+        if was != now and isinstance(source[0], str)
+    }
+
+
+def _behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step] | None:
+    """Return the steps that a value is made by, in their order; None if layers that mix features are among them.
+
+    past_layers: then those after these layers.
+    """
     makers = {made: at for at, step in enumerate(trace.steps) for made in step.outputs}
     found, waiting = set[int](), [value]
     while waiting:
@@ -120,6 +156,8 @@ def _behind(trace: Trace, value: int) -> list[Step] | None:
         if at is None or at in found:
             continue
         if trace.steps[at].kind in ("product", "attention"):
+            if past_layers:
+                continue
             return None
         found.add(at)
         waiting += trace.steps[at].inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from commlib.errors import UsageError
@@ -16,7 +16,8 @@ class Sharding:
 
     shape: of the whole array. dim: the dimension, from 0. parts: its lengths that are divided each by itself, one after
     another, such as those of Q, K and V in one weight. units: how many pieces of a part stay whole, such as heads; the
-    first ranks have one more where they do not go up. By default every element may stand alone.
+    first ranks have one more where they do not go up. By default every element may stand alone. shared: units may be
+    fewer than the ranks, and divide their number: as many ranks, one after another, have the same unit.
 
         Sharding((1536, 512), 0, parts=(512, 512, 512), units=8): 4 heads of Q, 4 of K and 4 of V on each of 2 ranks
     """
@@ -25,6 +26,7 @@ class Sharding:
     dim: int
     parts: tuple[int, ...] = ()
     units: int = 0
+    shared: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.dim < len(self.shape):
@@ -42,8 +44,15 @@ class Sharding:
                     f"shape {list(self.shape)}"
                 )
 
+    def copies(self, size: int) -> int:
+        """Return how many of `size` ranks have the same part: 1 unless there are fewer units than ranks."""
+        fewer = self.shared and 0 < self.units < size and size % self.units == 0
+        return size // self.units if fewer else 1
+
     def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return where the pieces of one of `size` ranks begin and end along the dimension, one for each part."""
+        copies = self.copies(size)
+        rank, size = rank // copies, size // copies
         found, start = [], 0
         for part in self.parts or (self.shape[self.dim],):
             units = self.units or part
@@ -67,7 +76,7 @@ class Sharding:
     def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
         """Return (rank, first and last in its shard, first in the whole) of all pieces, in the order of the whole."""
         found = []
-        for rank in range(size):
+        for rank in range(0, size, self.copies(size)):
             spans = self.spans(rank, size)
             starts = accumulate((stop - start for start, stop in spans), initial=0)
             found += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from operator import mul
 
 from commlib.tensor.equations import Shape
@@ -15,10 +16,12 @@ class State:
 
     name: "whole" (the same on every rank), "features" or "sequence" (divided along `dim`), "partial" (made of this
     rank's part alone), "unknown" (nothing is claimed). by: what made it so. parts: of fused features, as Q, K and V,
-    that are not split yet. unit: how many features stay together, such as those of a head; 0 if nobody said. origin, of
-    what is whole: "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to
-    be used with what is divided. learns: it is given, and its gradient goes on to what has made it outside. source, of
-    what is partial: the layer that has divided what it is made of.
+    that are not split yet. unit: how many features stay together, such as those of a head; 0 if nobody said. units: how
+    many stay whole, such as heads, which ranks share if they are fewer; 0 if nobody said. origin, of what is whole:
+    "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to be used with
+    what is divided. inner: another dimension, which those ranks that share a head divide among them; it will be joined
+    with the one before. learns: it is given, and its gradient goes on to what has made it outside. source, of what is
+    partial: the layer that has divided what it is made of.
     """
 
     name: str
@@ -26,7 +29,9 @@ class State:
     by: str = ""
     parts: int = 1
     unit: int = 0
+    units: int = 0
     origin: str = ""
+    inner: int = 0
     learns: bool = False
     source: str = ""
 
@@ -37,6 +42,10 @@ class State:
     def at(self, dim: int) -> State:
         """Return the same along another dimension."""
         return replace(self, dim=dim)
+
+    def copies(self, size: int) -> int:
+        """Return how many of `size` ranks share each head: 1 unless there are fewer heads than ranks."""
+        return size // self.units if 0 < self.units < size and size % self.units == 0 else 1
 
     def __str__(self) -> str:
         if self.name == "sequence":
@@ -78,7 +87,7 @@ def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State |
     was asked for: of several that it may be, -1 is the one whose length the model left open.
     """
     same = next((dim for dim in range(state.dim + 1) if new[dim : dim + 1] != old[dim : dim + 1]), state.dim + 1)
-    if same > state.dim:
+    if same > max(state.dim, state.inner):
         return state
     before, length = _before(old)[state.dim], old[state.dim]
     places = [dim for dim, count in enumerate(_before(new)) if count == before and dim >= same]
@@ -91,6 +100,9 @@ def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State |
     if not places or (length == 1 and len(places) > 1):
         return UNKNOWN
     dim = places[0]
+    if state.inner:
+        joined = prod(old[state.dim : state.inner + 1]) == new[dim]
+        return replace(state, dim=dim, inner=0, units=0) if joined else UNKNOWN
     if state.parts == 1:
         return replace(state, dim=dim, unit=SETTLED if new[dim] < length else state.unit)
     if new[dim] == state.parts and dim + 1 < len(new):

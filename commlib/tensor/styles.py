@@ -93,17 +93,21 @@ class PerRank:
     """Give a rank its part of a number: an attribute of a module that asks for as many heads, or features, in shapes.
 
     It is named as a layer is: {"h.0.attn.num_heads": PerRank(12)}. units: as for the `Column` whose heads it counts.
+    among: how many ranks divide it, if not all: those that share a head of keys, of how often that is repeated.
     """
 
     units: int = 0
+    among: int = 0
 
     def __post_init__(self) -> None:
         _check_units("PerRank", self.units)
+        if not isinstance(self.among, int) or self.among < 0:
+            raise UsageError(f"PerRank: among is {self.among!r}, expected a number of ranks, or 0 for all")
 
     def own(self, whole: int, rank: int, size: int) -> int:
         """Return the number of one of `size` ranks."""
-        units = self.units or whole
-        return whole * even(units, size).counts[rank] // units
+        units, ranks = self.units or whole, self.among or size
+        return whole * even(units, ranks).counts[rank % ranks] // units
 
 
 Style = Column | Row | Vocabulary | Sequence | Replicate | PerRank

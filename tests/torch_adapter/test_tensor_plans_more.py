@@ -6,6 +6,7 @@ These need the styles Vocabulary and Sequence, and Column on nn.MultiheadAttenti
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
-from commlib_torch.tensor import parallelize, verify
+from commlib_torch.clip import clip_grad_norm_
+from commlib_torch.tensor import gather_state_dict, parallelize, verify
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
@@ -239,3 +241,51 @@ class TestAllOrNothing:
         assert type(model[0]) is nn.Linear
         with pytest.raises((UsageError, RuntimeError)):
             parallelize(model, comm, "auto", example=torch.rand(2, 4))
+
+
+class GroupedHeads(nn.Module):
+    """8 heads of queries, served by fewer of keys and values."""
+
+    def __init__(self, keys: int, repeats: bool) -> None:
+        super().__init__()
+        self.repeats = repeats
+        self.q, self.o = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 4 * keys), nn.Linear(WIDTH, 4 * keys, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.repeats:
+            k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
+        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return found
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("auto", [False, True])
+def test_ranks_share_heads_of_keys(tp, auto, repeats):
+    """Fewer heads than ranks were refused. A head's gradient is that of all who share it, its norm counts once."""
+    if 8 % tp.size:
+        pytest.skip("8 heads")
+    keys = tp.size // 2
+    model: Any = made(GroupedHeads, keys, repeats)
+    plain = copy.deepcopy(model)
+    own: Plan = {"q": Column(units=8), "k": Column(units=keys), "v": Column(units=keys), "o": Row(units=8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(model, tp, "auto" if auto else own, verify=rows(), report=lambda table: None)
+    if keys > 1 or not auto:
+        assert model.k.weight.shape == (4, WIDTH)
+    state = gather_state_dict(model)
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    model.load_state_dict(state)
+    for one in (plain, model):
+        one(rows()).square().mean().backward()
+    norms = [float(clip_grad_norm_(one.parameters(), 1e-3)) for one in (model, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    same_losses(plain, model, rows())
+    assert all(
+        torch.allclose(value, gathered, rtol=0, atol=1e-12)
+        for value, gathered in zip(plain.state_dict().values(), gather_state_dict(model).values(), strict=True)
+    )

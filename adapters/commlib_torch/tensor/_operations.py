@@ -25,6 +25,8 @@ class Called:
     options: dict[str, Any]
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    lengths: Shape = ()
+    """Those of the first input, as numbers that know of what they are, if somebody asks."""
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:
         """Return an argument by its place or its name."""
@@ -221,8 +223,12 @@ def _repeated(called: Called) -> Found | None:
     if dim is None:
         return None
     every = range(len(called.shape))
-    same_for_all = len(called.inputs) == 1
-    return _viewed(called, [-1 if at == dim % len(every) and not same_for_all else at for at in every])
+    if len(called.inputs) > 1:
+        return _viewed(called, [-1 if at == dim % len(every) else at for at in every])
+    found, times = _viewed(called, every), called.argument(1, "repeats")
+    if found is not None and called.lengths:
+        found["asked"] = tuple(called.lengths[at] * times if at == dim % len(every) else -1 for at in every)
+    return found
 
 
 def _reshape(called: Called) -> Found | None:

@@ -46,8 +46,8 @@ class ColumnLinear(KeepsShards, nn.Linear):
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         parts = parts_of(what, style.parts, self.out_features)
-        shape = (self.out_features, self.in_features)
-        weight, bias = Sharding(shape, 0, parts, style.units), Sharding(shape[:1], 0, parts, style.units)
+        weight = Sharding((self.out_features, self.in_features), 0, parts, style.units, shared=not parts)
+        bias = Sharding((self.out_features,), 0, parts, style.units, shared=not parts)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
@@ -55,10 +55,12 @@ class ColumnLinear(KeepsShards, nn.Linear):
         shardings = ColumnLinear.shardings(self, what, style)
         divide(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+        self.sharers = sharers_of(axis, self.sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
-        out = product(x, self.weight, self.bias, self.axis, self.style.sequence)
+        weight, bias = for_sharers(self.sharers, self.weight, self.bias)
+        out = product(x, weight, bias, self.axis, self.style.sequence)
         return gathered(out, self.axis, self.sharding) if self.style.gather else out
 
     def extra_repr(self) -> str:
@@ -142,6 +144,19 @@ class RowLinear(KeepsShards, nn.Linear):
     def extra_repr(self) -> str:
         """Say what is divided."""
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
+
+
+def sharers_of(axis: Axis, sharding: Sharding) -> Axis | None:
+    """Return the ranks that have the same part of a weight as this one, if there are any. Collective."""
+    copies = sharding.copies(axis.size)
+    return axis.sharers(copies) if copies > 1 else None
+
+
+def for_sharers(axis: Axis | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a weight and a bias whose gradients are added up over the ranks that share them."""
+    if axis is None:
+        return weight, bias
+    return copy(weight, axis), None if bias is None else copy(bias, axis)
 
 
 def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1) -> Tensor:

@@ -121,7 +121,7 @@ class Recorder(TorchFunctionMode):
         self._leaves: list[str] = []
         """Leaves that are running, one within another."""
         named = styles if isinstance(styles, Mapping) else {}
-        self._measures = not styles or any(isinstance(style, PerRank) for style in named.values())
+        self._has_numbers = not styles or any(isinstance(style, PerRank) for style in named.values())
         self._taken: list[Tensor] = []
         """Values that were used in what is not looked into."""
         self._recording = Recording(
@@ -175,7 +175,7 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         """Let numbers that modules have know what they are, for a while, where a plan may change them."""
-        numbers = numbers_in(self._model) if self._measures else {}
+        numbers = numbers_in(self._model) if self._has_numbers else {}
         values = {name: number.value for name, number in numbers.items()}
         self._recording.numbers |= values
         for name, (module, own) in numbers.items():
@@ -283,7 +283,7 @@ class Recorder(TorchFunctionMode):
             self._taken += tensors_in([args, options]) if self._leaves == [""] else ()
             return result
         name = _name(func)
-        if self._measures and name in ("shape", "size"):
+        if name in ("shape", "size"):
             lengths = self._measured(args[0])
             return lengths if isinstance(result, torch.Size) else lengths[args[1] if len(args) > 1 else options["dim"]]
         if name == "iter":
@@ -299,7 +299,8 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
         inputs = tensors_in([args, options])
-        found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs))}
+        lengths = self._measured(inputs[0]) if inputs else ()
+        found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs, lengths))}
         for one in () if name in ASKING else (*args, *options.values()):
             if isinstance(one, Length):
                 one.note_use()

@@ -12,7 +12,7 @@ from commlib.tensor.styles import Column, Row
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
-from commlib_torch.tensor.linear import check_inputs, gathered
+from commlib_torch.tensor.linear import check_inputs, for_sharers, gathered, sharers_of
 from commlib_torch.tensor.moves import copy, moved
 
 
@@ -26,20 +26,20 @@ class ColumnTransposed(KeepsShards, nn.Module):
         """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         shape = tuple(self.weight.shape)
         parts = parts_of(what, style.parts, shape[1])
-        return {
-            "weight": Sharding(shape, 1, parts, style.units),
-            "bias": Sharding(shape[1:], 0, parts, style.units),
-        }
+        weight = Sharding(shape, 1, parts, style.units, shared=not parts)
+        return {"weight": weight, "bias": Sharding(shape[1:], 0, parts, style.units, shared=not parts)}
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
         shardings = ColumnTransposed.shardings(self, what, style)
         divide(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+        self.sharers = sharers_of(axis, self.sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
-        out = product(x, self.weight.t(), self.bias, self.axis, self.style.sequence)
+        weight, bias = for_sharers(self.sharers, self.weight, self.bias)
+        out = product(x, weight.t(), bias, self.axis, self.style.sequence)
         return gathered(out, self.axis, self.sharding) if self.style.gather else out
 
 

@@ -25,13 +25,13 @@ class Checked:
     came_in_parts: bool = False
 
 
-def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False) -> Checked:
+def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1) -> Checked:
     """Follow all values of a trace under a plan. Raises PlanError, a UsageError, for the first rule that is broken.
 
     divided_output: the caller goes on with this rank's part of what the model returns, as it does where the model is
-    one divided layer itself.
+    one divided layer itself. size: of the axis, where that is known.
     """
-    following = Following(trace, styles)
+    following = Following(trace, styles, size=size)
     _check_tied(trace, styles)
     for step in trace.steps:
         result = _KINDS[step.kind](following, step)

@@ -37,6 +37,6 @@ def _fits(state: State, expected: Shape, came: Shape) -> bool:
     return all(
         length == UNKNOWN_LENGTH
         or part == UNKNOWN_LENGTH
-        or (part <= length if state.is_divided and dim == state.dim else part == length)
+        or (part <= length if state.is_divided and dim in (state.dim, state.inner or state.dim) else part == length)
         for dim, (length, part) in enumerate(zip(expected, came, strict=True))
     )

@@ -30,6 +30,8 @@ class Following:
     styles: Mapping[str, Style]
     states: dict[int, State] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
+    size: int = 1
+    """How many ranks there are, if that is known."""
     sequences_came: bool = False
     """An argument of the model is a part of a sequence already."""
     came_in_parts: bool = False

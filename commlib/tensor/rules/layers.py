@@ -36,7 +36,7 @@ def product(following: Following, step: Step) -> State:
     count = parts if isinstance(parts, int) else len(parts)
     units = style.units if isinstance(style, Column) else 0
     unit = step.size[1] // count // units if units and isinstance(parts, int) else 0
-    return State("features", out, step.layer, count, unit)
+    return State("features", out, step.layer, count, unit, units if count == 1 else 0)
 
 
 def _enters(following: Following, step: Step, sequence: int | None, value: int) -> None:
@@ -69,6 +69,9 @@ def _row(following: Following, step: Step, style: Row, state: State, dim: int) -
             raise PlanError(step, "row", f"it has split=True, and its input is {state}", "leave out split", state)
         if (state.name, state.dim) != ("features", dim):
             raise PlanError(step, "row", f"its input is {state}", f"divide dimension {dim} before it", state)
+        if state.copies(following.size) > 1:
+            todo = f"leave {state.by} whole, or use fewer ranks"
+            raise PlanError(step, "heads", f"its input is {state}, of which ranks share parts", todo, state)
         if state.parts > 1:
             todo = "split them before it, or give the Column one part"
             raise PlanError(step, "parts", f"its input has {state.parts} of them still, {state}", todo, state)

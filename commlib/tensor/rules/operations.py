@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from commlib.tensor.lengths import attribute, sources_of
+from commlib.tensor.lengths import Source, attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Following
 from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
@@ -56,10 +57,17 @@ def equation(following: Following, step: Step) -> State:
     if isinstance(style, Sequence) and (step.weights or step.draws):
         _sequence(following, step, style)
     found = [following.of(value) for value in step.inputs]
+    if step.asked and (expanded := _expanded(following, step, found[0])) is not None:
+        return expanded
+    if any(state.inner for state in found):
+        return UNKNOWN
     refuse_unlike(following, step, found, terms.inputs)
     if not any(state.is_divided for state in found) or UNKNOWN in found:
         return of_whole(found)
-    divided, dims = next((state, dims) for state, dims in zip(found, terms.inputs, strict=True) if state.is_divided)
+    lying = [(state, dims) for state, dims in zip(found, terms.inputs, strict=True) if state.is_divided]
+    divided, dims = min(
+        lying, key=lambda one: one[0].copies(following.size)
+    )  # what meets shared heads is each rank's own
     if divided.dim >= len(dims):
         return UNKNOWN
     label = _plain(dims[divided.dim])
@@ -77,6 +85,32 @@ def equation(following: Following, step: Step) -> State:
     if label not in terms.output:
         return State("partial", by=f"{step.where}, of what is divided by {divided.by}", source=divided.by)
     return divided.at(terms.output.index(label))
+
+
+def _expanded(following: Following, step: Step, state: State) -> State | None:
+    """Return the state of what each rank repeats as often as it needs, by a number of its own; None if it does not."""
+    shape, rank = following.shape(step.inputs[0]), len(step.asked)
+    shape, made = (1,) * (rank - len(shape)) + tuple(shape), following.shape(step.outputs[0])
+    for dim, (length, was) in enumerate(zip(step.asked, shape, strict=False)):
+        own = next((name for name in map(partial(_own_number, following), sources_of(length)) if name), "")
+        if not own or was == made[dim]:
+            continue
+        if state.name == "whole" and was == 1:
+            return State("features", dim, own)
+        if state.is_divided and dim == state.dim:
+            return replace(state, units=0)
+        if state.is_divided and was == 1 and dim == state.dim + 1:
+            return replace(state, inner=dim)
+    return None
+
+
+def _own_number(following: Following, source: Source) -> str:
+    """Return who has made a number another one on each rank; "" if nobody."""
+    first, second = source
+    if isinstance(first, int):
+        state = following.of(first)
+        return state.by if state.is_divided and state.dim == second else ""
+    return attribute(source) if attribute(source) in following.styles else ""
 
 
 def _sequence(following: Following, step: Step, style: Sequence) -> None:
@@ -106,6 +140,7 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
     (label, first), *others = labels.items()
     if others:
         raise PlanError(step, "meet", f"one is {first}, another one {others[0][1]}", "divide both alike", first)
+    _refuse_shared(following, step, [state for state, _ in known])
     fused = {state.parts for state, _ in known}
     if len(fused) > 1:
         raise PlanError(step, "parts", f"{sorted(fused)} of them meet", "split them first", first)
@@ -125,6 +160,19 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
                     "it comes from outside of the model that is divided: divide the one that makes it, too, and " + todo
                 )
             raise PlanError(step, "gradient", came, todo, first)
+
+
+def _refuse_shared(following: Following, step: Step, states: list[State]) -> None:
+    """Raise PlanError if heads that ranks share serve others, which do not go up in the ranks."""
+    shared = [state for state in states if state.copies(following.size) > 1]
+    for state in states if shared else ():
+        if state.copies(following.size) > 1:
+            continue
+        count = state.units or max((one.size[1] for one in following.trace.steps if one.layer == state.by), default=0)
+        if count % following.size:
+            came = f"{shared[0].by} has {shared[0].units} that ranks share, and {state.by} {count}"
+            todo = f"use a number of ranks that divides {count}, or one that {shared[0].units} are enough for"
+            raise PlanError(step, "heads", came, todo, state)
 
 
 def _has_all(following: Following, value: int, dims: tuple[int, ...], label: int) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.auto import auto
+from commlib.tensor.equations import Equation, pointwise, viewed
 from commlib.tensor.lengths import Length, Uses
 from commlib.tensor.rules import check
 from commlib.tensor.table import plan_table
@@ -290,3 +291,33 @@ def test_one_head_of_keys_without_a_dimension_of_heads():
     head = m.linear("head", m.linear("o", m.joined(m.matmul(weights, v)), WIDTH), WORDS)
     shared = dict.fromkeys("kv", Replicate(into_sharded=True))
     assert found(m.trace(head)).plan == {**ENDS, **HEADS, **shared}
+
+
+@pytest.mark.parametrize(("keys", "size"), [(2, 4), (1, 2)])
+def test_fewer_heads_of_keys_than_ranks(keys, size):
+    """Ranks share heads of keys, and repeat them for their own queries, as often as the model is told."""
+    used = Uses()
+    groups = 8 // keys
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    q, k, v = (m.heads(m.linear(name, x, 2 * count), count) for name, count in (("q", 8), ("k", keys), ("v", keys)))
+    repeated = []
+    for one in (k, v):
+        new = m.step("", "equation", [one], [(2, keys, 1, 5, 2)], equation=viewed(4, (0, 1, -1, 2, 3)))[0]
+        asked = (2, -1, Length.of(groups, ("attn", "groups"), used), 5, 2)
+        shape = (2, keys, groups, 5, 2)
+        equation = Equation(pointwise((2, keys, 1, 5, 2), shape).inputs[:1], tuple(range(5)))
+        many = m.step("", "equation", [new], [shape], equation=equation, asked=asked)[0]
+        repeated.append(m.reshape(many, 2, 8, 5, 2))
+    scores = m.matmul(q, m.permute(repeated[0], 0, 1, 3, 2))
+    head = m.linear("head", m.linear("o", m.joined(m.matmul(m.softmax(scores), repeated[1])), WIDTH), WORDS)
+    trace = replace(m.trace(head), numbers={"attn.groups": groups})
+    expected: Plan = {**ENDS, "q": Column(units=8), "o": Row(units=8)}
+    if keys > 1:
+        expected = {**expected, **dict.fromkeys("kv", Column(units=2)), "attn.groups": PerRank(among=2)}
+    else:
+        shared = dict.fromkeys("kv", Replicate(into_sharded=True))
+        expected = {**expected, **shared, "attn.groups": PerRank(8)}
+    result = auto(trace, size, lambda name, style: True)
+    assert result.plan == expected, result.reasons
+    assert PerRank(among=2).own(4, 3, 4) == PerRank(8).own(8, 1, 2) // 2 == 2

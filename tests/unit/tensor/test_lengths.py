@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 
@@ -34,3 +36,9 @@ def test_what_is_used_as_a_number(used, use):
     """A scale by the number of features is another one where a rank has fewer."""
     assert use(Length.of(4, ("attn", "size"), used)) == use(4)
     assert used == {("attn", "size"): "model.py:3"}
+
+
+def test_copies_are_plain_numbers(used):
+    """A step with a length in it was sent to other ranks, which a formula cannot be."""
+    length = Length.of(4, ("attn", "heads"), used)
+    assert [type(copied) for copied in (pickle.loads(pickle.dumps(length)), copy.deepcopy(length))] == [int, int]

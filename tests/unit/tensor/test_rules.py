@@ -313,3 +313,22 @@ def test_integers_have_no_gradient():
     with pytest.raises(PlanError, match="gradient"):
         check(m.trace(), PAIR)
     check(replace(m.trace(), discrete=frozenset([mask])), PAIR)
+
+
+@pytest.mark.parametrize("queries", [4, 6])
+def test_heads_that_ranks_share_serve_as_many_on_each(queries):
+    """With 6 heads of queries on 4 ranks, one rank's would need both of two heads of keys."""
+    m = Written()
+    x = m.given(2, 5, 8)
+    q, k, v = (m.heads(m.linear(name, x, 4 * count), count) for name, count in (("q", queries), ("k", 2), ("v", 2)))
+    m.linear("o", m.joined(m.attend(q, k, v)), 8)
+    plan: Plan = {"q": Column(units=queries), **dict.fromkeys("kv", Column(units=2)), "o": Row(units=queries)}
+    if queries == 4:
+        check(m.trace(), plan, size=4)
+        check(m.trace(), plan, size=2)
+    else:
+        refused(m.trace(), plan, "heads", "k has 2 that ranks share, and q 6", size=4)
+
+
+def test_a_row_takes_nothing_that_ranks_share():
+    refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "of which ranks share parts", size=4)

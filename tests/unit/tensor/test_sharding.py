@@ -56,3 +56,13 @@ def test_parts_by_number_or_lengths() -> None:
     assert parts_of("up", (6, 2), 8) == (6, 2)
     with pytest.raises(UsageError, match="up: parts=3, but 8 outputs are not as many equal parts"):
         parts_of("up", 3, 8)
+
+
+def test_ranks_share_what_there_is_less_of() -> None:
+    """Heads of keys that are fewer than ranks: each is on as many ranks, one after another, and once in the whole."""
+    sharding = Sharding((8, 3), 0, units=2, shared=True)
+    assert [sharding.spans(rank, 4) for rank in range(4)] == [((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)]
+    assert sharding.pieces(4) == [(0, 0, 4, 0), (2, 0, 4, 4)]
+    assert [sharding.copies(size) for size in (1, 2, 3, 4, 6)] == [1, 1, 1, 2, 3]
+    with pytest.raises(UsageError, match="cannot be divided among 3 ranks"):
+        sharding.check("k", 3)
