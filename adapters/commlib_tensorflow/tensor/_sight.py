@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -65,7 +66,7 @@ class Sights:
         first_head: int,
     ) -> None:  # fmt: skip
         self._mask, self._rate, self._bits = mask, call.dropout, None
-        self._starts = [sum(layout.counts[:source]) for source in range(layout.size)]
+        self._starts = list(accumulate(layout.counts, initial=0))
         if call.dropout:
             keys = [tf.constant(positions(layout, source)) for source in range(layout.size)]
             heads = tf.range(first_head, first_head + q.shape[1], dtype=tf.int64)

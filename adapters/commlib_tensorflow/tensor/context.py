@@ -99,9 +99,9 @@ def attention(
         given = [_given(x) for x in (q, k, v, mask, key_mask)]
         if mask is not None and None in [*mask.shape][max(0, len(mask.shape) - 3) :]:
             raise UsageError(f"attention: mask has shape {mask.shape}: all but its batch must be known in a graph")
+        found = Attention.of(over, given, options, "" if place is None else place.name)
         if dropout_p and seed is None:
             raise UsageError("attention: dropout_p without a seed: give seed=keras.random.SeedGenerator(...)")
-        found = Attention.of(over, given, options, "" if place is None else place.name)
         if not tf.executing_eagerly() and length is not None and found.mask is not None:
             found.mask.check_keys(WHAT, length)
         return found

@@ -50,10 +50,10 @@ class _Ring(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, way: Way) -> Tensor:
         q = q.contiguous()
-        blocks = _Blocks(call, way, q, mask)
-        total, stats = call.ring(way.layout, way.rank).forward(blocks, q, torch.stack((k, v)))
+        blocks, ring = _Blocks(call, way, q, mask), call.ring(way.layout, way.rank)
+        total, stats = ring.forward(blocks, q, torch.stack((k, v)))
         out = total.to(q.dtype)
-        ctx.call, ctx.way = call, way
+        ctx.call, ctx.way, ctx.ring = call, way, ring
         ctx.save_for_backward(q, k, v, out, stats, mask)
         return out
 
@@ -69,8 +69,7 @@ class _Ring(Function):
         if ctx.way.layout.size > 1:
             ctx.call.agree_backward(q.shape[2])
         blocks, kv = _Blocks(ctx.call, ctx.way, q, mask, learns=ctx.needs_input_grad[3]), torch.stack((k, v))
-        ring = ctx.call.ring(ctx.way.layout, ctx.way.rank)
-        of_q, of_kv = ring.backward(blocks, gradient.contiguous(), q, kv, out, stats)
+        of_q, of_kv = ctx.ring.backward(blocks, gradient.contiguous(), q, kv, out, stats)
         of_mask = None if blocks.of_mask is None else blocks.of_mask.to(mask.dtype)
         return of_q.to(q.dtype), of_kv[0].to(q.dtype), of_kv[1].to(q.dtype), of_mask, None, None
 
@@ -107,7 +106,9 @@ class _Blocks:
 
     def nothing(self, q: Tensor) -> tuple[Tensor, Tensor]:
         out = self.zeros(q)
-        return out, out.new_tensor([-torch.inf, 0]).expand(*q.shape[:-1], 2).clone()
+        stats = out.new_zeros((*q.shape[:-1], 2))
+        stats[..., 0] = -torch.inf
+        return out, stats
 
     def merge(
         self, found: tuple[Tensor, Tensor], span: tuple[int, int], more: tuple[Tensor, Tensor]

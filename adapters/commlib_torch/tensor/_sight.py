@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import rshift
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ class Sights:
         self, call: Attention, layout: Layout, rank: int, mask: Tensor | None, seed: int, q: Tensor, first_head: int
     ) -> None:
         self._mask, self._rate, self._bits = mask, call.dropout, None
-        self._starts = [sum(layout.counts[:source]) for source in range(layout.size)]
+        self._starts = list(accumulate(layout.counts, initial=0))
         if call.dropout:
             keys = [torch.from_numpy(positions(layout, source)).to(q.device) for source in range(layout.size)]
             heads = torch.arange(first_head, first_head + q.shape[1], device=q.device)

@@ -27,6 +27,8 @@ from commlib_torch.tensor._ring import Way, ring_attention
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
 
+_SEEDS = 1 << 62
+
 __all__ = ["SequenceLoader", "attention", "loss_mean", "position_ids", "shard_sequence", "unshard_sequence"]
 
 
@@ -87,9 +89,9 @@ def attention(
         return Attention.of(axis, tensors, options, device_kind((q, k, v, *masks)))
 
     call = or_refused(axis.comm, WHAT, made, 2)
-    if dropout_p and seed is None:
-        seed = int(torch.randint(1 << 62, (), device="cpu"))
-    divided, seed = call.agree(q.shape[2], seed or 0)
+    if seed is None:
+        seed = int(torch.randint(_SEEDS, (), device="cpu")) if dropout_p else 0
+    divided, seed = call.agree(q.shape[2], int(seed) % _SEEDS)
     if call.sign < 1:
         q = q * call.sign
     seen = whole_mask(mask, key_mask, axis, divided)

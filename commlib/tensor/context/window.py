@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import NamedTuple
 
 from commlib.errors import UsageError
@@ -77,4 +78,4 @@ class Window(NamedTuple):
 
 
 def _is_reach(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= -1)
+    return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= -1)
