@@ -269,6 +269,18 @@ def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
     mesh.close()
 
 
+@pytest.mark.parametrize("wrap", [lambda m: DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)), DataParallel])
+def test_a_model_is_divided_before_its_gradients_are_reduced(comm: Any, wrap: Any) -> None:
+    """The other way round gradients had the shapes of the whole: a RuntimeError in the first backward."""
+    if comm.size == 1:
+        return
+    model = whole()
+    wrapped = wrap(model)
+    with pytest.raises(UsageError, match=r"gradient of 0.weight is reduced already .* divide the model before"):
+        parallelize(model, comm, PLAN)
+    del wrapped
+
+
 def test_ranks_that_know_no_mesh_are_told(comm: Any) -> None:
     """One stage has divided layers, another has none: they would have reduced over different ranks."""
     if comm.size == 1:

@@ -14,6 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
+from commlib_torch._autograd import backward_passes
 from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
 from commlib_torch._saved_parts import check_part, watch_files
@@ -28,7 +29,19 @@ def check_division(what: str, module: nn.Module, shardings: Mapping[str, Shardin
     """Raise UsageError unless parameters of a module can be divided so: those that it has, by their names."""
     for name, sharding in shardings.items():
         parameter = _parameter(what, module, name)
+        _check_reduced(f"{what}.{name}", parameter)
         division.add(f"{what}.{name}", parameter, shard_of(parameter), sharding)
+
+
+def _check_reduced(what: str, parameter: nn.Parameter) -> None:
+    """Raise UsageError for a parameter whose gradients are reduced already, as those of the whole."""
+    if shard_of(parameter) is None:
+        for member in backward_passes.members:
+            if member.comm.size > 1 and parameter in member:
+                raise UsageError(
+                    f"plan: the gradient of {what} is reduced already by a DistributedOptimizer or DataParallel, as "
+                    "that of the whole: divide the model before, and make that of it then"
+                )
 
 
 def _parameter(what: str, module: nn.Module, name: str) -> nn.Parameter:

@@ -22,6 +22,7 @@ from commlib_torch._bridge import back, dtype_name, host_array
 from commlib_torch._saved_parts import check_part, mark_part
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
 from commlib_torch._shards import shard_of
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import squares_of, values_of
 from commlib_torch.tensor._norms import watch_norms
 
@@ -34,8 +35,6 @@ def watch_optimizers() -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _look(optimizer)
     groups = enumerate(optimizer.param_groups)
     check_optimizer(
         optimizer,
@@ -45,8 +44,13 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             for place, parameter in enumerate(group["params"])
         ),
     )
-    if (scaler := scaler_of_step()) is None:
-        return
+    if (scaler := scaler_of_step()) is not None:
+        _check_scaler(scaler, optimizer)
+    if not torch.compiler.is_compiling():
+        _look(optimizer)  # with the other ranks, so behind all that one rank can tell by itself
+
+
+def _check_scaler(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     for comm in {id(shard.axis.comm): shard.axis.comm for shard in shards if shard is not None}.values():
         check_scaler(scaler, world_ranks(comm), "parts of weights", "commlib_torch.GradScaler(mesh=mesh)")
@@ -75,6 +79,7 @@ def state_may_be_whole() -> None:
     _Divided.divisions += 1
 
 
+@uncompiled
 def _look(optimizer: Optimizer) -> None:
     steps = _STEPS.get(optimizer)
     if steps is None:
