@@ -217,12 +217,13 @@ _living: weakref.WeakSet[MoE] = weakref.WeakSet()
 
 def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Note that a layer is a copy of the one whose weights it is about to load, not only values of them."""
-    name, own = next(iter(layer.experts.named_parameters()))
+    name, own = next(layer.experts.named_parameters(), ("", None))
     given = state.get(f"{prefix}experts.{name}")
-    if not isinstance(given, Tensor) or given.shape != own.shape or not given.numel():
+    if not isinstance(given, Tensor) or own is None or given.shape != own.shape or not given.data_ptr():
         return
     for other in list(_living):
-        if other is layer or next(other.experts.parameters()).data_ptr() != given.data_ptr():
+        stack = next(other.experts.parameters(), None)
+        if other is layer or stack is None or stack.data_ptr() != given.data_ptr():
             continue
         family = other.family
         if family is layer.family:
