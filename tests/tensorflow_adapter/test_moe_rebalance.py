@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -98,13 +100,20 @@ def test_other_copies_are_refused(comm: Communicator) -> None:
     if comm.size == 3:
         pytest.skip("8 experts")
     model = made(comm)
-    for copy in (keras.Sequential([keras.Input((3, WIDTH)), keras.layers.Dense(2)]), model):
+    for other in (keras.Sequential([keras.Input((3, WIDTH)), keras.layers.Dense(2)]), model):
         busy(model)
         with pytest.raises(UsageError, match=r"one of copies=, has no mixture like first .*made and moved alike"):
-            rebalance_experts(model, copies=[copy])
+            rebalance_experts(model, copies=[other])
     before, other = gather_weights(model), made(comm)
     busy(model)
     with pytest.raises(MismatchError, match=r"rebalance_experts: first.*copy 1"):
         rebalance_experts(model, copies=[] if comm.rank else [other])
     for one, value in zip(before, gather_weights(model), strict=True):
         np.testing.assert_array_equal(one, value)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, keras.models.clone_model, pickle.dumps])
+def test_how_to_copy_is_said(comm: Communicator, copied: Callable[[Any], Any]) -> None:
+    """A copy was said to have no configuration, and no more."""
+    with pytest.raises(UsageError, match=r"for a copy make another model, and give it gather_weights\(model\)"):
+        copied(made(comm))

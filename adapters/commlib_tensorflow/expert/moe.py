@@ -224,8 +224,9 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
     def get_config(self) -> dict[str, Any]:
         """Refuse: a file would have one rank's experts, and ranks are no part of a configuration."""
         raise UsageError(
-            f"{self.name}: a mixture of experts among ranks has no configuration: save what gather_weights(model) "
-            "returns, or use save_experts"
+            f"{self.name}: a mixture of experts among ranks has no configuration, so it is neither saved nor copied as "
+            "it is: save what gather_weights(model) returns, or use save_experts; for a copy make another model, and "
+            "give it gather_weights(model) by set_weights"
         )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
