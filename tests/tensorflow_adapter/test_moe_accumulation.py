@@ -22,11 +22,10 @@ WIDTH, ROWS = 6, 4
 
 def made(ranks: Any) -> Any:
     keras.utils.set_random_seed(0)
-    x = given = keras.Input((3, WIDTH))
-    for _ in range(2):
-        x = keras.layers.Dense(WIDTH)(x)
-        x = x + MoE(Experts(4, top_k=2, hidden=4, balance_weight=0.1), ranks)(x)
-    return keras.Model(given, x)
+    given = keras.Input((3, WIDTH))
+    x = keras.layers.Dense(WIDTH)(given)
+    x = x + MoE(Experts(4, top_k=2, hidden=4, balance_weight=0.1), ranks)(x)
+    return keras.Model(given, keras.layers.Dense(WIDTH)(x))
 
 
 def passes(own: Communicator | None) -> list[tuple[Any, Any]]:

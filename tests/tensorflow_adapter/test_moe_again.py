@@ -54,7 +54,7 @@ def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -
     return (tf.function(run) if compiled else run)(tf.constant(x)), layer
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
     """It counted twice, and the second time as in evaluation: with the capacity of that, so gradients were others."""
     options = {"capacity_factor": 0.5, "eval_capacity_factor": 4.0}
