@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def test_they_are_all_here():
 # of the adapters, too.
 LONG = (
     *("horovod_keras.py", "horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py"),
-    *("moe_torch.py", "moe_keras.py"),
+    *("moe_torch.py", "moe_keras.py", "hugging_face_torch.py"),
 )
 
 
@@ -31,6 +32,8 @@ LONG = (
     "script", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SCRIPTS]
 )
 def test_an_example(mpirun, script):
+    if script.startswith("hugging_face") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
     done = mpirun(2, EXAMPLES / script, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
 
