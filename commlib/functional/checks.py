@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
+from commlib.buffers.available import available
 from commlib.data_parallel.parameter_check import Gathers
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.agreement import together
@@ -32,6 +34,9 @@ class Model(Protocol):
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Run it forward as a whole, or as one rank with its part: see `commlib.functional.numbers.Runs`."""
+
+    def room(self) -> int:
+        """Return how many bytes a run of it may take where its tensors are, beside the host's memory."""
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
@@ -129,11 +134,21 @@ class Checks:
         raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
 
 
-def check_parts(comm: Gathers, model: Model, call: Any, *, checked: bool, divided_output: bool, warns: bool) -> None:
+def check_parts(
+    comm: Gathers,
+    model: Model,
+    call: Any,
+    *,
+    checked: bool,
+    divided_output: bool,
+    warns: bool,
+    axis: Axis | None = None,
+) -> None:
     """Check the plan of a divided model that a pipeline calls part by part, and so never as a whole.
 
     comm: of the pipeline. call: with what the whole is called, on one rank at least, or None. checked: the plan was
-    checked on this rank. Where no rank can tell, rank 0 warns. Collective over `comm`. Raises UsageError on all ranks.
+    checked on this rank. axis: among which it is divided, to compare numbers, too: all of its ranks have a call or
+    none. Where no rank can tell, rank 0 warns. Collective over `comm`. Raises UsageError on all ranks.
     """
     everyone = comm.all_gather_object((checked, call is not None))
     if any(done for done, _ in everyone):
@@ -141,7 +156,9 @@ def check_parts(comm: Gathers, model: Model, call: Any, *, checked: bool, divide
     if any(has_call for _, has_call in everyone):
 
         def check_here() -> None:
-            if call is not None:
+            if call is not None and axis is not None:
+                check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
+            elif call is not None:
                 check_call(model, call, divided_output=divided_output, warns=warns)
 
         together(comm, check_here)
@@ -172,17 +189,24 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
         _checked(model, attempted, divided_output, axis.size)
     checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
-    reasons = axis.comm.all_gather_object(_not_comparable(attempted[1], checked))
+    reasons = axis.comm.all_gather_object(_not_comparable(model, axis, attempted, checked))
     verdict = Verdict(next((said for said in reasons if said), ""))
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
     _settle(verdict, checked.doubts, warns=warns)
 
 
-def _not_comparable(error: Exception | None, checked: Checked) -> str:
+def _not_comparable(model: Model, axis: Axis, attempted: tuple[Trace, Exception | None], checked: Checked) -> str:
+    trace, error = attempted
     if error is not None:
         return f"it fails: {error}"
-    return "what it is called with is a part already" if checked.came_in_parts else ""
+    if checked.came_in_parts:
+        return "what it is called with is a part already"
+    # What a run of the whole keeps: numbers of four bytes, of all its values, and once more of a rank's.
+    sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in trace.shapes.items())
+    most = 4 * sum(size * (axis.size + 1 if is_divided else 2) for size, is_divided in sizes)
+    room = min(available() // axis.size, model.room())
+    return "" if most <= room else f"the whole would take some {most >> 20} MiB, and there are {room >> 20} for a rank"
 
 
 def _settle(verdict: Verdict, doubts: Sequence[Doubt], *, warns: bool) -> None:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib
+import commlib_torch
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row
-from commlib_torch.tensor import parallelize
+from commlib.tensor import Column, Plan, Row, Sequence
+from commlib_torch.tensor import parallelize, reduce
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -105,6 +106,40 @@ class Two(nn.Module):
         return self.last(self.first(x))
 
 
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(F.max_pool2d(self.up(x), 2))
+
+
+class Picking(nn.Module):
+    """Several layers in which the best of some experts works on a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 3), nn.ModuleList(Mlp(F.gelu) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(4):
+            best = self.router(x).argmax(-1)
+            x = x + torch.stack([expert(x) for expert in self.experts])[best, torch.arange(len(x))]
+        return x
+
+
+class Applied(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 @pytest.fixture
 def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
@@ -129,9 +164,15 @@ def is_right(plain: Any, divided: Any, x: Tensor) -> None:
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)
 
 
+FIRST = list(WRONG)[:14]
+"""The others are neighbours of these."""
+
+EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in WRONG]
+
+
 @pytest.mark.ranks(min=2, max=3)
 class TestWrong:
-    @pytest.mark.parametrize("name", WRONG)
+    @pytest.mark.parametrize("name", EVERY)
     def test_auto_leaves_the_pair_whole(self, tp: Any, name: str) -> None:
         said: list[str] = []
         model = made(Two, WRONG[name])
@@ -143,7 +184,7 @@ class TestWrong:
             assert "test_tensor_unknown.py:" in row, row
         is_right(plain, model, rows())
 
-    @pytest.mark.parametrize("name", WRONG)
+    @pytest.mark.parametrize("name", EVERY)
     def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
         """With example= before anything is divided, and without one at the first call."""
         model = made(Mlp, WRONG[name])
@@ -157,7 +198,7 @@ class TestWrong:
 
 @pytest.mark.ranks(max=3)
 class TestRight:
-    @pytest.mark.parametrize("way", ["example", "verify", "first call"])
+    @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
     @pytest.mark.parametrize("name", RIGHT)
     def test_nothing_is_said(self, tp: Any, name: str, way: str) -> None:
         model = made(Mlp, RIGHT[name])
@@ -174,6 +215,62 @@ class TestRight:
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         is_right(plain, model, rows())
+
+    @pytest.mark.parametrize("way", ["example", "first call", "auto"])
+    def test_pooling_of_images(self, tp: Any, way: str) -> None:
+        model = made(lambda _: Images(), None)
+        plain, x = copy.deepcopy(model), rows()[None, :3].repeat(2, 1, 1, 1)
+        options: dict[str, Any] = {} if way == "first call" else {"example": x, "report": lambda table: None}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)
+            is_right(plain, model, x)
+        assert hasattr(model.up, "style")
+
+    @pytest.mark.parametrize("way", ["example", "first call"])
+    def test_what_is_picked_in_low_precision(self, tp: Any, way: str) -> None:
+        """Rounding makes another expert the best one for some words, and so all after it other numbers."""
+        model = made(lambda _: Picking(), None).bfloat16()
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan: Plan = {"experts.*.up": Column(), "experts.*.down": Row()}
+            parallelize(model, tp, plan, example=x if way == "example" else None)
+            model(x)
+
+    @pytest.mark.parametrize("verb", ["moves", "verbs"])
+    def test_a_model_that_communicates_itself(self, tp: Any, verb: str) -> None:
+        """It is right only while it is divided, so that its whole is no measure."""
+
+        def total(x: Tensor) -> Any:
+            return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), comm=tp)
+
+        model = made(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
+        plain = made(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, PLAN)
+            torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
+
+    def test_random_numbers_and_dropout(self, tp: Any) -> None:
+        model = made(Mlp, lambda h: torch.special.bessel_j0(h))
+        model.down = nn.Sequential(nn.Dropout(0.5), model.down)
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, {"up": Column(), "down.0": Sequence(-1), "down.1": Row()})
+            model(rows())
+        is_right(plain.eval(), model.eval(), rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("name", ["fft", "length"])
+def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
+    mesh = commlib.Mesh(pp=1, tp=comm.size)
+    model = made(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
+    parallelize(model, mesh["tp"], {"0": Column(), "2": Row()})
+    with pytest.raises(UsageError, match=r"differs from the undivided model's"):
+        commlib_torch.pipeline(model, mesh["pp"], loss=nn.MSELoss(), microbatches=2, example=rows())
 
 
 @pytest.mark.ranks(min=2, max=3)

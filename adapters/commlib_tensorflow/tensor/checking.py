@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -41,6 +42,10 @@ class Traced:
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Return None: its numbers are not compared."""
         return None
+
+    def room(self) -> int:
+        """Return any number: only the host's memory is counted."""
+        return sys.maxsize
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""

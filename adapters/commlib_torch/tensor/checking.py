@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +48,11 @@ class Traced:
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Run the model forward, as a whole or as one rank."""
         return None if self._axis is None else forward(self._model, self._axis, call, styles, guide, evaluate=evaluate)
+
+    def room(self) -> int:
+        """Return how much memory is free on the GPU where the model is; any number if that is the host."""
+        device = next((weight.device for weight in self._model.parameters()), torch.device("cpu"))
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
@@ -136,13 +143,29 @@ def check_stages(
     called = {id(hook) for module in modules - {model} if calls_layers for hook in module._forward_pre_hooks.values()}
     left = [hook for key, hook in hooks.items() if not hook.done and key not in called]
     own = model._forward_pre_hooks.values() if isinstance(model, nn.Module) else ()
-    check_parts(
-        comm,
-        Traced(whole()),
-        call,
-        checked=not left,
-        divided_output=any(hook.divided_output or hook not in own for hook in left),
-        warns=any(hook.warns for hook in left),
-    )
+    axes = {hook._axis.comm: hook._axis for hook in left}
+    axis = next(iter(axes.values())) if len(axes) == 1 else None
+    with _checking(left):
+        check_parts(
+            comm,
+            Traced(whole(), axis),
+            call,
+            axis=axis,
+            checked=not left,
+            divided_output=any(hook.divided_output or hook not in own for hook in left),
+            warns=any(hook.warns for hook in left),
+        )
     for hook in left:
         hook.settle()
+
+
+@contextmanager
+def _checking(hooks: list[AtFirstCall]) -> Iterator[None]:
+    """Let hooks know that their plans are being checked, copies of them included."""
+    for hook in hooks:
+        hook._is_checking = True
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook._is_checking = False

@@ -321,3 +321,20 @@ def test_fewer_heads_of_keys_than_ranks(keys, size):
     result = auto(trace, size, lambda name, style: True)
     assert result.plan == expected, result.reasons
     assert PerRank(among=2).own(4, 3, 4) == PerRank(8).own(8, 1, 2) // 2 == 2
+
+
+@pytest.mark.parametrize("kind", ["unknown", "number"])
+def test_what_the_rules_do_not_know_leaves_a_pair_whole(kind):
+    """Others stay divided, and the table says what it is, and where."""
+    m = Written()
+    x, strange = m.table("words", m.given(2, 5), WORDS, WIDTH), {"text": "median in a", "place": "model.py:7"}
+    for name in ("a", "b"):
+        h = m.linear(f"{name}.up", x, 64)
+        if name == "a":
+            made = m.step("", kind, [h], [(2, 5, 64)] if kind == "unknown" else [], **strange)
+            h = made[0] if made else h
+        x = m.linear(f"{name}.down", m.pointwise(h), WIDTH)
+    result = found(m.trace(m.linear("head", x, WORDS)))
+    assert result.plan == {**ENDS, "b.up": Column(), "b.down": Row()}
+    assert {result.reasons[f"a.{name}"] for name in ("up", "down")} == {result.reasons["a.up"]}
+    assert result.reasons["a.up"].startswith("median in a, model.py:7: ")

@@ -280,6 +280,17 @@ def test_of_what_is_unknown_nothing_is_claimed():
     checked = check(trace, PAIR)
     assert [state.name for state in checked.states.values()][3:5] == ["unknown", "unknown"]
     check(trace, {"up": Column()})
+    (doubt,) = checked.doubts  # of what follows there is no other one
+    assert "its input is divided along dimension 2 (by up)" in f"{doubt}"
+    assert not check(trace, {}).doubts
+
+
+def test_numbers_of_a_part_are_doubted():
+    m = Written()
+    h = m.linear("up", m.given(3, 8), 12)
+    m.step("", "number", [m.mean(h, 1)], [], text="item")
+    (doubt,) = check(m.trace(m.linear("down", h, 8)), PAIR).doubts
+    assert doubt.step.text == "item" and doubt.state.source == "up"
 
 
 def test_errors_are_usage_errors():
