@@ -35,6 +35,9 @@ except ImportError:  # it is not public
         return True
 
 
+NODES = "commlib"
+"""The name scope of nodes that call the host for this package."""
+
 Host = Callable[..., Sequence[Array]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -124,7 +127,8 @@ def _made(
         finally:
             _running.node = False
 
-    results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
+    with tf.name_scope(NODES):
+        results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)

@@ -206,8 +206,10 @@ class _Compared:
     def _steps(self, trace: Trace) -> list[Step]:
         return [step for step in trace.steps if step.kind not in FROM_OUTSIDE]
 
-    def _names(self, steps: list[Step]) -> list[tuple[str, str, int]]:
-        return [(step.layer, step.kind, len(step.outputs)) for step in steps]
+    def _names(self, steps: list[Step]) -> list[tuple[int, str, int]]:
+        """Return what steps are, layers by the order of their first calls: their names may differ between ranks."""
+        places = {"": 0}
+        return [(places.setdefault(step.layer, len(places)), step.kind, len(step.outputs)) for step in steps]
 
     def _parted(self, whole: list[Step], own: list[Step]) -> Difference:
         names = self._names(whole), self._names(own)

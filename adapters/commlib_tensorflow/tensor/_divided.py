@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
@@ -107,17 +108,33 @@ def added_up(part: Any, bias: Any, axis: Axis, sequence: int | None) -> Any:
     return x + tf.cast(bias if sequence is None else copy(bias, axis), x.dtype)
 
 
-def is_elementwise(activation: Any) -> bool:
-    """Return whether an activation of Keras looks at one element at a time. Those of users are taken to do so."""
+def is_elementwise(activation: Any, length: int = 8) -> bool:
+    """Return whether an activation looks at one element at a time. One that is not Keras' own is tried.
+
+    length: of a dimension of which it gets a part then.
+    """
     name = getattr(activation, "__name__", "")
-    return getattr(keras.activations, name, None) is not activation or name in _ELEMENTWISE
+    if activation is None or getattr(keras.activations, name, None) is activation:
+        return activation is None or name in _ELEMENTWISE
+    with tf.init_scope():
+        x = tf.constant(np.random.default_rng(0).normal(size=(2, 3, length)), keras.config.floatx())
+        half = max(1, length // 2)
+        try:
+            whole, *halves = (np.asarray(activation(part)) for part in (x, x[..., :half], x[..., half:]))
+        except Exception:
+            return False
+    parts = np.concatenate(halves, -1)
+    return parts.shape == whole.shape and np.allclose(parts, whole, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def check_elementwise(what: str, activation: Any, style: Column) -> None:
-    """Raise UsageError for an activation that looks at all outputs, of which a rank has a part."""
-    if not (style.gather or is_elementwise(activation)):
+def check_elementwise(what: str, activation: Any, style: Column, length: int) -> None:
+    """Raise UsageError for an activation that looks at all outputs, of which a rank has a part.
+
+    length: how many outputs there are.
+    """
+    if not (style.gather or is_elementwise(activation, length)):
         raise UsageError(
-            f"plan: {what}: its activation {keras.activations.serialize(activation)!r} needs all outputs: give "
+            f"plan: {what}: its activation {getattr(activation, '__name__', activation)!r} needs all outputs: give "
             "Column(gather=True), or make it a layer of its own behind a Row"
         )
 

@@ -53,6 +53,8 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
         case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
             dim = -1 if layer.data_format == "channels_last" else 1
             return {"kind": "product", "dims": (dim, dim), "size": _whole(layer)[-2:]}
+        case layers.ReversibleEmbedding() if x.dtype.is_floating:  # in reverse
+            return {"kind": "product", "size": (layer.output_dim, layer.input_dim)}
         case layers.Embedding():
             return {"kind": "table", "size": (layer.input_dim, layer.output_dim)}
         case layers.GroupQueryAttention():

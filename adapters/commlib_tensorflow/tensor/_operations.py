@@ -10,6 +10,10 @@ import tensorflow as tf
 
 from commlib.tensor import equations
 from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
+from commlib_tensorflow._graph import NODES
+
+CALLS = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))
+"""Functions of the host."""
 
 Found = dict[str, Any]
 """The fields of a step: its kind, its inputs, and what goes with that."""
@@ -31,8 +35,8 @@ def shape_of(tensor: Any) -> Shape:
 def described(op: Any) -> Found:
     """Return what is known of an operation: kind "unknown" if that is nothing."""
     inputs = list(op.inputs)
-    if op.type in ("EagerPyFunc", "PyFunc", "PyFuncStateless"):
-        return {"kind": "unseen", "inputs": []}  # of the host: it may be a move
+    if op.type in CALLS:  # of the host: it may be a move, as ours are
+        return {"kind": "unseen", "inputs": [] if NODES in op.name.split("/") else inputs}
     known = all(tensor.shape.rank is not None for tensor in (*inputs, *op.outputs))
     describe = _OPERATIONS.get(op.type) if known and op.outputs else None
     found = describe(op, inputs) if describe is not None else None
@@ -152,6 +156,18 @@ def _sliced(op: Any, inputs: list[Any]) -> Found | None:
     )
 
 
+def _tiled(op: Any, inputs: list[Any]) -> Found | None:
+    counts = _numbers(inputs[1])
+    return None if counts is None else _viewed(inputs, [dim if n == 1 else -1 for dim, n in enumerate(counts)])
+
+
+def repeated(x: Any, repeats: Any, axis: Any = None, name: str | None = None) -> Found | None:
+    """Return what is known of `tf.repeat`: elements one by one stay in the part that has them."""
+    if not isinstance(repeats, int) or axis is None:
+        return None
+    return _equation(equations.pointwise(shape_of(x)), [x])
+
+
 def _gathered(op: Any, inputs: list[Any]) -> Found | None:
     axis = _numbers(inputs[2])
     if axis is None:
@@ -227,6 +243,7 @@ _OPERATIONS: dict[str, Callable[[Any, list[Any]], Found | None]] = {
     "StridedSlice": _strided,
     "Slice": _sliced,
     "GatherV2": _gathered,
+    "Tile": _tiled,
     "Reshape": _reshape,
     **dict.fromkeys(("Split", "SplitV", "Unpack"), _split),
     **dict.fromkeys(("ConcatV2", "Pack"), _joined),

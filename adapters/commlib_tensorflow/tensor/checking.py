@@ -19,6 +19,7 @@ from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_tensorflow.tensor._forward import can_run_whole, forward
 from commlib_tensorflow.tensor._runs import ran
 from commlib_tensorflow.tensor.layers import check_layers, find_layer
 from commlib_tensorflow.tensor.names import layers_of
@@ -28,20 +29,33 @@ from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, style
 class Traced:
     """A model of Keras for `commlib.functional.checks`: a call is what it is called with, or specs of that."""
 
-    def __init__(self, model: Any, layers: Layers) -> None:
-        self._model, self._layers = model, layers
+    def __init__(self, model: Any, layers: Layers, axis: Axis | None = None) -> None:
+        self._model, self._layers, self._axis = model, layers, axis
+        self._hidden: list[str] = []
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
-        return attempted(self._model, self._layers, call, styles)
+        return attempted(self._model, self._layers, call, styles, self._hidden)
+
+    def warn(self) -> None:
+        """Warn of layers that the rules have not seen, once."""
+        if self._hidden:
+            names, self._hidden = ", ".join(dict.fromkeys(self._hidden)), []
+            warnings.warn(
+                f"plan: {names} run in a loop, a branch or a function of TensorFlow, which the rules cannot look into: "
+                "give verify=, which compares numbers",
+                stacklevel=3,
+            )
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
         return ran(self._model, self._layers, call, styles, outputs)
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
-        """Return None: its numbers are not compared."""
-        return None
+        """Run the model forward, as a whole or as one rank."""
+        if self._axis is None or not can_run_whole(self._layers, self._axis):
+            return None
+        return forward(self._model, self._layers, self._axis, call, styles, guide)
 
     def room(self) -> int:
         """Return any number: only the host's memory is counted."""
@@ -111,10 +125,12 @@ def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_outpu
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         del model.call  # that of the class is left
-        specs = keras.tree.map_structure(_spec, inputs)
+        traced = Traced(model, layers, axis)
         unchecked.is_checking = True
         try:
-            check_first_call(axis, Traced(model, layers), specs, divided_output=divided_output, warns=unchecked.warns)
+            check_first_call(axis, traced, inputs, divided_output=divided_output, warns=unchecked.warns)
+            if unchecked.warns:
+                traced.warn()
             unchecked.done = True
         except UsageError as error:
             raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone

@@ -33,7 +33,7 @@ class ColumnConv(OwnVariables):
     def shardings(self: Any, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         _check(what, self, style)
-        check_elementwise(what, self.activation, style)
+        check_elementwise(what, self.activation, style, self.filters)
         shape, parts = whole_shape(self._kernel), parts_of(what, style.parts, self.filters)
         found = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
         if self.bias is not None:

@@ -50,7 +50,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
     def shardings(self, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self, style)
-        check_elementwise(what, self.activation, style)
+        check_elementwise(what, self.activation, style, self.units)
         parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
         found = [(self._kernel, Sharding(shape, 1, parts, style.units))]
         if self.bias is not None:

@@ -48,9 +48,9 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
                 f"plan: {what}: no dimension of its kernel is an output of {self.equation!r}: leave it whole"
             )
         place = equation.columns[0]
-        if place.outside in (-1, len(equation.outputs) - 1):
-            check_elementwise(what, self.activation, style)
         shape = whole_shape(self._kernel)
+        if place.outside in (-1, len(equation.outputs) - 1):
+            check_elementwise(what, self.activation, style, shape[place.kernel])
         parts = parts_of(what, style.parts, shape[place.kernel])
         found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units))]
         if self.bias is not None and (dim := equation.bias(place.letter, self.bias_axes)) is not None:

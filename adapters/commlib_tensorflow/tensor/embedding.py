@@ -60,7 +60,11 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
         divide(what, axis, shardings)
         self.supports_jit = False
         self.keep(what, axis, style, shardings[0][1])
-        self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
+        self.find_words()
+
+    def find_words(self) -> None:
+        """Keep which words this rank has."""
+        self.first, self.last = words_of(self.sharding, self.axis.rank, self.axis.size)
 
     def call(self, inputs: Any) -> Any:
         """Return the features of words."""

@@ -16,6 +16,7 @@ from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
 from commlib_tensorflow.tensor.sequence import (
     IntoSharded,
     OnShards,
@@ -35,6 +36,7 @@ _LAYERS: dict[tuple[type, type[Style]], type] = {
     (keras.layers.EinsumDense, Row): RowEinsumDense,
     (keras.layers.Embedding, Column): ColumnEmbedding,
     (keras.layers.Embedding, Vocabulary): VocabularyEmbedding,
+    (keras.layers.ReversibleEmbedding, Vocabulary): VocabularyReversibleEmbedding,
     (keras.layers.LayerNormalization, Sequence): SequenceLayerNormalization,
     (keras.layers.RMSNormalization, Sequence): SequenceRMSNormalization,
     **{(plain, Column): mixed(ColumnConv, plain) for plain in _CONVOLUTIONS},

@@ -51,14 +51,14 @@ def parallelize(
 
     verify: a batch with which the model is called, the same on all ranks, for one forward and backward beside those of
     the undivided model, which are kept for so long. example: a batch on which the plan is checked by
-    `commlib.tensor.rules`, before anything is divided; it may consist of `tf.TensorSpec`s, since its values are not
-    looked at. Functional and Sequential models need none: their inputs are known. Others are checked at their first
-    call. codec: in which activations and their gradients travel, such as "bf16". divided_output: what the model returns
-    may stay divided.
+    `commlib.tensor.rules`, and its numbers are compared where these cannot tell, before anything is divided; it may
+    consist of `tf.TensorSpec`s, which get random numbers. Functional and Sequential models need none: their inputs are
+    known. Others are checked at their first call. codec: in which activations and their gradients travel, such as
+    "bf16". divided_output: what the model returns may stay divided.
 
     All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
-    so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole, but adds this rank's
-    part of it to the loss that is reported.
+    so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole; L1, L2 and L1L2 add
+    this rank's part of theirs to the loss that is reported.
 
     Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
     other numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
@@ -69,7 +69,7 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
-    traced, call = Traced(model, layers), example if verify is None else verify
+    traced, call = Traced(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
     wanted: Any = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
     found = together(axis, lambda: _layers(model, named, wanted))
@@ -80,7 +80,11 @@ def parallelize(
     with values_of_rank_0("parallelize", model.variables, axis):
         if call is not None:
             checks = Checks(traced, shared, styles | styles_in(layers), call, divided_output=divided_output)
-            if verify is not None:
+            if verify is None:
+                checks.compare_numbers()
+                if axis.rank == 0:
+                    traced.warn()
+            else:
                 checks.keep_numbers()
     draw_alike(axis)
     watch_earlier_optimizers()

@@ -5,40 +5,54 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from commlib.tensor.recording import Recording, replaced
+import commlib
+from commlib.tensor.recording import Recording, replaced, running_line
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
-from commlib_tensorflow.tensor._operations import SOURCES, described, shape_of
+from commlib_tensorflow.tensor._guided import Guided, exchanged
+from commlib_tensorflow.tensor._operations import CALLS, SOURCES, described, repeated, shape_of
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
 """Functions between ranks that a model may call itself, and where they are looked up."""
+
+_OURS = Path(__file__).parent.parent
+_PACKAGES = ("<", *(str(Path(module.__file__ or "").parent) for module in (keras, tf, commlib)), str(_OURS))
+"""Folders of what is not the user's."""
 
 Layers = Mapping[str, Any]
 """The layers of a model by their names."""
 
 
-def attempted(model: Any, layers: Layers, inputs: Any, styles: Collection[str] = ()) -> tuple[Trace, Exception | None]:
+def attempted(
+    model: Any, layers: Layers, inputs: Any, styles: Collection[str] = (), hidden: list[str] | None = None
+) -> tuple[Trace, Exception | None]:
     """Return a model's layers and the operations between them, in the order in which they are called.
 
     inputs: with what it is called, or `tf.TensorSpec`s of it. styles: layers that are taken as a whole because they
     have one. A graph is made, and never run: nothing is computed, and a divided model communicates nothing but what its
     ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its error is returned, and
-    the trace up to the layer that did.
+    the trace up to the layer that did. hidden: gets the names of divided layers that ran where nothing is seen of them.
     """
-    recorder = Recorder(model, layers, styles)
+    for inlines in (True, False):  # without AutoGraph some functions cannot be written here
+        recorder = Recorder(model, layers, styles, inlines=inlines)
 
-    def once(values: Any) -> None:
-        recorder.run(values, training=False)
+        def once(values: Any, recorder: Recorder = recorder) -> None:
+            recorder.run(values, training=False)
 
-    with tf.init_scope(), unnoticed(model):
-        graph_of(once, inputs)
+        with tf.init_scope(), unnoticed(model):
+            graph_of(once, inputs)
+        if recorder.error is None:
+            break
+    if recorder.hidden and hidden is not None:
+        hidden.extend(recorder.hidden)
     return recorder.trace(), recorder.error
 
 
@@ -77,23 +91,46 @@ class _Call:
     first: int
     leaf: bool
     last: int = -1
+    place: str = ""
+    found: Mapping[str, Any] | None = None
     results: list[Any] = field(default_factory=list)
 
 
 class Recorder:
-    """Records what a call of a model adds to the graph that is being made. tensors: all values, by their numbers."""
+    """Records what a call of a model adds to the graph that is being made. tensors: all values, by their numbers.
 
-    def __init__(self, model: Any, layers: Layers, styles: Collection[str]) -> None:
-        self._model, self._layers, self._styles = model, layers, styles
+    whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
+    inlines: functions of TensorFlow that the model calls are written into its graph.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Layers,
+        styles: Collection[str],
+        *,
+        whole: bool | None = None,
+        guided: Guided | None = None,
+        inlines: bool = True,
+    ) -> None:
+        self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
+        self._whole = not styles_in(layers) if whole is None else whole
+        self._guided = guided
+        self.communicates = False
+        """Ranks did so outside of layers."""
+        self.hidden: list[str] = []
+        """Layers with a style that ran in another graph: in a loop, a branch or a function."""
         self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
         self._calls: list[_Call] = []
         self._inside = 0
         self._results: list[Any] = []
         self.error: Exception | None = None
         self._weights = {
-            id(variable.value.handle): name for name, layer in layers.items() for variable in layer.trainable_variables
+            id(variable.value.handle): name
+            for name, layer in reversed(list(layers.items()))
+            for variable in layer.trainable_variables
         }
-        self._recording = Recording(shape_of, self._source, _key)
+        self._recording = Recording(shape_of, self._source, _key, _is_discrete)
         self.tensors = self._recording.tensors
 
     def run(self, values: Any, *, training: bool) -> Any:
@@ -113,7 +150,7 @@ class Recorder:
 
     def trace(self) -> Trace:
         """Return the trace of what ran."""
-        return self._recording.trace(self._results, self._tied(), whole=not styles_in(self._layers))
+        return self._recording.trace(self._results, self._tied(), whole=self._whole)
 
     def _count(self) -> int:
         return len(self._graph.get_operations())
@@ -135,7 +172,30 @@ class Recorder:
             )
             for owner, name in _OPAQUE:
                 stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
+            stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
+            if self._inlines:
+                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+                tf.config.run_functions_eagerly(True)
             yield
+
+    def _described(self, function: Any, describe: Any) -> Any:
+        """Return a function of TensorFlow that is one step, if its arguments can be described."""
+
+        def called(*args: Any, **options: Any) -> Any:
+            if self._inside or not args or tf.compat.v1.get_default_graph() is not self._graph:
+                return function(*args, **options)
+            first = self._count()
+            given = (tf.convert_to_tensor(args[0]), *args[1:])
+            found = describe(*given, **options)
+            if found is None:
+                return function(*given, **options)
+            call = _Call("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=found)
+            call.results = tensors_in(function(*given, **options))
+            call.last = self._count()
+            self._calls.append(call)
+            return call.results[0]
+
+        return called
 
     def _opaque(self, function: Any) -> Any:
         """Return a function that is not looked into: what it gives comes from where nobody knows."""
@@ -157,13 +217,20 @@ class Recorder:
     def _called(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
         name = self._names.get(id(layer))
         if name is None or self._inside or tf.compat.v1.get_default_graph() is not self._graph:
+            if name is not None and name in self._styles and not self._inside:
+                self.hidden.append(name)
             return plain(layer, *args, **options)
         leaf = name in self._styles or _leaves.is_leaf(layer)
-        call = _Call(name, layer, tensors_in([args, options]), self._count(), leaf)
+        call = _Call(name, layer, tensors_in([args, options]), self._count(), leaf, place=running_line(_PACKAGES))
         self._calls.append(call)
         self._inside += leaf
+        guided = self._guided if leaf else None
         try:
+            if guided is not None:
+                args, options = exchanged((args, options), guided.inputs(name, call.inputs))
             result = plain(layer, *args, **options)
+            if guided is not None:
+                result = exchanged(result, guided.result(tensors_in(result)))
             call.results = tensors_in(result)
         finally:
             self._inside -= leaf
@@ -186,26 +253,31 @@ class Recorder:
                 break
 
     def _leaf(self, call: _Call) -> None:
+        if call.found is not None:
+            self._recording.add("", outputs=call.results, text="repeat", place=call.place, **call.found)
+            return
         if call.layer is None:
+            self.communicates = True
             self._recording.add("", "unseen", (), call.results, text="a function between ranks")
             return
         if not call.inputs:
             return
         found = _leaves.described(call.layer, call.inputs[0])
         text = type(call.layer).__name__
-        self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, **found)
+        self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
 
     def _operation(self, op: Any, at: int) -> None:
         if not op.outputs or op.type in SOURCES or op.outputs[0].dtype in (tf.resource, tf.variant):
             return
         inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
         text = f"{op.type} in {inside[-1] if inside else 'the model'}"
+        self.communicates |= op.type in CALLS
         if op.type == "IdentityN":
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
-                self._recording.add("", "unknown", (tensor,), (result,), text=text)
+                self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
             return
         found = described(op)
-        self._recording.add("", outputs=op.outputs, text=text, **found)
+        self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
 
     def _source(self, tensor: Any) -> tuple[str, str] | None:
         """Return where a value comes from that no step has made."""
@@ -228,6 +300,16 @@ class Recorder:
                     if id(weight) not in inner:
                         owners.setdefault(id(weight), []).append(name)
         return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
+
+
+def _is_discrete(tensor: Any) -> bool:
+    return not (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _line(op: Any) -> str:
+    """Return the line of the user's code that has made an operation, as file:line."""
+    lines = (f"{one.filename}:{one.lineno}" for one in reversed(op.traceback) if not one.filename.startswith(_PACKAGES))
+    return next(lines, "")
 
 
 def _key(tensor: Any) -> Any:

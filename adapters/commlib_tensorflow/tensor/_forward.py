@@ -1,0 +1,133 @@
+"""Forward: run a model of Keras as a whole, or as one rank with its part, and keep the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import CommlibError, UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.guide import GUIDED, Guide
+from commlib.functional.runs import Run
+from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.tensor._guided import Guided
+from commlib_tensorflow.tensor.attention import ColumnAttention
+from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
+from commlib_tensorflow.tensor.embedding import VocabularyEmbedding
+from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
+from commlib_tensorflow.tensor.tracing import Layers, Recorder, concrete, graph_of
+
+
+def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[str, Style], guide: Guide | None) -> Run:
+    """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode.
+
+    call: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
+    """
+    whole = guide is None or guide.cuts
+    recorder = Recorder(model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide))
+    error: Exception | None = None
+    found: Mapping[str, Any] = {}
+
+    def once(values: Any) -> Any:
+        recorder.run(values, training=False)
+        if recorder.error is not None:
+            raise recorder.error
+        taken = {value for step in recorder.trace().steps if step.kind in GUIDED for value in step.inputs}
+        return {
+            str(number): tensor
+            for number, tensor in enumerate(recorder.tensors)
+            if tensor.dtype not in (tf.resource, tf.variant, tf.string)
+            and (number in taken or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
+        }
+
+    with tf.init_scope(), unnoticed(model, call), _changed(_undivided(layers) if whole else []):
+        given = numbers_of(call)
+        try:
+            found = graph_of(once, given)(given)
+        except Exception as raised:
+            if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
+                raise
+            error = raised
+    values = [_array(found.get(str(number))) for number in range(len(recorder.tensors))]
+    return Run(
+        recorder.trace(), values, {}, {}, {},
+        communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
+    )  # fmt: skip
+
+
+def can_run_whole(layers: Layers, axis: Axis) -> bool:
+    """Return whether a divided model can compute what it did before."""
+    own = [getattr(layer, "divided_axis", None) or getattr(layer, "axis", None) for layer in layers.values()]
+    blocks = any(isinstance(layer, ParallelAttention | ParallelMLP) for layer in layers.values())
+    return not blocks and all(one.comm is axis.comm for one in own if isinstance(one, Axis))
+
+
+def numbers_of(call: Any) -> Any:
+    """Return tensors for what a model is called with: the same random numbers on all ranks where none are given.
+
+    Integers are 0 and 1, which are words of any vocabulary, and booleans are true.
+    """
+    random = np.random.default_rng(0)
+
+    def made(one: Any) -> Any:
+        if tf.is_tensor(one) and not isinstance(one, tf.__internal__.EagerTensor):
+            one = tf.TensorSpec(one.shape, one.dtype)
+        if not isinstance(one, tf.TensorSpec):
+            return tf.convert_to_tensor(one)
+        shape = concrete(one.shape)
+        if one.dtype.is_bool:
+            return tf.ones(shape, one.dtype)
+        numbers = random.normal(size=shape) if not one.dtype.is_integer else random.integers(0, 2, shape)
+        return tf.cast(tf.constant(numbers), one.dtype)
+
+    return keras.tree.map_structure(made, call)
+
+
+def _undivided(layers: Layers) -> list[tuple[Any, Style]]:
+    """Return with which styles layers of a divided model compute the whole, on all ranks alike.
+
+    Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
+    weights that it has.
+    """
+    attention = [layer for layer in layers.values() if isinstance(layer, ColumnAttention)]
+    within = {id(one) for layer in attention for one in layer._flatten_layers(include_self=False)}  # type: ignore[attr-defined]
+    found: dict[int, tuple[Any, Style]] = {}
+    for layer in layers.values():
+        style = getattr(layer, "style", None)
+        if not isinstance(style, Column | Row | Vocabulary):
+            continue
+        is_table = isinstance(layer, VocabularyEmbedding) and not isinstance(layer, VocabularyReversibleEmbedding)
+        if id(layer) in within or is_table or isinstance(layer, ColumnAttention):
+            change: Style = replace(style, sequence=None)
+        elif isinstance(style, Row):
+            change = replace(style, split=True, sequence=None)
+        else:
+            change = replace(style, gather=True, sequence=None)
+        found[id(layer)] = layer, change
+    return list(found.values())
+
+
+@contextmanager
+def _changed(changes: list[tuple[Any, Style]]) -> Iterator[None]:
+    """Give layers other styles for a while."""
+    own = [(layer, layer.style) for layer, _ in changes]
+    try:
+        for layer, style in changes:
+            vars(layer)["style"] = style
+        yield
+    finally:
+        for layer, style in own:
+            vars(layer)["style"] = style
+
+
+def _array(tensor: Any) -> Array:
+    found: Array = np.empty(0) if tensor is None else tensor.numpy()
+    return found

@@ -1,0 +1,153 @@
+"""Operations that the rules do not know were wrong in silence, under "auto" and under own plans.
+
+One process is the oracle: another model with the same weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN: Plan = {"up": Column(), "down": Row()}
+LINE = r"test_tensor_unknown\.py:\d+"
+
+
+@tf.function
+def of_sum(h: Any) -> Any:
+    return h / tf.reduce_sum(tf.abs(h), -1, keepdims=True)
+
+
+WRONG: dict[str, Any] = {
+    "a function": of_sum,
+    "map_fn": lambda h: tf.map_fn(of_sum, h),
+    "a loop": lambda h: ops.fori_loop(0, 2, lambda _, x: x / tf.reduce_sum(tf.abs(x)), h),
+    "a branch": lambda h: tf.cond(tf.reduce_all(h < 1e9), lambda: of_sum(h), lambda: h),
+    "pooling": lambda h: ops.transpose(ops.max_pool(ops.transpose(h, (0, 2, 1)), 3, 1, "same"), (0, 2, 1)),
+    "normalisation": lambda h: tf.cast(tf.nn.lrn(tf.cast(h[:, :, None], tf.float32))[:, :, 0], h.dtype),
+    "fft": lambda h: tf.math.real(tf.signal.fft(tf.cast(h, tf.complex128))),
+    "qr": lambda h: h + ops.qr(h)[0][..., :1],
+    "a length": lambda h: h * h.shape[-1] ** -0.5,
+    "a length of tensors": lambda h: h * tf.cast(tf.shape(h)[-1], h.dtype),
+}
+RIGHT: dict[str, Any] = {
+    "elementwise": lambda h: ops.celu(h) + tf.math.erf(h) + ops.logaddexp(h, h),
+    "a function": tf.function(lambda h: tf.tanh(h) * 2),
+    "map_fn": lambda h: tf.map_fn(tf.tanh, h),
+    "a branch": lambda h: tf.cond(tf.reduce_all(tf.math.is_finite(h)), lambda: h, lambda: h * 0),
+    "over rows": lambda h: h - ops.median(h, 1, keepdims=True),
+    "pooling of rows": lambda h: ops.average_pool(h, 3, 1, "same"),
+}
+
+
+class Mlp(keras.Model):  # type: ignore[misc]
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.function = L.Dense(12, name="up"), L.Dense(8, name="down"), function
+
+    def call(self, x: Any) -> Any:
+        return self.down(self.function(self.up(x)))
+
+
+def made(function: Any) -> Any:
+    model = Mlp(function)
+    model(rows())
+    return filled(model)
+
+
+def two(function: Any) -> Any:
+    """A pair that stands in question, and one behind it that is right."""
+    x = given = keras.Input((5, 8))
+    x = L.Lambda(function, output_shape=(5, 12))(L.Dense(12, name="up")(x))
+    x = L.Dense(12, "relu", name="last_up")(L.Dense(8, name="down")(x))
+    return filled(keras.Model(given, L.Dense(8, name="last_down")(x)))
+
+
+def rows() -> Any:
+    return tf.constant(values(4, 5, 8))
+
+
+SOME = ("a function", "a loop", "a length")
+
+
+def some(cases: dict[str, Any]) -> Any:
+    return [name if name in SOME else pytest.param(name, marks=pytest.mark.long) for name in cases]
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestWrong:
+    @pytest.mark.parametrize("name", some(WRONG))
+    def test_auto_leaves_the_pair_whole(self, comm: Any, name: str) -> None:
+        model = two(WRONG[name])
+        try:
+            parallelize(model, comm, "auto", report=lambda table: None)
+        except UsageError as error:
+            assert "finds no layer" in str(error)
+        assert not hasattr(model.get_layer("up"), "style")
+        near(model(rows()), two(WRONG[name])(rows()))
+
+    @pytest.mark.parametrize("name", some(WRONG))
+    def test_own_plans_are_refused(self, comm: Any, name: str) -> None:
+        """With example= before anything is divided, and without one at the first call, which may be traced."""
+        model = made(WRONG[name])
+        with pytest.raises(UsageError, match=LINE):
+            parallelize(model, comm, PLAN, example=rows())
+        assert not hasattr(model.up, "style")
+        parallelize(model, comm, PLAN)
+        with pytest.raises(UsageError, match=LINE):
+            tf.function(model, autograph=False)(rows())
+
+    @pytest.mark.parametrize("name", ["a function", "qr", "a length"])
+    def test_activations(self, comm: Any, name: str) -> None:
+        """One of the user's was taken for one that looks at each element by itself."""
+        model = keras.Sequential([keras.Input((5, 8)), L.Dense(12, WRONG[name], name="up"), L.Dense(8, name="down")])
+        with pytest.raises(UsageError, match="needs all outputs"):
+            parallelize(model, comm, PLAN)
+
+    def test_what_cannot_be_told(self, comm: Any) -> None:
+        """A function of the host may be a move: a warning says where it stands."""
+        model = made(lambda h: tf.ensure_shape(tf.numpy_function(lambda a: a / abs(a).sum(), [h], h.dtype), h.shape))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parallelize(model, comm, PLAN, example=rows())
+        told = [str(one.message) for one in said if "the rules do not know" in str(one.message)]
+        assert len(told) == (comm.rank == 0)
+        assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in told)
+
+    def test_divided_layers_in_a_loop(self, comm: Any) -> None:
+        class Looped(Mlp):
+            def call(self, x: Any) -> Any:
+                return tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, self.down(self.up(y))), [0, x])[1]
+
+        model = Looped(None)
+        model(rows())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parallelize(model, comm, PLAN, example=rows())
+        assert sum("up, down run in a loop" in str(one.message) for one in said) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(max=3)
+class TestRight:
+    @pytest.mark.parametrize("way", ["example", pytest.param("first call", marks=pytest.mark.long)])
+    @pytest.mark.parametrize("name", some(RIGHT))
+    def test_nothing_is_said(self, comm: Any, name: str, way: str) -> None:
+        model, plain = made(RIGHT[name]), made(RIGHT[name])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parallelize(model, comm, PLAN, example=None if way == "first call" else rows())
+            near(model(rows()), plain(rows()))
+        assert not [str(one.message) for one in said if "plan" in str(one.message)]
