@@ -16,7 +16,7 @@ from commlib.functional.shards import part
 from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
-from commlib_torch._shards import describe, shard_of
+from commlib_torch._shards import describe, shards_of
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
@@ -88,13 +88,16 @@ def has_hooks(module: nn.Module) -> bool:
 
 def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
-    names, stacks = zip(*experts.named_parameters(), strict=True)
-    for name, stack in zip(names, stacks, strict=True):
-        if shard_of(stack) is None:
+    for inner, module in experts.named_modules():
+        if new := [
+            name for name, one in module._parameters.items() if one is not None and name not in shards_of(module)
+        ]:
+            name = f"{inner}.{new[0]}" if inner else new[0]
             raise UsageError(
-                f"{what}: parameter {name} of shape {list(stack.shape)} was put into the experts after they were made, "
-                "and has no part for each of them: change the MLP before, and give expertize copy=True"
+                f"{what}: parameter {name} was put into the experts after they were made, and has no part for each of "
+                "them: change the MLP before, and give expertize copy=True"
             )
+    names, stacks = zip(*experts.named_parameters(), strict=True)
     results = []
     each = zip(*(stack.unbind(0) for stack in stacks), strict=True)
     for own, values in zip(rows.split(list(counts)), each, strict=True):
