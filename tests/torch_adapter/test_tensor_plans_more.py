@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
+from commlib.schedule.layout import even
+from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.tensor import gather_state_dict, parallelize, verify
 
@@ -289,3 +290,60 @@ def test_ranks_share_heads_of_keys(tp, auto, repeats):
         torch.allclose(value, gathered, rtol=0, atol=1e-12)
         for value, gathered in zip(plain.state_dict().values(), gather_state_dict(model).values(), strict=True)
     )
+
+
+class WrittenOut(nn.Linear):
+    """As some models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Noted(WrittenOut):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.more = nn.Parameter(torch.zeros(3))
+
+
+class FixedHeads(nn.Module):
+    """Asks for all heads by a number of its own, as Falcon does."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.o = HEADS, kind(WIDTH, 3 * WIDTH), kind(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        cut = self.qkv(x).view(rows, tokens, self.heads, 3, WIDTH // HEADS)
+        q, k, v = cut.permute(3, 0, 2, 1, 4)
+        found: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return found
+
+
+@pytest.mark.ranks(max=3)
+def test_numbers_of_heads_become_those_of_a_rank(tp):
+    """A model that gives a number of heads was left whole."""
+    plain: Any = made(FixedHeads, WrittenOut)
+    own: Plan = {"qkv": Column(units=HEADS), "o": Row(units=HEADS), "heads": PerRank(HEADS)}
+    for plan in ("auto", own):
+        model = copy.deepcopy(plain)
+        parallelize(model, tp, plan, verify=rows(), report=lambda table: None)
+        assert model.heads == even(HEADS, tp.size).counts[tp.rank] and plain.heads == HEADS
+        assert isinstance(model.qkv, WrittenOut)
+        same_losses(copy.deepcopy(plain), model, rows())
+    with pytest.raises(UsageError, match="heads is divided already"):
+        parallelize(model, tp, {"heads": PerRank()})
+    with pytest.raises(UsageError, match=r"no number is called 'width'; there are heads"):
+        parallelize(copy.deepcopy(plain), tp, {"width": PerRank()})
+
+
+@pytest.mark.ranks(max=2)
+@pytest.mark.parametrize("kind", [Scaled, Noted])
+def test_a_linear_layer_that_computes_something_else(tp, kind):
+    with pytest.raises(UsageError, match=f"qkv is a {kind.__name__}, but Column is for"):
+        parallelize(made(FixedHeads, kind), tp, {"qkv": Column(units=HEADS)})
