@@ -120,6 +120,13 @@ def test_experts_are_told_whether_they_are_trained(comm: Communicator) -> None:
     np.testing.assert_allclose(made(given, training=True), 2 * made(given), rtol=1e-6)
 
 
+def test_a_layer_without_weights_may_be_frozen(comm: Communicator) -> None:
+    """One that was, with all others, and not thawed with them."""
+    made = dense(L.Activation("gelu", trainable=False))
+    expertize(made, comm, plan(comm))
+    assert isinstance(made.get_layer("mlp"), MoE)
+
+
 def test_a_seed_of_an_initializer_does_not_make_experts_alike(comm: Communicator) -> None:
     """All experts began with the same values, and stayed so."""
     made = expertize(dense(kernel_initializer=keras.initializers.GlorotUniform(seed=5)), comm, plan(comm))
@@ -137,7 +144,7 @@ def refused() -> dict[str, tuple[Any, str]]:
     in_64 = dense()
     in_64.get_layer("mlp").layers[-1].dtype_policy = keras.DTypePolicy("float64")
     return {
-        "frozen": (frozen, r"mlp is frozen \(trainable=False\).*freeze the mixture of experts afterwards"),
+        "frozen": (frozen, r"first is frozen \(trainable=False\).*freeze the mixture of experts afterwards"),
         "a frozen layer": (part, r"first is frozen \(trainable=False\)"),
         "LoRA": (lora, r"first has LoRA.*merged with it"),
         "activity": (dense(activity_regularizer="l2"), "first has an activity regularizer.*behind the mixture"),

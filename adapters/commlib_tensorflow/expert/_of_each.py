@@ -52,7 +52,7 @@ def check_layer(what: str, layer: Any) -> None:
                 f"{what}: {inner.name} has LoRA, whose factors are beside a kernel that is not trained, and experts "
                 "keep trainable weights alone: give kernels that are merged with it, without enable_lora()"
             )
-        if not inner.trainable:
+        if any(not variable.trainable for variable in inner._trainable_variables):  # they would be, but for this
             raise UsageError(
                 f"{what}: {inner.name} is frozen (trainable=False), and experts are made to be trained: set "
                 "trainable=True before, and freeze the mixture of experts afterwards"
