@@ -17,7 +17,7 @@ from commlib.functional.unnoticed import unnoticed as unnoticed_by
 
 
 @contextmanager
-def unnoticed(model: nn.Module, *given: Any) -> Iterator[None]:
+def unnoticed(model: Any, *given: Any) -> Iterator[None]:
     """Leave a model, what it is called with, and the states of random generators as they were before.
 
     Parameters are taken for what no forward writes.

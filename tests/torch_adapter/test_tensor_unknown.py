@@ -19,7 +19,7 @@ import commlib
 import commlib_torch
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
-from commlib_torch.tensor import parallelize, reduce
+from commlib_torch.tensor import ParallelMLP, parallelize, reduce
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -261,6 +261,15 @@ class TestRight:
             parallelize(model, tp, {"up": Column(), "down.0": Sequence(-1), "down.1": Row()})
             model(rows())
         is_right(plain.eval(), model.eval(), rows())
+
+
+def test_activations_of_blocks(tp: Any) -> None:
+    """What looks at all hidden features was taken for an activation."""
+    for activation in (lambda h: h.softmax(-1), lambda h: h / h.norm(), lambda h: h * h.shape[-1]):
+        with pytest.raises(UsageError, match="looks at all hidden features"):
+            ParallelMLP(8, 12, tp, activation=activation)
+    for activation in (torch.special.expit, nn.GELU(), nn.Dropout(0.5), Twice.apply, lambda h: h.median(1)[0]):
+        ParallelMLP(8, 12, tp, activation=activation)
 
 
 @pytest.mark.ranks(min=2, max=3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor.styles import Column, Row
+from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import On, axis_of
@@ -28,7 +30,7 @@ class ParallelMLP(nn.Module):
     x: (..., width), whole on every rank, or divided along the dimension `sequence`, as the output is then. gated: the
     activation of one half of 2 * hidden features times the other half. activation: its name, or a function that looks
     at one element at a time. On an axis of one rank it is the unsharded layer, and for the same seed it has the same
-    values on any number of ranks.
+    values on any number of ranks. Raises UsageError for an activation that looks at all hidden features.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         self.axis, self.gated = axis_of(axis), gated
         self.activation = activation_of("ParallelMLP", activation)
+        if callable(activation) and not is_elementwise(self.activation, hidden):
+            raise UsageError(f"ParallelMLP: activation {activation!r} looks at all hidden features, which are divided")
         columns = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnLinear(width, (1 + gated) * hidden, self.axis, bias, style=columns, **kwargs)
         self.down = RowLinear(hidden, width, self.axis, bias, style=Row(sequence=sequence), **kwargs)
@@ -61,6 +65,23 @@ class ParallelMLP(nn.Module):
             inside = self.activation(inside)
         out: Tensor = self.down(inside)
         return out
+
+
+def is_elementwise(activation: Activation, length: int) -> bool:
+    """Return whether a function works on parts of a last dimension of some length as on all of it: it is tried.
+
+    So is taken what draws random numbers, or cannot be tried on random rows.
+    """
+    with torch.no_grad(), unnoticed(activation):
+        x = torch.randn(3, 5, length, generator=torch.Generator().manual_seed(0), device="cpu")
+        half, state = max(1, length // 2), torch.get_rng_state()
+        try:
+            whole, *halves = (activation(part.clone()) for part in (x, x[..., :half], x[..., half:]))
+            parts = torch.cat(halves, -1)
+        except Exception:
+            return True
+        draws = not torch.equal(state, torch.get_rng_state())
+    return draws or (parts.shape == whole.shape and torch.allclose(parts, whole, 1e-4, 1e-6, equal_nan=True))
 
 
 def activation_of(what: str, given: str | Activation) -> Activation:
