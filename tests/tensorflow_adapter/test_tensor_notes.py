@@ -93,7 +93,7 @@ def close(model: Any, plain: Any) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["fit", "own"])
+@pytest.mark.parametrize("way", [pytest.param("fit", marks=pytest.mark.long), "own"])
 def test_marks_know_their_mesh(comm: Any, way: str) -> None:
     """Without mesh= it was an error, though what is divided knows which ranks have the same part."""
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
@@ -141,7 +141,7 @@ def test_ranks_that_would_part_are_told(comm: Any, traced: bool) -> None:
             clipped()
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_optimizer_of_an_own_loop_is_divided(comm: Any, traced: bool) -> None:
     """One that a model was compiled with was divided, any other knew no variable any more."""
     plain, model = make(), make()

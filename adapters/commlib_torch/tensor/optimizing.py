@@ -105,10 +105,10 @@ def _settle_state(optimizer: Optimizer) -> None:
         for key, value in kept.items():
             if not isinstance(value, Tensor):
                 continue
+            check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
             if tuple(value.shape) == shard.sharding.shape:
-                kept[key] = back(shard.own(host_array(value)), value)
-            elif value.shape == parameter.shape:
-                check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
+                value = kept[key] = back(shard.own(host_array(value)), value)
+            if value.shape == parameter.shape:
                 mark_part(value, shard)
 
 
