@@ -16,6 +16,7 @@ from commlib.functional.guide import Guide
 from commlib.functional.numbers import Verdict, judged, refused
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
+from commlib.tensor.equations import UNKNOWN_LENGTH
 from commlib.tensor.plan import Plan
 from commlib.tensor.rules import Checked, Doubt, check, compare
 from commlib.tensor.styles import Style
@@ -203,7 +204,8 @@ def _not_comparable(model: Model, axis: Axis, attempted: tuple[Trace, Exception 
     if checked.came_in_parts:
         return "what it is called with is a part already"
     # What a run of the whole keeps: numbers of four bytes, of all its values, and once more of a rank's.
-    sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in trace.shapes.items())
+    known = ((value, shape) for value, shape in trace.shapes.items() if UNKNOWN_LENGTH not in shape)
+    sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in known)
     most = 4 * sum(size * (axis.size + 1 if is_divided else 2) for size, is_divided in sizes)
     room = min(available() // axis.size, model.room())
     return "" if most <= room else f"the whole would take some {most >> 20} MiB, and there are {room >> 20} for a rank"

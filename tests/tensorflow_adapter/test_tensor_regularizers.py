@@ -74,3 +74,27 @@ def test_activity_regularizers(comm: Any) -> None:
     parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})
     with pytest.raises(UsageError, match="whose gradient would be added up"):
         parallelize(pair(activity_regularizer="l2"), comm, {"up": Replicate(into_sharded=True)})
+
+
+class Counted(keras.layers.Layer):  # type: ignore[misc]
+    """A layer of the user's that adds to the loss."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+@pytest.mark.ranks(min=2)
+def test_losses_of_what_is_divided(comm: Any) -> None:
+    """A mean over this rank's part was taken for that of the whole."""
+
+    def make(*between: Any) -> Any:
+        return sequential(
+            L.Dense(10, name="up"), *between, L.Dense(3, name="down"), L.ActivityRegularization(l1=0.1), shape=(4,)
+        )
+
+    with pytest.raises(UsageError, match=r"add_loss of counted.*this rank's part alone"):
+        parallelize(make(Counted(name="counted")), comm, {"up": Column(), "down": Row()})
+    parallelize(make(L.ActivityRegularization(l2=0.1)), comm, {"up": Column(), "down": Row()})
+    model = sequential(L.Dense(10, name="up"), L.Dense(3, name="down"), Counted(name="counted"), shape=(4,))
+    parallelize(model, comm, {"up": Column(), "down": Row()})

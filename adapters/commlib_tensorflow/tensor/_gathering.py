@@ -16,8 +16,13 @@ from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocab
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow.tensor.moves import moved
 
-_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 """Regularizers that are sums over elements: of a part they have the gradient of that part, and cost no message."""
+
+
+def is_sum(regularizer: Any) -> bool:
+    """Return whether a regularizer is known to be a sum over elements."""
+    return type(regularizer) in SUMS
 
 
 def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
@@ -52,7 +57,7 @@ class Regularizer:
 def regularize_whole(variable: Any, shard: Shard) -> None:
     """Let the regularizer of a variable that was divided see the whole, unless it is a sum over elements."""
     plain = getattr(variable, "regularizer", None)
-    if plain is not None and type(plain) not in _SUMS and isinstance(shard.sharding, Sharding):
+    if plain is not None and not is_sum(plain) and isinstance(shard.sharding, Sharding):
         variable.regularizer = Regularizer(plain, shard.axis, shard.sharding)
 
 
@@ -66,7 +71,7 @@ def check_activity(what: str, layer: Any, style: Style) -> None:
             f"plan: {what} has an activity regularizer, whose gradient would be added up over the ranks: give it to a "
             "layer within or behind it"
         )
-    if type(plain) not in _SUMS and _gives_part(layer, style):
+    if not is_sum(plain) and _gives_part(layer, style):
         raise UsageError(
             f"plan: {what}: its activity regularizer {getattr(plain, '__name__', type(plain).__name__)} would see this "
             "rank's part of the output: use L1, L2 or L1L2 of Keras, or give it to a layer behind a Row"

@@ -12,11 +12,13 @@ import keras
 import tensorflow as tf
 
 import commlib
+from commlib.tensor.equations import Equation
 from commlib.tensor.recording import Recording, replaced, running_line
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
+from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, exchanged
 from commlib_tensorflow.tensor._operations import CALLS, SOURCES, described, repeated, shape_of
 
@@ -124,6 +126,8 @@ class Recorder:
         self._calls: list[_Call] = []
         self._inside = 0
         self._results: list[Any] = []
+        self._losses: list[tuple[str, Any, str]] = []
+        """What layers add to the loss, with their names and the lines."""
         self.error: Exception | None = None
         self._weights = {
             id(variable.value.handle): name
@@ -146,6 +150,13 @@ class Recorder:
                 self.error = error
         self._results = tensors_in(result)
         self._note(before)
+        for name, loss, place in self._losses:
+            if getattr(loss, "graph", None) is self._graph:
+                every = tuple(range(len(shape_of(loss))))
+                equation = Equation((every, every), every, frozenset(every))
+                self._recording.add(
+                    "", "equation", (loss, loss), (), equation=equation, text=f"add_loss of {name}", place=place
+                )
         return result
 
     def trace(self) -> Trace:
@@ -172,11 +183,37 @@ class Recorder:
             )
             for owner, name in _OPAQUE:
                 stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
+            stack.enter_context(replaced(keras.layers.Layer, "add_loss", self._losing(keras.layers.Layer.add_loss)))
+            for kind in SUMS:
+                stack.enter_context(replaced(kind, "__call__", self._summing(kind.__call__)))
             stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
             if self._inlines:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
+
+    def _losing(self, add_loss: Any) -> Any:
+        """Return Keras' way to add a loss to that of the model, which notes what is added."""
+
+        def added(layer: Any, loss: Any) -> Any:
+            if not (self._inside or is_sum(layer.activity_regularizer)):
+                self._losses += [(layer.name, tensor, running_line(_PACKAGES)) for tensor in tensors_in(loss)]
+            return add_loss(layer, loss)
+
+        return added
+
+    def _summing(self, function: Any) -> Any:
+        """Return a regularizer that is not looked into: a sum over this rank's elements is right as it is."""
+
+        def called(regularizer: Any, x: Any) -> Any:
+            call = _Call("", None, [], self._count(), True, found={"kind": "unseen", "inputs": ()})
+            result = function(regularizer, x)
+            if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
+                call.last, call.results = self._count(), tensors_in(result)
+                self._calls.append(call)
+            return result
+
+        return called
 
     def _described(self, function: Any, describe: Any) -> Any:
         """Return a function of TensorFlow that is one step, if its arguments can be described."""
@@ -254,7 +291,7 @@ class Recorder:
 
     def _leaf(self, call: _Call) -> None:
         if call.found is not None:
-            self._recording.add("", outputs=call.results, text="repeat", place=call.place, **call.found)
+            self._recording.add("", outputs=call.results, text="a function", place=call.place, **call.found)
             return
         if call.layer is None:
             self.communicates = True
