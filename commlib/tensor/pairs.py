@@ -89,6 +89,10 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
     first = styles.get(state.by)
     if step.layer and step.layer not in styles and (step.weights or step.draws):
         return {step.layer: Sequence(state.dim)}
+    if error.rule == "gradient":  # of a norm of each head, that is written in operations
+        makers = [part.maker(value) for value in step.inputs]
+        norms = {one.layer for one in makers if one.kind == "weight" and one.layer} - styles.keys()
+        return dict.fromkeys(norms, Sequence(state.dim))
     if isinstance(first, Column) and first.parts == 1:
         if error.rule == "parts" and step.kind == "split":
             lengths = tuple(part.shapes[value][step.dim] for value in step.outputs)

@@ -347,3 +347,47 @@ def test_numbers_of_heads_become_those_of_a_rank(tp):
 def test_a_linear_layer_that_computes_something_else(tp, kind):
     with pytest.raises(UsageError, match=f"qkv is a {kind.__name__}, but Column is for"):
         parallelize(made(FixedHeads, kind), tp, {"qkv": Column(units=HEADS)})
+
+
+class HeadNorm(nn.Module):
+    """A norm of each head, written out."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.weight, self.mixes = nn.Parameter(torch.rand(4)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(1, keepdim=True) if self.mixes else x
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class NormedHeads(nn.Module):
+    """As Qwen3 has it."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.other = HeadNorm(mixes), HeadNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (-1, 4)) for layer in (self.q, self.k, self.v))
+        q, k, v = self.norm(q).transpose(1, 2), self.other(k).transpose(1, 2), v.transpose(1, 2)
+        found: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return found
+
+
+@pytest.mark.ranks(max=3)
+def test_a_norm_of_each_head_that_is_written_out(tp):
+    """Each rank had a part of the gradient of its weight, so that attention stayed whole."""
+    plain: Any = made(NormedHeads)
+    model = copy.deepcopy(plain)
+    parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
+    assert model.q.style == Column(units=HEADS) and model.norm.style == Sequence(2)
+    assert isinstance(model.norm, HeadNorm)
+    same_losses(plain, copy.deepcopy(model), rows())
+
+
+@pytest.mark.ranks(max=2)
+def test_what_mixes_positions_is_no_norm(tp):
+    with pytest.raises(UsageError, match="norm is a HeadNorm, but Sequence is for"):
+        parallelize(made(NormedHeads, True), tp, {"norm": Sequence(2)})

@@ -17,7 +17,15 @@ from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
-from commlib_torch.tensor.sequence import IntoSharded, OnShards, SequenceLayerNorm, SequenceRMSNorm, mixed
+from commlib_torch.tensor.sequence import (
+    IntoSharded,
+    OnShards,
+    OwnNorm,
+    SequenceLayerNorm,
+    SequenceRMSNorm,
+    is_row_wise,
+    mixed,
+)
 from commlib_torch.tensor.transposed import ColumnTransposed, RowTransposed
 
 _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
@@ -57,6 +65,8 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         return mixed(known, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and next(module.parameters(), None) is None:
         return mixed(OnShards, plain)  # type: ignore[arg-type]
+    if isinstance(style, Sequence) and is_row_wise(module):
+        return mixed(OwnNorm, plain)  # type: ignore[arg-type]
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
     raise UsageError(
         f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"

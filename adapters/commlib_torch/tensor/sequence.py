@@ -14,6 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Replicate, Sequence
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided
 
@@ -85,6 +86,49 @@ class OnShards(nn.Module):
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         with divided(self.axis, "cpu" if given is None else given.device):
             return super().forward(*args, **kwargs)
+
+
+class OwnNorm(nn.Module):
+    """A layer that treats each row by itself, as norms that a model has written do: weights are whole."""
+
+    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
+        """Return how its weights are divided: none is."""
+        return {}
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole tensors, and add up the ranks' parts of the gradients of weights."""
+        self.axis, self.style = axis, style
+
+    @uncompiled
+    def forward(self, x: Tensor) -> Any:
+        """Return what the layer makes of a shard."""
+        own = self._parameters
+        try:
+            self._parameters = {
+                name: None if one is None else copy(one, self.axis)  # type: ignore[misc]  # for the forward alone
+                for name, one in own.items()
+            }
+            return super().forward(x)
+        finally:
+            self._parameters = own
+
+
+def is_row_wise(module: nn.Module) -> bool:
+    """Return whether a layer has weights for the last dimension alone, and treats each row by itself, as tried."""
+    weights = list(module.parameters())
+    width = weights[0].shape[-1] if weights and weights[0].dim() == 1 else 0
+    if any(True for _ in (*module.children(), *module.buffers())) or any(one.shape != (width,) for one in weights):
+        return False
+    if not width or weights[0].is_meta or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    x = torch.randn(2, 3, 4, width).to(weights[0])
+    with unnoticed(module), torch.no_grad():
+        try:
+            whole = module(x)
+            parts = [(module(x.narrow(dim, 1, 1)), whole.narrow(dim, 1, 1)) for dim in range(3)]
+            return all(torch.allclose(own, part, rtol=1e-2, atol=1e-3) for own, part in parts)
+        except (RuntimeError, TypeError, AttributeError):
+            return False
 
 
 class IntoSharded(nn.Module):

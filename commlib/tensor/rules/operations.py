@@ -21,6 +21,8 @@ def given(following: Following, step: Step) -> State:
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
         came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
+    if step.kind == "weight" and isinstance(following.styles.get(step.layer), Sequence):
+        return SHARED
     for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
         for source in sources_of(length):
             if (name := attribute(source)) in following.styles:  # filled on each rank with its own number

@@ -338,3 +338,14 @@ def test_what_the_rules_do_not_know_leaves_a_pair_whole(kind):
     assert result.plan == {**ENDS, "b.up": Column(), "b.down": Row()}
     assert {result.reasons[f"a.{name}"] for name in ("up", "down")} == {result.reasons["a.up"]}
     assert result.reasons["a.up"].startswith("median in a, model.py:7: ")
+
+
+def test_a_norm_of_each_head_that_is_written_out():
+    """Qwen3 has one, whose weight is whole, and each rank would have a part of its gradient."""
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
+    y = m.attend(m.pointwise(q, m.weight("norm", 4), text="mul"), k, v)
+    head = m.linear("head", m.linear("o", m.joined(y), WIDTH), WORDS)
+    assert found(m.trace(head)).plan == {**ENDS, **HEADS, "norm": Sequence(1)}
+    assert found(m.trace(head), able=lambda name, style: name != "norm").plan == ENDS
