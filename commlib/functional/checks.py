@@ -13,7 +13,7 @@ from commlib.errors import CommlibError, UsageError
 from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
-from commlib.functional.numbers import Verdict, judged, refused
+from commlib.functional.numbers import OTHER_VALUES, Verdict, judged, refused
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
@@ -194,6 +194,12 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
     verdict = Verdict(next((said for said in reasons if said), ""))
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
+    if warns and verdict.untold == OTHER_VALUES:
+        warnings.warn(
+            f"plan: ranks of {axis.comm.name} call the model with other values than one another: what is whole must be "
+            "the same on all of them: give all the same batch, in the same order",
+            stacklevel=4,
+        )
     _settle(verdict, checked.doubts, warns=warns)
 
 

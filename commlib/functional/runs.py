@@ -27,8 +27,8 @@ class Run:
     """A trace, its values by their numbers, and the gradients of inputs ("input 0") and of weights, by name.
 
     shards: of the weights that are divided. shardings: of the outputs of layers that divide them, by name. draws: it
-    has drawn random numbers. communicates: ranks did so outside of layers. hides: divided layers ran where they could
-    not be seen. error: what it failed with, after its trace.
+    has drawn random numbers. results: the numbers of Python that it returned. communicates: ranks did so outside of
+    layers. hides: divided layers ran where they could not be seen. error: what it failed with, after its trace.
     """
 
     trace: Trace
@@ -37,6 +37,7 @@ class Run:
     shards: Mapping[str, Shard]
     shardings: Mapping[str, Sharding]
     draws: bool = False
+    results: tuple[float, ...] = ()
     communicates: bool = False
     hides: bool = False
     error: Exception | None = None

@@ -252,6 +252,28 @@ class TestRight:
             parallelize(model, tp, PLAN)
             torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
 
+    @pytest.mark.parametrize("way", ["example", "first call", "auto"])
+    def test_values_that_are_written(self, tp: Any, way: str) -> None:
+        """A layer takes what is added to in place afterwards: each is held against what it was then."""
+
+        class Written(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+            def forward(self, x: Tensor) -> Any:
+                x = self.first(x)
+                x += self.down(self.up(x).relu())
+                return x.mul_(2)
+
+        model = made(lambda _: Written(), None)
+        plain = copy.deepcopy(model)
+        options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
+        parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)
+        with torch.no_grad():  # its own gradient needs what it has overwritten
+            torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
+        assert hasattr(model.up, "style")
+
     def test_random_numbers_and_dropout(self, tp: Any) -> None:
         model = made(Mlp, lambda h: torch.special.bessel_j0(h))
         model.down = nn.Sequential(nn.Dropout(0.5), model.down)
@@ -280,6 +302,14 @@ def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
     parallelize(model, mesh["tp"], {"0": Column(), "2": Row()})
     with pytest.raises(UsageError, match=r"differs from the undivided model's"):
         commlib_torch.pipeline(model, mesh["pp"], loss=nn.MSELoss(), microbatches=2, example=rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_batches_that_differ_are_told(tp: Any) -> None:
+    """Each rank computed with its own batch, and with the others' parts of theirs."""
+    model = parallelize(made(Mlp, torch.relu), tp, PLAN)
+    with pytest.warns(UserWarning, match="the same batch") if tp.rank == 0 else nullcontext():
+        model(rows() + tp.rank)
 
 
 @pytest.mark.ranks(min=2, max=3)

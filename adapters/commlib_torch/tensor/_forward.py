@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
@@ -39,8 +40,8 @@ def forward(
         return None
     if guide is not None and guide.cuts:
         changes += _numbers_of_rank(model, axis, styles)
-    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, keeps=guide is None)
-    error, messages = None, _Messages()
+    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, keeps=True)
+    error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(unnoticed(model, *call))
@@ -51,7 +52,7 @@ def forward(
         args, options = (fresh(part) for part in call)
         before = _random_states()
         try:
-            trace, _ = recorder.run(tuple(args), dict(options))
+            trace, result = recorder.run(tuple(args), dict(options))
         except Exception as raised:
             if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
                 raise
@@ -60,7 +61,18 @@ def forward(
         kept = recorder.kept
         values = [_array(kept.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
     communicates = recorder.communicates or messages.seen
-    return Run(trace, values, {}, {}, {}, draws=draws, communicates=communicates, hides=recorder.hides, error=error)
+    return Run(
+        trace,
+        values,
+        {},
+        {},
+        {},
+        draws=draws,
+        results=_numbers(result),
+        communicates=communicates,
+        hides=recorder.hides,
+        error=error,
+    )
 
 
 def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
@@ -143,6 +155,11 @@ def _random_states() -> list[bytes]:
     if torch.cuda.is_initialized():
         states += [torch.cuda.get_rng_state(device).numpy().tobytes() for device in range(torch.cuda.device_count())]
     return states
+
+
+def _numbers(result: Any) -> tuple[float, ...]:
+    """Return the numbers of Python among a model's results."""
+    return tuple(float(one) for one in tree_leaves(result) if isinstance(one, int | float))
 
 
 def _array(tensor: Tensor) -> Array:

@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
         self.hides = False
         """A layer with a style ran in what is not looked into."""
         self.kept: dict[int, Tensor] = {}
-        """What layers took, by the numbers of values: as it was then."""
+        """What layers took and gave, by the numbers of values: as it was then, for it may be written later."""
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
             for weight in module.parameters(recurse=False):
@@ -244,20 +244,23 @@ class Recorder(TorchFunctionMode):
                 del self._leaves[len(self._leaves) - leaf :]
                 return None
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
+            result = result if changed is None else exchanged(result, changed)
             found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
+            outputs = tensors_in(result)
+            kept = [one.detach().clone() for one in outputs] if self._keeps and found.get("kind") in GUIDED else []
             self._leaves.pop()
             self._inside += self._calls() - first
             if not inputs:
                 return None
             text = type(module).__name__
-            result = result if changed is None else exchanged(result, changed)
-            self._recording.add(name, inputs=inputs, outputs=tensors_in(result), text=text, place=_line(), **found)
+            self._recording.add(name, inputs=inputs, outputs=outputs, text=text, place=_line(), **found)
+            self.kept |= dict(zip(map(self._recording.number, outputs), kept, strict=False))
             return None if changed is None else result
 
         return before, after
 
     def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
-        """Keep what a layer takes as it is now, for it may be written later; return what it is called with instead."""
+        """Keep what a layer takes; return what it is called with instead."""
         tensors = tensors_in([args, options])
         if not tensors or _leaves.described(module, tensors[0])["kind"] not in GUIDED:
             return None
