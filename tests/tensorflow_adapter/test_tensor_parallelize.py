@@ -294,6 +294,15 @@ def test_layers_that_take_all_channels(comm: Any, between: Any) -> None:
     assert not list(shards_in(model))
 
 
+def test_a_layer_that_counts(comm: Any) -> None:
+    """The number of rows that a Normalization has seen is a variable without dimensions, which was read-only."""
+    first = L.Normalization()
+    first.adapt(values(10, 5))
+    model = sequential(first, L.Dense(7, name="up"), L.Dense(3, name="down"), shape=(5,))
+    expected = model(values(2, 5))
+    near(parallelize(model, comm, PLAN)(values(2, 5)), expected)
+
+
 def test_models_of_keras_2(comm: Any) -> None:
     legacy = pytest.importorskip("tf_keras")
     with pytest.raises(UsageError, match="use Keras 3"):

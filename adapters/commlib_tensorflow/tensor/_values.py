@@ -25,7 +25,7 @@ def take_values_of_rank_0(what: str, variables: Iterable[Any], comm: Communicato
     own = list(variables)
     check_agreement(comm, what, [f"{variable.dtype}{tuple(variable.shape)}" for variable in own])
     for variable in own:
-        variable.assign(comm.broadcast(variable.numpy()))
+        variable.assign(comm.broadcast(np.array(variable.numpy())))  # a number may be read-only
 
 
 @contextmanager
