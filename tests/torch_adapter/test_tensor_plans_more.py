@@ -263,6 +263,30 @@ class GroupedHeads(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
+def test_shared_heads_that_are_put_together(tp):
+    """Each was there as often as ranks have it."""
+    if tp.size % 2:
+        pytest.skip("two heads")
+    plain: Any = made(nn.Linear, WIDTH, 8)
+    model = parallelize(copy.deepcopy(plain), tp, {"": Column(units=tp.size // 2, gather=True)})
+    same_losses(plain, model, rows())
+
+
+@pytest.mark.ranks(min=2)
+def test_the_first_call_of_shared_heads(tp):
+    """The whole is put together of what ranks share, to be compared."""
+    if 8 % tp.size:
+        pytest.skip("8 heads")
+    keys = tp.size // 2
+    plain: Any = made(GroupedHeads, keys, False)
+    model = copy.deepcopy(plain)
+    plan: Plan = {"q": Column(units=8), "k": Column(units=keys), "v": Column(units=keys), "o": Row(units=8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same_losses(plain, parallelize(model, tp, plan), rows())
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("auto", [False, True])
 def test_ranks_share_heads_of_keys(tp, auto, repeats):

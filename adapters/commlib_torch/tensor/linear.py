@@ -163,7 +163,7 @@ def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1) -> Tens
     """Return the outputs of all ranks in the order of the whole, along a dimension."""
     lengths = sharding.lengths(axis.size)
     whole = moved(out, axis, moves.gather(dim, lengths=lengths))
-    if len(sharding.parts) < 2:
+    if len(sharding.parts) < 2 and sharding.copies(axis.size) == 1:
         return whole
     offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
     pieces = sharding.pieces(axis.size)
