@@ -269,6 +269,7 @@ def test_shared_heads_that_are_put_together(tp):
         pytest.skip("two heads")
     plain: Any = made(nn.Linear, WIDTH, 8)
     model = parallelize(copy.deepcopy(plain), tp, {"": Column(units=tp.size // 2, gather=True)})
+    torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-12)
     same_losses(plain, model, rows())
 
 
