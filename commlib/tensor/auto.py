@@ -7,7 +7,7 @@ and where they cannot tell it stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commlib.tensor.numbers import NotPossible
@@ -99,7 +99,7 @@ def _before(trace: Trace, found: Found, step: Step) -> set[str]:
 
 def _vocabularies(trace: Trace, size: int, able: Able, found: Found) -> None:
     """Find embeddings of words, which come from outside, and the layer whose result are as many logits."""
-    users, arguments = trace.users(), {v for step in trace.steps if step.kind == "given" for v in step.outputs}
+    users, arguments = trace.users, {v for step in trace.steps if step.kind == "given" for v in step.outputs}
     logits = [step for step in trace.steps if step.kind == "product" and _is_last(trace, users, step)]
     tables = {step.layer for step in trace.steps if step.kind == "table"}
     called = {step.layer for step in trace.steps}
@@ -133,7 +133,7 @@ def _vocabulary(table: str, tables: set[str], heads: set[str], idle: set[str], a
             found.reasons[name] = f"logits of the words of {table}" if name in heads else "words"
 
 
-def _is_last(trace: Trace, users: Mapping[int, list[int]], step: Step) -> bool:
+def _is_last(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> bool:
     ends, values = _reach(trace, users, step)
     return not ends and bool(values.intersection(trace.outputs))
 
@@ -148,7 +148,7 @@ def _attention(step: Step, size: int, able: Able, found: Found) -> None:
         found.reasons[step.layer] = f"a {step.text} with these options cannot be divided"
 
 
-def _reach(trace: Trace, users: Mapping[int, list[int]], step: Step) -> tuple[list[Step], set[int]]:
+def _reach(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> tuple[list[Step], set[int]]:
     """Return the layers that a layer's result reaches without another one between, and the values on the way."""
     ends: dict[int, Step] = {}
     waiting, seen = list(step.outputs), set(step.outputs)
@@ -165,7 +165,7 @@ def _reach(trace: Trace, users: Mapping[int, list[int]], step: Step) -> tuple[li
 
 def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
     """Return by each layer that could be a Row those that could be its Columns."""
-    users, pairs, taken = trace.users(), dict[str, list[str]](), set[str]()
+    users, pairs, taken = trace.users, dict[str, list[str]](), set[str]()
     for step in trace.steps:
         if step.kind != "product" or step.layer in found.reasons or step.layer in taken:
             continue

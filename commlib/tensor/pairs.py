@@ -153,10 +153,9 @@ def _behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step
 
     past_layers: then those after these layers.
     """
-    makers = {made: at for at, step in enumerate(trace.steps) for made in step.outputs}
     found, waiting = set[int](), [value]
     while waiting:
-        at = makers.get(waiting.pop())
+        at = trace.makers.get(waiting.pop())
         if at is None or at in found:
             continue
         if trace.steps[at].kind in ("product", "attention"):

@@ -17,8 +17,9 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from commlib.tensor.equations import Equation, Shape
 from commlib.tensor.lengths import Source
@@ -63,7 +64,7 @@ class Step:
         return f"{self.where}, {self.place}" if self.place else self.where
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """The steps of one call, the shapes of all values, and the numbers of those that the model returns.
 
@@ -83,14 +84,20 @@ class Trace:
     used: Mapping[Source, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
 
-    def users(self) -> dict[int, list[int]]:
-        """Return which steps take a value, by its number."""
+    @cached_property
+    def users(self) -> Mapping[int, Sequence[int]]:
+        """Which steps take a value, by its number."""
         found: dict[int, list[int]] = {}
         for at, step in enumerate(self.steps):
             for value in dict.fromkeys(step.inputs):
                 found.setdefault(value, []).append(at)
         return found
 
+    @cached_property
+    def makers(self) -> Mapping[int, int]:
+        """Which step makes a value, by its number."""
+        return {value: at for at, step in enumerate(self.steps) for value in step.outputs}
+
     def maker(self, value: int) -> Step:
         """Return the step that makes a value."""
-        return next(step for step in self.steps if value in step.outputs)
+        return self.steps[self.makers[value]]
