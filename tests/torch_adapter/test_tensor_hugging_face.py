@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 import commlib
+import commlib_torch
+from commlib.errors import UsageError
 from commlib.tensor import Column, Row, Style
 from commlib_torch.tensor import gather_state_dict, parallelize, shard_of
 from tests.torch_adapter.dividing import Pair, assert_equal
@@ -219,3 +221,64 @@ def test_own_plan_of_llama_gives_no_warning(axis, units):
         warnings.simplefilter("error")
         found = Pair(plain, parallelize(copy.deepcopy(plain), axis, plan))
         assert_same_step(found, batch("llama", rows=1))
+
+
+def trained(model: Any, rows: Tensor, count: int, folder: Any, optimizer: Any = None) -> Any:
+    """Let `transformers.Trainer` train a model for two steps, of two batches of `count` rows each."""
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        learning_rate=0.01,
+        per_device_train_batch_size=count,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+def assert_trained_alike(found: Pair, trainers: list[Any]) -> None:
+    """Compare weights, and norms of gradients before they were clipped."""
+    norms = [[line["grad_norm"] for line in one.state.log_history if "grad_norm" in line] for one in trainers]
+    assert len(norms[0]) == 2 and min(norms[0]) > 1
+    assert norms[1] == pytest.approx(norms[0], abs=1e-9)
+    plain = found.plain.state_dict()
+    for name, value in gather_state_dict(found.divided).items():
+        assert_equal(value, plain[name], name, 1e-9)  # AdamW divides by roots of squares of gradients
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_trainer_trains_divided_models(axis, tmp_path, name):
+    """Its clipping is PyTorch's, over parts; what it would save is one rank's, and refused."""
+    words = torch.randint(1, WORDS, (8, TOKENS), generator=torch.Generator().manual_seed(2))
+    found = divided(axis, name)
+    trainers = [trained(model, words, 2, tmp_path) for model in found]
+    assert_trained_alike(found, trainers)
+    with pytest.raises(UsageError, match="gather_state_dict"):
+        trainers[1].save_model(str(tmp_path))
+
+
+def test_trainer_averages_gradients(comm, tmp_path):
+    """It wraps the optimizer, accumulates and clips: gradients are of all ranks' rows by then."""
+    words = torch.randint(1, WORDS, (16, TOKENS), generator=torch.Generator().manual_seed(3))
+    own = torch.cat([batch.chunk(comm.size)[comm.rank] for batch in words.split(4)])
+    plain = made("llama")
+    model = copy.deepcopy(plain)
+    settings = {"lr": 0.01, "weight_decay": 0.0}
+    optimizer = commlib_torch.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), **settings), model.named_parameters()
+    )
+    trainers = [
+        trained(plain, words, 4, tmp_path, torch.optim.AdamW(plain.parameters(), **settings)),
+        trained(model, own, 4 // comm.size, tmp_path, optimizer),
+    ]
+    assert_trained_alike(Pair(plain, model), trainers)
