@@ -273,7 +273,7 @@ def test_trainer_averages_gradients(comm, tmp_path):
     own = torch.cat([batch.chunk(comm.size)[comm.rank] for batch in words.split(4)])
     plain = made("llama")
     model = copy.deepcopy(plain)
-    settings = {"lr": 0.01, "weight_decay": 0.0}
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
     optimizer = commlib_torch.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), **settings), model.named_parameters()
     )
