@@ -4,7 +4,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
 
     given       an argument of the model; `constant`: a value that comes from elsewhere and has no gradient, as a mask
     weight      a weight of the model that is used by itself, outside the layers below
-    unseen      a value that nothing has made which could be seen
+    unseen      a value that nothing has made which could be seen; of a function that was tried on parts, an equation
     product     a layer that mixes all features: linear layers, convolutions
     table       a layer that looks rows up: embeddings
     attention   a layer that is a whole attention, with its projections

@@ -19,7 +19,7 @@ import commlib
 import commlib_torch
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
-from commlib_torch.tensor import ParallelMLP, parallelize, reduce
+from commlib_torch.tensor import ParallelMLP, parallelize, reduce, shard_of
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -46,6 +46,18 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
+
+
+class Back(torch.autograd.Function):
+    """One whose gradient alone looks at all features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.abs().sum(-1, keepdim=True)
 
 
 WRONG: dict[str, Any] = {
@@ -283,6 +295,23 @@ class TestRight:
             parallelize(model, tp, {"up": Column(), "down.0": Sequence(-1), "down.1": Row()})
             model(rows())
         is_right(plain.eval(), model.eval(), rows())
+
+
+def test_auto_tries_functions_on_parts(tp: Any) -> None:
+    """Whatever was an autograd function left its pair whole; one whose backward looks at all features still does."""
+    torch.manual_seed(0)
+    for function in (Twice, Back, Half):
+        model = Two(lambda h, function=function: function.apply(h)).double()
+        plain, x = copy.deepcopy(model), torch.randn(4, 5, 8, dtype=torch.float64)
+        parallelize(model, tp, "auto", example=x, report=lambda text: None)
+        if tp.size > 1:
+            assert (model.first.up.weight.shape[0] < 12) == (function is Twice)
+        plain(x).square().sum().backward()
+        model(x).square().sum().backward()
+        shard, expected = shard_of(model.first.up.weight), plain.first.up.weight.grad
+        assert expected is not None
+        expected = expected if shard is None else torch.from_numpy(shard.own(expected.numpy()))
+        torch.testing.assert_close(model.first.up.weight.grad, expected, rtol=0, atol=1e-10)
 
 
 def test_activations_of_blocks(tp: Any) -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 import commlib
 from commlib.errors import UsageError
 from commlib.functional.guide import GUIDED, Guide
+from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Style
@@ -27,6 +28,7 @@ from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
+from commlib_torch.tensor._trial import tried
 
 TRANSFORMS = (
     (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
@@ -121,6 +123,9 @@ class Recorder(TorchFunctionMode):
         self._leaves: list[str] = []
         """Leaves that are running, one within another."""
         named = styles if isinstance(styles, Mapping) else {}
+        self._tries = not styles_in(model)
+        """Autograd functions of the user's are tried on parts: in a divided model they may want other ranks."""
+        self._tried: dict[tuple[Any, torch.Size], Equation | None] = {}
         self._has_numbers = not styles or any(isinstance(style, PerRank) for style in named.values())
         self._taken: list[Tensor] = []
         """Values that were used in what is not looked into."""
@@ -212,10 +217,27 @@ class Recorder(TorchFunctionMode):
                 inputs, what = () if own else known.values(), getattr(args[0] if args else None, "__name__", "")
                 text = f"{what or 'a function'} in {self._place_in_model()}"
                 self._moves |= bool(own)
-                self._recording.add("", kind, inputs, tensors_in(result), text=text, place=_line())
+                alone = len(known) == 1 and not own and kind == "unseen" and self._tries
+                equation = self._trial(function, args, options, result) if alone else None
+                results = tensors_in(result)
+                self._recording.add("", kind, inputs, results, text=text, place=_line(), equation=equation)
             return result
 
         return called
+
+    def _trial(self, function: Any, args: Any, options: Any, result: Any) -> Equation | None:
+        """Return what is known of an autograd function, (class, tensor) -> tensor, by trying it on parts, once."""
+        if len(args) != 2 or options or not isinstance(args[1], Tensor) or not isinstance(result, Tensor):
+            return None
+        key = args[0], args[1].shape
+        if key not in self._tried:
+            self._leaves.append("")
+            try:
+                self._tried[key] = tried(lambda x: function(args[0], x), args[1], result)
+            finally:
+                self._leaves.pop()
+                self._taken = []
+        return self._tried[key]
 
     def _place_in_model(self) -> str:
         return next((name for name in reversed(self._within) if name), "the model")

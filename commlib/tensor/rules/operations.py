@@ -18,6 +18,8 @@ _NUMBER = "numbers leave the tensors here, which may be others on each rank, for
 
 def given(following: Following, step: Step) -> State:
     """Return the state of what comes from outside, or of a weight that is used by itself."""
+    if step.equation is not None:  # of what was tried on parts
+        return equation(following, step)
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
         came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
