@@ -132,7 +132,10 @@ class Checks:
             return
         check(local, self._styles, divided_output=True, size=self._axis.size)
         where = local.steps[-1].where if local.steps else "its beginning"
-        raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
+        raise UsageError(
+            f"parallelize: the divided model fails, at {where}: {error}. If it asks for a shape by a number of its "
+            "own, such as heads, give that PerRank() in the plan, or let it say -1"
+        ) from error
 
 
 def check_parts(

@@ -75,7 +75,7 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
     wrong = [step for step in part.trace.steps if _misfit(part, step, given)]
     if not wrong:
         return {}
-    first = {one for step in wrong for one in _attributes(step)}
+    first = {one for step in wrong for asked, _ in _misfits(part, step, given) for one in _attributes_of(asked)}
     able = {one for step in part.trace.steps for one in _attributes(step)}.difference(given, _used(part.trace))
     tried = sorted(able, key=lambda name: (name not in first, name))[:_MOST]
     for names in (some for count in range(len(tried)) for some in combinations(tried, count + 1)):
@@ -91,16 +91,20 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
 
 def _misfit(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> str:
     """Return why a step does not ask for what it has to on every rank; "" if it does."""
-    if not step.asked or not step.outputs:
-        return ""
-    for rank in range(part.size):
+    for asked, dim in _misfits(part, step, numbers):
+        if step.kind == "split":
+            return f"{step.where} splits features into {list(step.asked)}: let it say how many pieces"
+        shape = f"{step.where} asks for the shape {list(step.asked)}"
+        return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {asked}"
+    return ""
+
+
+def _misfits(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers that a step asks for, and their dimensions, which are not those of a rank."""
+    for rank in range(part.size if step.asked and step.outputs else 0):
         for dim, asked, expected in _expected(part, step, rank):
             if length_at(asked, _known(part, asked, numbers, rank)) != expected:
-                if step.kind == "split":
-                    return f"{step.where} splits features into {list(step.asked)}: let it say how many pieces"
-                shape = f"{step.where} asks for the shape {list(step.asked)}"
-                return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {asked}"
-    return ""
+                yield asked, dim
 
 
 def _is_elsewhere(part: Part, step: Step, names: tuple[str, ...]) -> bool:
@@ -134,7 +138,11 @@ def _known(part: Part, length: int, numbers: Mapping[str, PerRank], rank: int) -
 
 def _attributes(step: Step) -> set[str]:
     """Return the attributes of modules of which the numbers that a step asks for were computed."""
-    return {attribute(one) for asked in step.asked for one in sources_of(asked) if isinstance(one[0], str)}
+    return {one for asked in step.asked for one in _attributes_of(asked)}
+
+
+def _attributes_of(length: int) -> set[str]:
+    return {attribute(one) for one in sources_of(length) if isinstance(one[0], str)}
 
 
 def _used(trace: Trace) -> set[str]:

@@ -15,10 +15,12 @@ from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.guide import GUIDED, Guide
+from commlib.functional.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._guided import Guided
+from commlib_tensorflow.tensor._numbers import numbers_in
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.embedding import VocabularyEmbedding
@@ -32,6 +34,7 @@ def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[s
     call: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
     """
     whole = guide is None or guide.cuts
+    numbers = _numbers(model, layers, axis, styles, guide)
     recorder = Recorder(model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide))
     error: Exception | None = None
     found: Mapping[str, Any] = {}
@@ -48,7 +51,12 @@ def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[s
             and (number in taken or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
         }
 
-    with tf.init_scope(), unnoticed(model, call), _changed(_undivided(layers) if whole else []):
+    with (
+        tf.init_scope(),
+        unnoticed(model, call),
+        _changed(_undivided(layers) if whole else []),
+        changed_numbers(numbers),
+    ):
         given = numbers_of(call)
         try:
             found = graph_of(once, given)(given)
@@ -89,6 +97,15 @@ def numbers_of(call: Any) -> Any:
         return tf.cast(tf.constant(numbers), one.dtype)
 
     return keras.tree.map_structure(made, call)
+
+
+def _numbers(
+    model: Any, layers: Layers, axis: Axis, styles: Mapping[str, Style], guide: Guide | None
+) -> list[tuple[Number, int]]:
+    """Return the numbers of layers that are others than they have, for a run as a whole, or as this rank."""
+    if guide is None:
+        return [pair for layer in (model, *layers.values()) for pair in whole_numbers_of(layer).items()]
+    return numbers_of_rank(numbers_in(model, layers), styles, axis) if guide.cuts else []
 
 
 def _undivided(layers: Layers) -> list[tuple[Any, Style]]:

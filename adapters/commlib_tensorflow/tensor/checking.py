@@ -20,6 +20,7 @@ from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow.tensor._forward import can_run_whole, forward
+from commlib_tensorflow.tensor._numbers import styles_of_numbers
 from commlib_tensorflow.tensor._runs import ran
 from commlib_tensorflow.tensor.layers import check_layers, find_layer
 from commlib_tensorflow.tensor.names import layers_of
@@ -63,7 +64,7 @@ class Traced:
 
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
-        return styles_in(self._layers)
+        return styles_in(self._layers) | styles_of_numbers(self._model, self._layers)
 
     def check_layer(self, name: str, style: Style, axis: Axis) -> None:
         """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""

@@ -14,12 +14,14 @@ from commlib.functional.agreement import agree_on_call, together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
+from commlib.functional.per_rank import Number, check_numbers, divide_numbers
 from commlib.tensor.layout_map import is_layout_map
 from commlib.tensor.plan import resolve
-from commlib.tensor.styles import Style
+from commlib.tensor.styles import PerRank, Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
+from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
 from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
@@ -27,7 +29,6 @@ from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
 from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
 from commlib_tensorflow.tensor.streams import draw_alike
-from commlib_tensorflow.tensor.tracing import styles_in
 
 
 def parallelize(
@@ -72,14 +73,22 @@ def parallelize(
     traced, call = Traced(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
     wanted: Any = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    found = together(axis, lambda: _layers(model, named, wanted))
+    known = numbers_in(model, layers)
+    found, numbers = together(axis, lambda: _layers(model, named, known, wanted))
     styles = {name: style for name, _, style, _ in found}
-    check_agreement(axis, "parallelize", [f"codec {codec}", *_lines(layers, styles), *map(_said, model.variables)])
-    together(axis, lambda: check_layers(found, Division(shared)))
+    said = [*_lines(layers, styles), *_lines_of_numbers(known, numbers)]
+    check_agreement(axis, "parallelize", [f"codec {codec}", *said, *map(_said, model.variables)])
+
+    def check() -> None:
+        check_layers(found, Division(shared))
+        check_numbers(numbers, axis.size)
+
+    together(axis, check)
     checks = None
     with values_of_rank_0("parallelize", model.variables, axis):
         if call is not None:
-            checks = Checks(traced, shared, styles | styles_in(layers), call, divided_output=divided_output)
+            given = styles | {name: style for name, (_, style) in numbers.items()} | traced.styles()
+            checks = Checks(traced, shared, given, call, divided_output=divided_output)
             if verify is None:
                 checks.compare_numbers()
                 if axis.rank == 0:
@@ -93,6 +102,9 @@ def parallelize(
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
             layer.style = style  # the plan's, where a layer has made another one of it
+    for number, _ in numbers.values():
+        keep_whole_in_configurations(number.module)
+    divide_numbers(numbers, shared)
     optimizer = getattr(model, "optimizer", None)
     if getattr(optimizer, "built", False):
         divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
@@ -105,15 +117,22 @@ def parallelize(
     return model
 
 
-def _layers(model: Any, named: Mapping[str, list[Any]], plan: Any) -> list[tuple[str, Any, Style, Any]]:
-    """Return (name, layer, style, the class that it becomes or None) of what a plan names."""
+def _layers(
+    model: Any, named: Mapping[str, list[Any]], known: Mapping[str, Number], plan: Any
+) -> tuple[list[tuple[str, Any, Style, Any]], dict[str, tuple[Number, PerRank]]]:
+    """Return (name, layer, style, the class that it becomes or None) of what a plan names, and numbers with styles."""
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
-    styles = styles_of_layouts(model, named, plan) if is_layout_map(plan) else resolve(plan, list(named))
-    found = [(name, only(name, named[name]), style) for name, style in styles.items()]
+    styles: Mapping[str, Style]
+    if is_layout_map(plan):
+        styles = styles_of_layouts(model, named, plan)
+    else:
+        styles = resolve(plan, list(named), numbers=list(known))
+    numbers = {name: (known[name], style) for name, style in styles.items() if isinstance(style, PerRank)}
+    found = [(name, only(name, named[name]), style) for name, style in styles.items() if name not in numbers]
     for name, _, _ in found:
         check_wrapper(name, named)
-    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
+    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found], numbers
 
 
 def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:
@@ -122,6 +141,15 @@ def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:
         f"layer {place}, {type(layers[name]).__name__}: {styles[name]}"
         for place, name in enumerate(layers)
         if name in styles
+    ]
+
+
+def _lines_of_numbers(known: Mapping[str, Number], numbers: Mapping[str, tuple[Number, PerRank]]) -> list[str]:
+    """Return the styles of numbers as text, by their places."""
+    return [
+        f"number {place}, {known[name].own_name} of {known[name].value}: {numbers[name][1]}"
+        for place, name in enumerate(known)
+        if name in numbers
     ]
 
 

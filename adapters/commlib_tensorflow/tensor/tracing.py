@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ import keras
 import tensorflow as tf
 
 import commlib
+from commlib.functional.per_rank import changed_numbers
 from commlib.tensor.equations import Equation
+from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
@@ -20,6 +23,7 @@ from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, exchanged
+from commlib_tensorflow.tensor._numbers import numbers_in
 from commlib_tensorflow.tensor._operations import CALLS, SOURCES, described, repeated, shape_of
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
@@ -44,7 +48,7 @@ def attempted(
     the trace up to the layer that did. hidden: gets the names of divided layers that ran where nothing is seen of them.
     """
     for inlines in (True, False):  # without AutoGraph some functions cannot be written here
-        recorder = Recorder(model, layers, styles, inlines=inlines)
+        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles)
 
         def once(values: Any, recorder: Recorder = recorder) -> None:
             recorder.run(values, training=False)
@@ -102,7 +106,8 @@ class Recorder:
     """Records what a call of a model adds to the graph that is being made. tensors: all values, by their numbers.
 
     whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
-    inlines: functions of TensorFlow that the model calls are written into its graph.
+    inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
+    know what they are where shapes are asked for.
     """
 
     def __init__(
@@ -114,8 +119,10 @@ class Recorder:
         whole: bool | None = None,
         guided: Guided | None = None,
         inlines: bool = True,
+        measures: bool = False,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
+        self._measures = measures
         self._whole = not styles_in(layers) if whole is None else whole
         self._guided = guided
         self.communicates = False
@@ -134,7 +141,9 @@ class Recorder:
             for name, layer in reversed(list(layers.items()))
             for variable in layer.trainable_variables
         }
-        self._recording = Recording(shape_of, self._source, _key, _is_discrete)
+        self._asked: dict[str, tuple[int, ...]] = {}
+        """Shapes that operations were asked for with such numbers, by their names."""
+        self._recording = Recording(shape_of, self._source, _key, _is_discrete, lambda: running_line(_PACKAGES))
         self.tensors = self._recording.tensors
 
     def run(self, values: Any, *, training: bool) -> Any:
@@ -187,10 +196,42 @@ class Recorder:
             for kind in SUMS:
                 stack.enter_context(replaced(kind, "__call__", self._summing(kind.__call__)))
             stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
+            if self._measures:
+                stack.enter_context(self._measuring())
             if self._inlines:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Let numbers that layers have know what they are, for a while, and note what shapes are asked for by them."""
+        numbers, used = numbers_in(self._model, self._layers), self._recording.used
+        self._recording.numbers |= {name: number.value for name, number in numbers.items()}
+        known = [(number, Length.of(number.value, _source(name), used)) for name, number in numbers.items()]
+        with ExitStack() as stack:
+            for name in ("reshape", "broadcast_to", "split"):
+                stack.enter_context(replaced(tf, name, self._asking(getattr(tf, name))))
+            stack.enter_context(changed_numbers(known))
+            yield
+
+    def _asking(self, function: Any) -> Any:
+        """Return a function of TensorFlow that takes a shape, or lengths, second, and notes which numbers these are."""
+
+        def called(value: Any, lengths: Any, *args: Any, **options: Any) -> Any:
+            several = isinstance(lengths, tuple | list)
+            given = list(lengths) if several else [lengths]
+            if not any(isinstance(one, Length) for one in given):
+                return function(value, lengths, *args, **options)
+            plain = [int(one) if isinstance(one, Length) else one for one in given]
+            result = function(value, plain if several else plain[0], *args, **options)
+            made = tensors_in(result)
+            if several and made and getattr(made[0], "graph", None) is self._graph:
+                asked = [one if isinstance(one, int) else tf.get_static_value(one) for one in given]
+                self._asked[made[0].op.name] = tuple(-1 if one is None else one for one in asked)
+            return result
+
+        return functools.wraps(function)(called)
 
     def _losing(self, add_loss: Any) -> Any:
         """Return Keras' way to add a loss to that of the model, which notes what is added."""
@@ -314,6 +355,8 @@ class Recorder:
                 self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
             return
         found = described(op)
+        if op.name in self._asked and found["kind"] != "unknown":
+            found["asked"] = self._asked[op.name]
         self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
 
     def _source(self, tensor: Any) -> tuple[str, str] | None:
@@ -337,6 +380,11 @@ class Recorder:
                     if id(weight) not in inner:
                         owners.setdefault(id(weight), []).append(name)
         return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
+
+
+def _source(name: str) -> tuple[str, str]:
+    path, _, own = name.rpartition(".")
+    return path, own
 
 
 def _is_discrete(tensor: Any) -> bool:

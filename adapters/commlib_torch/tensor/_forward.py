@@ -18,11 +18,12 @@ from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
+from commlib.functional.per_rank import numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
-from commlib.tensor.styles import Column, PerRank, Row, Style, Vocabulary
+from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
 from commlib_torch._unnoticed import fresh, unnoticed
-from commlib_torch.tensor._numbers import numbers_in, whole_numbers_of
+from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor.tracing import Recorder
 from commlib_torch.tensor.verify import evaluating, unfused
 
@@ -39,7 +40,8 @@ def forward(
     if changes is None:
         return None
     if guide is not None and guide.cuts:
-        changes += _numbers_of_rank(model, axis, styles)
+        own = numbers_of_rank(numbers_in(model), styles, axis)
+        changes += [(number.module, number.name, value) for number, value in own]
     recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, keeps=True)
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
@@ -85,7 +87,7 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
     heads, others = set[nn.Module](), set[nn.Module]()
     """Modules within an attention, and within layers that are divided by themselves."""
     for module in model.modules():
-        found += [(module, name, number) for name, number in whole_numbers_of(module).items()]
+        found += [(number.module, number.name, value) for number, value in whole_numbers_of(module).items()]
         style, own = getattr(module, "style", None), getattr(module, "axis", None)
         if not isinstance(own, Axis):
             continue
@@ -108,16 +110,6 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
             continue
         found.append((module, "style", change))
     return found
-
-
-def _numbers_of_rank(model: nn.Module, axis: Axis, styles: Mapping[str, Style]) -> list[Change]:
-    """Return the numbers that modules of a model which is not divided would have on this rank."""
-    numbers = numbers_in(model)
-    return [
-        (numbers[name].module, numbers[name].name, style.own(numbers[name].value, axis.rank, axis.size))
-        for name, style in styles.items()
-        if isinstance(style, PerRank) and name in numbers
-    ]
 
 
 @contextmanager

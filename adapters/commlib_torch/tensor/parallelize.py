@@ -15,12 +15,13 @@ from commlib.functional.agreement import agree_on_call, together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
+from commlib.functional.per_rank import Number, check_numbers, divide_numbers
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import PerRank, Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor._dividing import describe_everywhere
-from commlib_torch.tensor._numbers import Number, check_numbers, divide_numbers, numbers_in
+from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in

@@ -183,14 +183,14 @@ class Recorder(TorchFunctionMode):
         numbers = numbers_in(self._model) if self._has_numbers else {}
         values = {name: number.value for name, number in numbers.items()}
         self._recording.numbers |= values
-        for name, (module, own) in numbers.items():
-            vars(module)[own] = Length.of(values[name], _source(name), self._recording.used)
+        for name, number in numbers.items():
+            number.put(Length.of(values[name], _source(name), self._recording.used))
         try:
             yield
         finally:
-            for name, (module, own) in numbers.items():
-                if type(vars(module).get(own)) is Length:
-                    vars(module)[own] = values[name]
+            for name, number in numbers.items():
+                if type(vars(number.module).get(number.name)) is Length:
+                    number.put(values[name])
 
     def _measured(self, tensor: Tensor) -> torch.Size:
         """Return a tensor's shape as numbers that know of what they are."""

@@ -17,7 +17,9 @@ def reshape(following: Following, step: Step) -> State:
     old = following.shape(step.inputs[0])
     if not step.outputs:
         came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
-        raise PlanError(step, "shape", came, "let the model say -1 for the dimension that is divided", state)
+        raise PlanError(
+            step, "shape", came, "let the model say -1 there, or give its number PerRank() in the plan", state
+        )
     new = following.shape(step.outputs[0])
     found = reshaped(state, old, new, step.asked)
     if found is None:
