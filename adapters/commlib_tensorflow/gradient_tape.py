@@ -12,23 +12,39 @@ from commlib import horovod as core
 from commlib.compress.casts import Compressing
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
+from commlib.functional.same_parts import axes_of_data, mesh_of
+from commlib.horovod.mesh_sets import process_set_along
+from commlib.mesh_groups import Mesh
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduced as reduced_apart
+from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import Gradients, scaled
 
 _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
 """A tape is made anew in every step; what ranks have agreed on outlives it."""
 
+_NAME = "DistributedGradientTape"
+
+
+@functools.lru_cache(maxsize=64)
+def _along(mesh: Mesh) -> core.ProcessSet:
+    """Return the ranks of a mesh that have the same parts. Collective over all ranks, once for each mesh."""
+    return process_set_along(mesh, axes_of_data(mesh), _NAME)
+
 
 class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # TensorFlow has no types
     """Record as the tape that it was made from, and reduce in `gradient`. `DistributedGradientTape` returns it."""
 
-    def __init__(self, tape: tf.GradientTape, reducer: Gradients, scale_local_gradients: bool) -> None:
+    def __init__(
+        self, tape: tf.GradientTape, make: Callable[[core.ProcessSet], Gradients], group: core.ProcessSet,
+        scale_local_gradients: bool,
+    ) -> None:  # fmt: skip
         # What a tape records to is the other one's business, so there is no super().__init__().
         self._wrapped = tape
-        self._reducer = reducer
+        self._make, self._group = make, group
+        self._reducer = make(group)
         self._scale_local_gradients = scale_local_gradients
         self._local: dict[int, Any] = {}
 
@@ -53,6 +69,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         """Return the gradients with respect to `sources`, combined over all ranks. Collective.
 
         Those of local sources are this rank's own, divided by the number of ranks unless scale_local_gradients=False.
+        Sources that are divided along an axis of a mesh know over which ranks, unless a process set was given.
         use_generic_names: variables are compared among ranks by their places in `sources`, and not by their names.
         """
         if use_generic_names and isinstance(self._reducer.groups, tuple):
@@ -62,6 +79,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         flat = tf.nest.flatten(gradients)
         apart = places_of(flat_sources)
         shared = [n for n, source in enumerate(flat_sources) if n not in apart and not self._is_local(source)]
+        self._ask_marks([flat_sources[index] for index in shared])
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
@@ -85,6 +103,13 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
         return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
+
+    def _ask_marks(self, sources: Sequence[Any]) -> None:
+        """Reduce over the ranks with the same parts of sources, where these know their mesh and nobody said another."""
+        if self._group is core.global_process_set:
+            shards = [("", shard) for source in sources if (shard := shard_of(source)) is not None]
+            if shards and (mesh := mesh_of(shards, self._reducer.size)) is not None:
+                self._reducer = self._make(_along(mesh))
 
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
@@ -137,24 +162,29 @@ def DistributedGradientTape(
 
     op: Average, Sum or another one of `allreduce`. groups: a number of groups, or lists of variables whose gradients
     travel together; num_groups is its former name. By default gradients travel in buckets. See `Gradients` for
-    the rest. Gradients of variables given to `register_local_source` stay this rank's own.
+    the rest. Gradients of variables given to `register_local_source` stay this rank's own. Variables that are divided
+    along an axis of a mesh know over which ranks the others are reduced, too: then no process_set needs to be given,
+    and the first call of `gradient` is collective over all ranks.
     """
     if num_groups and groups is not None:
         raise UsageError("num_groups is the former name of groups: give one of them")
-    reducer = _shared_reducer(
-        "DistributedGradientTape",
-        op=core.resolve_op(op),
-        compression=compression,
-        compress_within_node=compress_within_node,
-        overlap=overlap,
-        bucket_cap_mib=bucket_cap_mib,
-        first_bucket_mib=first_bucket_mib,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        groups=_by_name(groups) if groups is not None else num_groups or None,
-        process_set=core.process_set_of(process_set),
-    )
-    return DistributedTape(gradtape, reducer, scale_local_gradients)
+    group = core.process_set_of(process_set)
+    settings: dict[str, Any] = {
+        "op": core.resolve_op(op),
+        "compression": compression,
+        "compress_within_node": compress_within_node,
+        "overlap": overlap,
+        "bucket_cap_mib": bucket_cap_mib,
+        "first_bucket_mib": first_bucket_mib,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "sparse_as_dense": sparse_as_dense,
+        "groups": _by_name(groups) if groups is not None else num_groups or None,
+    }
+
+    def make(group: core.ProcessSet) -> Gradients:
+        return _shared_reducer(_NAME, process_set=group, **settings)
+
+    return DistributedTape(gradtape, make, group, scale_local_gradients)
 
 
 @no_autograph

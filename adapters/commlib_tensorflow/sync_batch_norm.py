@@ -12,7 +12,15 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod.batch_norm import compare_layer, gather_statistics
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name, result_empty
+from commlib_tensorflow._graph import (
+    Spec,
+    call,
+    gradient_name,
+    no_autograph,
+    operation_name,
+    refuse_vectorized,
+    result_empty,
+)
 from commlib_tensorflow.horovod.operations import allreduce
 
 
@@ -65,6 +73,7 @@ def _moments_of_all(
     compare: Callable[[str, core.ProcessSet], None],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance per channel, over `axes` and all ranks, of what has weight 1 rather than 0."""
+    refuse_vectorized()
     channels = tf.TensorShape([size for axis, size in enumerate(inputs.shape) if axis not in axes])
     name = operation_name("SyncBatchNorm", None)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row, Vocabulary
-from commlib_tensorflow import DistributedOptimizer, pipeline
+from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, pipeline
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter
 from tests.tensorflow_adapter.tensor_oracle import alone
@@ -126,6 +126,32 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
     fit(divided, x, y, ROWS // replicas)
     for got, expected in zip(whole_weights(divided), weights, strict=True):
         close(got, expected)
+
+
+@pytest.mark.ranks(min=2)
+def test_tapes_know_ranks_by_marks(comm: Any, float64: None) -> None:
+    """A tape refused divided variables that no process set was given for, where the optimizer asks their marks."""
+    if comm.size % 2:
+        pytest.skip("two ranks divide the model")
+    mesh = Mesh(dp=-1, tp=2)
+    divided, replicas = parallelize(make(), mesh["tp"], PLAN), mesh.shape.size("dp")
+    x, y = data(1)
+
+    def gradients(model: Any, tape: Any, rows: Any, targets: Any) -> Any:
+        with tape:
+            loss = tf.reduce_mean(tf.square(model(rows) - targets))
+        return tape.gradient(loss, model.trainable_variables)
+
+    expected = gradients(make(), tf.GradientTape(), x, y)
+    own = [part.reshape(replicas, -1, WIDTH)[mesh.coordinate("dp")] for part in (x, y)]
+    for _ in range(2):  # a tape is made anew in every step
+        found = gradients(divided, DistributedGradientTape(tf.GradientTape()), *own)
+    for variable, got, wanted in zip(divided.trainable_variables, found, expected, strict=True):
+        shard = shard_of(variable)
+        close(got.numpy(), wanted.numpy() if shard is None else shard.own(wanted.numpy()))
+    mean = gradients(make(), DistributedGradientTape(tf.GradientTape()), x, y)  # of what is whole, over all ranks
+    for got, wanted in zip(mean, expected, strict=True):
+        close(got.numpy(), wanted.numpy())
 
 
 def make_with_words() -> Any:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import commlib_tensorflow as hvd
 from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
 from commlib.tensor import Column, Replicate, Row, Sequence
 from commlib_tensorflow._shards import shards_in
+from commlib_tensorflow.expert import MoE
 from commlib_tensorflow.tensor import ColumnDense, RowDense, parallelize
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, near_shard, same, sequential, values
@@ -259,6 +262,17 @@ def test_a_vectorized_map_is_refused(comm: Any) -> None:
         tf.function(model, input_signature=[tf.TensorSpec((None, None, 5), tf.float64)], autograph=False)(
             values(2, 3, 5)
         )
+
+
+@pytest.mark.ranks(min=2)
+def test_operations_by_name_and_experts_in_a_vectorized_map_are_refused(comm: Any) -> None:
+    """Their gradients vanished there in silence, as those of moves had."""
+    mixture = MoE(Experts(comm.size, top_k=1, hidden=4), comm, name="mixture")
+    mixture(values(2, 3, 5))
+    given = tf.constant(values(2, 3, 5))
+    for inside in (hvd.allreduce, lambda x: hvd.grouped_allgather([x])[0], lambda x: mixture(x[None])[0]):
+        with pytest.raises(UsageError, match=r"tf\.vectorized_map"):
+            tf.vectorized_map(inside, given)
 
 
 def test_time_distributed(comm: Any) -> None:

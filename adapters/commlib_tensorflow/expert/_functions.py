@@ -25,7 +25,7 @@ from commlib.expert.packed_passage import packed, unpacked
 from commlib.expert.routing import Routing
 from commlib.expert.scaled import scaled_back
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order
+from commlib_tensorflow._graph import Spec, call_in_order, refuse_vectorized
 from commlib_tensorflow._on_device import call_at
 from commlib_tensorflow._placement import Place, place_of
 from commlib_tensorflow.errors import as_tensorflows
@@ -50,6 +50,7 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
 
     route: makes the routing of an array of logits, and of arrays of `more`.
     """
+    refuse_vectorized()
     place = place_of([x])
     width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
@@ -99,6 +100,7 @@ class Routed(NamedTuple):
 
 def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequence[Any]) -> Routed:
     """Route tokens by their logits (float32), and cut them into parts. route: as for `sent`."""
+    refuse_vectorized()
 
     def forward(logits: Array, *more: Array) -> Sequence[Array]:
         routing = route(logits, *more)

@@ -13,8 +13,9 @@ and in sessions: see `commlib_tensorflow.errors`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +27,7 @@ from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph, operation_name, ordered
+from commlib_tensorflow._graph import FunctionT, Spec, call, no_autograph, operation_name, ordered, refuse_vectorized
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.horovod._autograd import (
@@ -44,7 +45,20 @@ __all__ = (
 )  # fmt: skip
 
 
-@no_autograph
+def _differentiable(verb: FunctionT) -> FunctionT:
+    """Decorate a verb that has a gradient: it is refused where that would vanish."""
+
+    @functools.wraps(verb)
+    def checked(*args: Any, **options: Any) -> Any:
+        first = args[:1] or tuple(options.values())
+        if any(tf.is_tensor(one) and (one.dtype.is_floating or one.dtype.is_complex) for one in tf.nest.flatten(first)):
+            refuse_vectorized()
+        return verb(*args, **options)
+
+    return no_autograph(cast(FunctionT, checked))
+
+
+@_differentiable
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -73,7 +87,7 @@ def allreduce(
     return _compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
 
 
-@no_autograph
+@_differentiable
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -105,7 +119,7 @@ def grouped_allreduce(
     return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
 
 
-@no_autograph
+@_differentiable
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -121,7 +135,7 @@ def allgather(
     return allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
 
 
-@no_autograph
+@_differentiable
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -136,7 +150,7 @@ def grouped_allgather(
     return allgather_tensors(given, name, core.process_set_of(process_set))
 
 
-@no_autograph
+@_differentiable
 def broadcast(
     tensor: Any,
     root_rank: int | None = None,
@@ -185,7 +199,7 @@ def broadcast_(
     return variables if ordered() else assigned
 
 
-@no_autograph
+@_differentiable
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -209,7 +223,7 @@ def alltoall(
     return output, tf.cast(received, splits.dtype)
 
 
-@no_autograph
+@_differentiable
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -232,7 +246,7 @@ def reducescatter(
     return _compressed(reducescatter_tensors, [tensor], how, compression)[0]
 
 
-@no_autograph
+@_differentiable
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",

@@ -23,7 +23,7 @@ from commlib.errors import UsageError
 from commlib.functional.agreement import or_refused
 from commlib.functional.attention import WHAT, Attention, Given, Options
 from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._graph import no_autograph
+from commlib_tensorflow._graph import no_autograph, refuse_vectorized
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreed import agreed
 from commlib_tensorflow.tensor._by_heads import attention_by_heads
@@ -89,6 +89,7 @@ def attention(
     Collective over the axis, and so is its backward, which each rank must run, one without tokens too. Raises
     UsageError for arguments that do not fit, MismatchError on all ranks where these differ among ranks.
     """
+    refuse_vectorized()
     over = axis_of(axis)
     q, k, v = (as_tensor(x) for x in (q, k, v))
     mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))

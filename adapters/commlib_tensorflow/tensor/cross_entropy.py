@@ -15,7 +15,7 @@ from commlib.functional.agreement import digest_of, or_refused
 from commlib.functional.axis import Axis
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order, no_autograph
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, refuse_vectorized
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 _WHAT = "vocabulary_cross_entropy"
@@ -46,6 +46,7 @@ def vocabulary_cross_entropy(
     Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, and
     MismatchError where these have other targets, weights or options.
     """
+    refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
     shared = axis_of(axis.comm if isinstance(axis, Axis) else axis)  # sums are not encoded, whatever the codec
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
