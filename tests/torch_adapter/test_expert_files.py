@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from commlib import Communicator
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_torch import DistributedOptimizer
+from commlib_torch import DistributedOptimizer, gather_optimizer_state
 from commlib_torch._shards import shard_of
 from commlib_torch.expert import MoE, load_experts, save_experts
 from tests.torch_adapter.expert_oracle import single
@@ -175,3 +175,38 @@ def test_other_optimizers_on_ranks(comm: Communicator, tmp_path: Path) -> None:
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)
+
+
+def test_state_is_gathered_whatever_order_it_has(comm: Communicator, tmp_path: Path) -> None:
+    """What was loaded stood in another order on each rank: first moments of one met second moments of others."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    model = made(comm)
+    optimizer = MAKERS["amsgrad"](model.parameters())
+    step(model.parameters(), optimizer, range(2))
+    before = gather_optimizer_state(optimizer, model.named_parameters())["state"]
+    save_experts(path := same(comm, tmp_path / "experts"), model, optimizer)
+    other = made(comm, 2)
+    loaded = MAKERS["amsgrad"](other.parameters())
+    load_experts(path, other, loaded)
+    for parameter, kept in list(loaded.state.items()):  # as if hashes of names were others on each rank
+        keys = list(kept) if comm.rank % 2 else list(reversed(kept))
+        loaded.state[parameter] = {key: kept[key] for key in keys}
+    after = gather_optimizer_state(loaded, other.named_parameters())["state"]
+    assert before.keys() == after.keys()
+    for name, kept in before.items():
+        assert all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(after[name][key])) for key, value in kept.items()
+        )
+
+
+@pytest.mark.ranks(min=2)
+def test_state_of_other_optimizers_is_not_gathered(comm: Communicator) -> None:
+    """A rank that keeps nothing let the others wait, or put other values into its place."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    model = made(comm)
+    optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
+    step(model.parameters(), optimizer, range(1))
+    with pytest.raises(MismatchError, match=r"gather_optimizer_state: .*experts.*exp_avg"):
+        gather_optimizer_state(optimizer, model.named_parameters())

@@ -80,7 +80,7 @@ class States:
             return {}
         group, like = self._groups[id(parameter)], self._trial(parameter) or self._state(parameter)
         found: dict[str, Any] = {}
-        for name in names:
+        for name in sorted(names):  # ranks gather state in this order
             key = next((key for key, common in self._common.items() if common == name), name.rpartition(".")[2])
             array = momentum(layer, what, name, float(group["lr"])) if name == MOMENTUM else layer[f"{what}/{name}"]
             found[key] = _as_kept(array, parameter, like.get(key))

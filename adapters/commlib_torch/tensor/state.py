@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 from commlib_torch._bridge import array_of, on_host, to_tensor
@@ -37,12 +38,14 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named) -> dict[str, Any]:
     """Return an optimizer's state by the names of parameters, whole, on every rank.
 
-    named_parameters: such as `model.named_parameters()`. Collective over the axes that parameters are divided over, so
-    ranks must have state for the same parameters. Raises UsageError for state of a divided parameter that is neither
-    one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
+    named_parameters: such as `model.named_parameters()`. Collective over the axes that parameters are divided over.
+    Raises MismatchError unless ranks keep the same for the same parameters, UsageError for state of a divided parameter
+    that is neither one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
     """
     named = list(named_parameters)
-    return _by_parameter(named_state(optimizer, named), named, _whole_state)
+    state = named_state(optimizer, named)
+    _check_alike(state["state"], named)
+    return _by_parameter(state, named, _whole_state)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
@@ -51,20 +54,36 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Nam
     load_named(optimizer, named, _by_parameter(state, named, _own))
 
 
+def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, nn.Parameter]]) -> None:
+    """Compare what ranks keep for divided parameters, along each axis: another value would be put into its place."""
+    lines: dict[int, list[str]] = {}
+    axes = {}
+    for name, parameter in sorted(named, key=lambda one: one[0]):
+        if (shard := shard_of(parameter)) is not None:
+            axes[id(shard.axis.comm)] = shard.axis.comm
+            kept = (key for key, value in state.get(name, {}).items() if isinstance(value, Tensor) and value.dim() > 0)
+            lines.setdefault(id(shard.axis.comm), []).append(
+                f"{name}: {', '.join(sorted(map(str, kept))) or 'nothing'}"
+            )
+    for key, comm in axes.items():
+        check_agreement(comm, "gather_optimizer_state", lines[key])
+
+
 def _by_parameter(
     state: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]], change: Callable[[str, Tensor, Shard], Tensor]
 ) -> dict[str, Any]:
     shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
     values: dict[str, Any] = {}
     changed: dict[int, Any] = {}  # tied weights have several names
-    for name, kept in state["state"].items():
+    for name, kept in sorted(state["state"].items()):  # in one order on all ranks, whatever came first on each
         if id(kept) not in changed:
+            divided = {key: kept[key] for key in sorted(kept, key=str) if _is_divided(kept[key], name, shards)}
             changed[id(kept)] = {
-                key: change(f"{key} of {name}", value, shards[name]) if _is_divided(value, name, shards) else value
-                for key, value in kept.items()
+                **kept,
+                **{key: change(f"{key} of {name}", one, shards[name]) for key, one in divided.items()},
             }
         values[name] = changed[id(kept)]
-    return {**state, "state": values}
+    return {**state, "state": {name: values[name] for name in state["state"]}}
 
 
 def _is_divided(value: Any, name: str, shards: Mapping[str, Shard]) -> bool:
