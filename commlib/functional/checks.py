@@ -102,7 +102,8 @@ class Checks:
             whole = _traced(model, call, styles)
             return whole, check(whole, styles, divided_output=divided_output, size=axis.size)
 
-        self._whole, self._checked = together(axis.comm, checked)
+        self.whole, self._checked = together(axis.comm, checked)
+        """The trace of the undivided model."""
 
     def compare_numbers(self) -> None:
         """Run the undivided model as a whole, and as this rank with its part. Raises UsageError for other numbers.
@@ -128,7 +129,7 @@ class Checks:
 
     def _compared(self, local: Trace, error: Exception | None) -> None:
         if error is None:
-            compare(self._whole, local, self._checked)
+            compare(self.whole, local, self._checked)
             return
         check(local, self._styles, divided_output=True, size=self._axis.size)
         where = local.steps[-1].where if local.steps else "its beginning"

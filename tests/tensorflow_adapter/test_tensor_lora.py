@@ -59,7 +59,7 @@ def enable(model: Any, plan: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(KINDS)[1:])])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "after"])
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, kind: str, when: str) -> None:
     """The factor that is whole got a part of its gradient, and the other one did not know that it is a part."""
     make, plan, x = KINDS[kind]

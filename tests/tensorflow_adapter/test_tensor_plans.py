@@ -387,6 +387,10 @@ def test_first_calls_are_checked_once(tp):
         model(rows())
     assert len(calls) == 3
     assert len(printed.getvalue()) - before == (6 if tp.size > 1 else 4)
+    for _ in range(2):  # it may do something else when it is trained
+        model(rows(), training=True)
+    assert len(calls) == 5
+    assert len(printed.getvalue()) - before == (11 if tp.size > 1 else 7)
     assert "call" not in vars(model)
 
 

@@ -46,7 +46,7 @@ def train(model: Any) -> Any:
     return model.fit(x, y, batch_size=3, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), (norm, orthogonal)])
+@pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), pytest.param(norm, orthogonal, marks=pytest.mark.long)])
 def test_regularizers_that_are_no_sums(comm: Any, up: Any, down: Any) -> None:
     """A rank gave them its part: their gradients were those of other functions."""
     whole, own = pair(up, down), pair(up, down)

@@ -109,7 +109,7 @@ def bert() -> Any:
     ("make", "inputs"),
     [
         (gpt, 1),
-        (llama, 1),
+        pytest.param(llama, 1, marks=pytest.mark.long),
         pytest.param(grouped, 1, marks=pytest.mark.long),
         pytest.param(bert, 2, marks=pytest.mark.long),
     ],
@@ -145,7 +145,11 @@ class Tied(keras.Model):  # type: ignore[misc]
         return self.words(tf.tanh(self.words(ids)), reverse=True)
 
 
-@pytest.mark.parametrize("options", [{"logit_soft_cap": 2.0}, {"tie_weights": False}], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "options",
+    [{"logit_soft_cap": 2.0}, pytest.param({"tie_weights": False}, marks=pytest.mark.long)],
+    ids=["tied", "untied"],
+)
 def test_reversible_embedding(comm: Any, options: Any) -> None:
     def make() -> Any:
         model = Tied(**options)

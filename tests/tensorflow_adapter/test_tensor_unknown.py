@@ -17,7 +17,7 @@ from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
 from commlib_tensorflow.tensor import parallelize
 from tests.keras_pipelines import filled
-from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 
 __all__ = ["in_float64"]
 
@@ -80,7 +80,7 @@ def rows() -> Any:
     return tf.constant(values(4, 5, 8))
 
 
-SOME = ("a function", "a loop", "a length")
+SOME = ("a function", "a length")
 
 
 def some(cases: dict[str, Any]) -> Any:
@@ -151,3 +151,37 @@ class TestRight:
             parallelize(model, comm, PLAN, example=None if way == "first call" else rows())
             near(model(rows()), plain(rows()))
         assert not [str(one.message) for one in said if "plan" in str(one.message)]
+
+
+class Centred(keras.layers.Layer):  # type: ignore[misc]
+    """Looks at all features in training alone."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x - ops.mean(x, -1, keepdims=True) if training else x
+
+
+class Branching(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.centred, self.down = L.Dense(8, name="up"), Centred(), L.Dense(4, name="down")
+
+    def call(self, x: Any) -> Any:
+        return self.down(self.centred(self.up(x)))
+
+
+@pytest.mark.ranks(min=2)
+def test_what_a_model_does_in_training_is_checked(comm: Any) -> None:
+    """Plans were held against evaluation alone, and what a layer does in training passed."""
+    plan = {"up": Column(), "down": Row()}
+    x = values(2, 6)
+    with pytest.raises(UsageError, match="entred"):
+        functional = sequential(L.Dense(8, name="up"), Centred(), L.Dense(4, name="down"), shape=(6,))
+        parallelize(functional, comm, plan)
+    subclassed = Branching()
+    subclassed(x)
+    parallelize(subclassed, comm, plan)
+    subclassed(x)
+    for _ in range(2):  # each time
+        with pytest.raises(UsageError, match="entred"):
+            subclassed(x, training=True)
+    subclassed(x)

@@ -28,8 +28,17 @@ from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
 from commlib_tensorflow.tensor.tracing import Layers, Recorder, concrete, graph_of
 
 
-def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[str, Style], guide: Guide | None) -> Run:
-    """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode.
+def forward(
+    model: Any,
+    layers: Layers,
+    axis: Axis,
+    call: Any,
+    styles: Mapping[str, Style],
+    guide: Guide | None,
+    *,
+    training: bool = False,
+) -> Run:
+    """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode or in training.
 
     call: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
     """
@@ -40,7 +49,7 @@ def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[s
     found: Mapping[str, Any] = {}
 
     def once(values: Any) -> Any:
-        recorder.run(values, training=False)
+        recorder.run(values, training=training)
         if recorder.error is not None:
             raise recorder.error
         taken = {value for step in recorder.trace().steps if step.kind in GUIDED for value in step.inputs}
@@ -66,7 +75,7 @@ def forward(model: Any, layers: Layers, axis: Axis, call: Any, styles: Mapping[s
             error = raised
     values = [_array(found.get(str(number))) for number in range(len(recorder.tensors))]
     return Run(
-        recorder.trace(), values, {}, {}, {},
+        recorder.trace(), values, {}, {}, {}, draws=training and error is None and recorder.draws,
         communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
     )  # fmt: skip
 

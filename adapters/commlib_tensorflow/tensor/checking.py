@@ -28,15 +28,28 @@ from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, style
 
 
 class Traced:
-    """A model of Keras for `commlib.functional.checks`: a call is what it is called with, or specs of that."""
+    """A model of Keras for `commlib.functional.checks`: a call is what it is called with, or specs of that.
 
-    def __init__(self, model: Any, layers: Layers, axis: Axis | None = None) -> None:
-        self._model, self._layers, self._axis = model, layers, axis
+    training: it is called so. Its numbers are, too, unless it draws random ones then.
+    """
+
+    def __init__(self, model: Any, layers: Layers, axis: Axis | None = None, *, training: bool = False) -> None:
+        self._model, self._layers, self._axis, self._training = model, layers, axis, training
         self._hidden: list[str] = []
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
-        return attempted(self._model, self._layers, call, styles, self._hidden)
+        return attempted(self._model, self._layers, call, styles, self._hidden, training=self._training)
+
+    def trains_alike(self, trace: Trace, call: Any, styles: Collection[str]) -> bool:
+        """Return whether the model does in training what it does in evaluation: `trace`, for a call and styles.
+
+        So it does if nobody but Keras has written it, or where it cannot be called so: then it cannot be trained.
+        """
+        if all(_is_of_keras(layer) for layer in (self._model, *self._layers.values())):
+            return True
+        trained, error = attempted(self._model, self._layers, call, styles, training=True)
+        return error is not None or trained.steps == trace.steps
 
     def warn(self) -> None:
         """Warn of layers that the rules have not seen, once."""
@@ -56,7 +69,8 @@ class Traced:
         """Run the model forward, as a whole or as one rank."""
         if self._axis is None or not can_run_whole(self._layers, self._axis):
             return None
-        return forward(self._model, self._layers, self._axis, call, styles, guide)
+        training = self._training and not evaluate
+        return forward(self._model, self._layers, self._axis, call, styles, guide, training=training)
 
     def room(self) -> int:
         """Return any number: only the host's memory is counted."""
@@ -70,6 +84,10 @@ class Traced:
         """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""
         layer = self._layers[name]
         check_layers([(name, layer, style, find_layer(name, layer, style))], Division(axis))
+
+
+def _is_of_keras(layer: Any) -> bool:
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
 
 
 def known_call(model: Any) -> Any:
@@ -91,9 +109,17 @@ def _spec(one: Any) -> tf.TensorSpec:
 class Unchecked:
     """What the layers of a model have whose plan is to be checked yet. model: its name."""
 
-    def __init__(self, model: str, *, warns: bool) -> None:
-        self._model, self.warns = model, warns
-        self.done = self.is_checking = False
+    def __init__(self, model: str, axis: Axis, *, divided_output: bool) -> None:
+        self._model, self.axis, self.divided_output = model, axis, divided_output
+        self.warns = axis.rank == 0
+        self.modes: set[bool] = set()
+        """In which its plan was checked: in training, or not."""
+        self.is_checking = False
+
+    @property
+    def done(self) -> bool:
+        """The plan was checked, in one mode at least."""
+        return bool(self.modes)
 
     def used(self, name: str) -> None:
         """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
@@ -112,33 +138,53 @@ def check_stages(comm: Communicator, graph: Any) -> None:
         return
     given = (getattr(layer, "plan_check", None) for layer in layers.values())
     left = [one for one in given if isinstance(one, Unchecked) and not one.done]
-    traced, warns = Traced(graph, layers), any(one.warns for one in left)
-    check_parts(comm, traced, known_call(graph), checked=not left, divided_output=True, warns=warns)
+    axes = {one.axis.comm: one.axis for one in left}
+    axis = next(iter(axes.values())) if len(axes) == 1 else None
+    traced, warns = Traced(graph, layers, axis), any(one.warns for one in left)
+    call = known_call(graph)
+    check_parts(comm, traced, call, checked=not left, divided_output=True, warns=warns, axis=axis)
     for one in left:
-        one.done = True
+        one.modes |= {False, True}
 
 
 def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> None:
-    """Check a divided model's plan when it is called for the first time, before that call."""
-    unchecked = Unchecked(type(model).__name__, warns=axis.rank == 0)
+    """Check a divided model's plan when it is called for the first time, before that call.
+
+    A model that was evaluated first may do other things when it is trained: it is checked once more then.
+    """
+    unchecked = Unchecked(type(model).__name__, axis, divided_output=divided_output)
     for name in styles_in(layers):
         layers[name].plan_check = unchecked
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
-        del model.call  # that of the class is left
-        traced = Traced(model, layers, axis)
-        unchecked.is_checking = True
-        try:
-            check_first_call(axis, traced, inputs, divided_output=divided_output, warns=unchecked.warns)
-            if unchecked.warns:
-                traced.warn()
-            unchecked.done = True
-        except UsageError as error:
-            raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
-        finally:
-            unchecked.is_checking = False
-            if not unchecked.done:
-                model.call = call  # which refuses it again
-        return model.call(inputs, *args, **options)
+        if (training := _trains(model, options)) not in unchecked.modes:
+            del model.call  # that of the class is left
+            try:
+                _check(model, layers, unchecked, inputs, training)
+            finally:
+                if True not in unchecked.modes:
+                    model.call = call  # which refuses it again, or checks it when it is trained
+        return type(model).call(model, inputs, *args, **options)
 
     model.call = call
+
+
+def _trains(model: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a model that is being called is trained, as Keras tells it or its layers."""
+    given = options.get("training")
+    return bool(model._get_call_context().get_value("training") if given is None else given)
+
+
+def _check(model: Any, layers: Layers, unchecked: Unchecked, inputs: Any, training: bool) -> None:
+    axis = unchecked.axis
+    traced = Traced(model, layers, axis, training=training)
+    unchecked.is_checking = True
+    try:
+        check_first_call(axis, traced, inputs, divided_output=unchecked.divided_output, warns=unchecked.warns)
+        if unchecked.warns:
+            traced.warn()
+        unchecked.modes.add(training)
+    except UsageError as error:
+        raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
+    finally:
+        unchecked.is_checking = False

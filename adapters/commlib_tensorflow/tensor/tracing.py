@@ -38,7 +38,13 @@ Layers = Mapping[str, Any]
 
 
 def attempted(
-    model: Any, layers: Layers, inputs: Any, styles: Collection[str] = (), hidden: list[str] | None = None
+    model: Any,
+    layers: Layers,
+    inputs: Any,
+    styles: Collection[str] = (),
+    hidden: list[str] | None = None,
+    *,
+    training: bool = False,
 ) -> tuple[Trace, Exception | None]:
     """Return a model's layers and the operations between them, in the order in which they are called.
 
@@ -51,7 +57,7 @@ def attempted(
         recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles)
 
         def once(values: Any, recorder: Recorder = recorder) -> None:
-            recorder.run(values, training=False)
+            recorder.run(values, training=training)
 
         with tf.init_scope(), unnoticed(model):
             graph_of(once, inputs)
@@ -167,6 +173,13 @@ class Recorder:
                     "", "equation", (loss, loss), (), equation=equation, text=f"add_loss of {name}", place=place
                 )
         return result
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn, in functions within the graph, too."""
+        kinds = {op.type for op in self._graph.get_operations()}
+        kinds |= {node.op for one in self._graph.as_graph_def().library.function for node in one.node_def}
+        return any("Random" in kind or "Multinomial" in kind or "TruncatedNormal" in kind for kind in kinds)
 
     def trace(self) -> Trace:
         """Return the trace of what ran."""
