@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
 from commlib_torch._uncompiled import leave_uncompiled
@@ -78,6 +78,7 @@ __all__ = [
     "Replicate",
     "Row",
     "Sequence",
+    "Slice",
     "SyncBatchNorm",
     "Vocabulary",
     "auxiliary_loss",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from commlib.tensor.moves import COPY, REDUCE, Move, all_to_all, gather, reduce_scatter, scatter
 from commlib.tensor.plan import Plan, resolve
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Style, Vocabulary
+from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Slice, Style, Vocabulary
 
 __all__ = [
     "COPY",
@@ -22,6 +22,7 @@ __all__ = [
     "Replicate",
     "Row",
     "Sequence",
+    "Slice",
     "Sharding",
     "Style",
     "Vocabulary",

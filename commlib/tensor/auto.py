@@ -14,7 +14,7 @@ from commlib.tensor.numbers import NotPossible
 from commlib.tensor.pairs import States, divided_pair
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.states import State
-from commlib.tensor.styles import Column, PerRank, Style, Vocabulary, brief
+from commlib.tensor.styles import Column, PerRank, Slice, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
 _LOGITS = Vocabulary(gather=True)
@@ -188,7 +188,7 @@ def _pair(trace: Trace, undivided: States, size: int, able: Able, found: Found, 
         numbers = {name: style for name, style in found.plan.items() if isinstance(style, PerRank)}
         styles = divided_pair(trace, undivided, size, firsts, last, numbers)
         for name, style in styles.items():
-            if not isinstance(style, PerRank) and not able(name, style):
+            if not isinstance(style, PerRank | Slice) and not able(name, style):
                 raise NotPossible(f"{name} cannot be divided as {brief(style)}")
     except (PlanError, NotPossible) as error:
         found.reasons.update(dict.fromkeys((*firsts, last), f"{error}"))

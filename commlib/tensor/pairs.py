@@ -10,7 +10,7 @@ from commlib.tensor.lengths import attribute, sources_of
 from commlib.tensor.numbers import NotPossible, Part, numbers_per_rank
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.states import SETTLED, State
-from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Style
+from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Slice, Style
 from commlib.tensor.trace import Step, Trace
 
 _OUTSIDE = ("given", "constant", "weight")
@@ -56,6 +56,9 @@ def divided_pair(
             styles[name] = Column(style.parts, units)
         elif isinstance(style, PerRank) and name not in given and not style.among:
             styles[name] = PerRank(units)
+    for name, style in styles.items():
+        if isinstance(style, Slice) and (style.units % size or (units and units % size)):
+            raise NotPossible(f"{name} has something for {style.units} heads, for {size} ranks")
     numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
     more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
     return {name: style for name, style in styles.items() if name not in given} | {last: Row(units=units)} | more
@@ -98,10 +101,10 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
             lengths = tuple(part.shapes[value][step.dim] for value in step.outputs)
             fused = len(part.shapes[step.outputs[0]]) == len(part.shapes[step.inputs[0]])
             return {state.by: Column(lengths if fused and len(set(lengths)) > 1 else len(lengths))}
-        if error.rule == "needs":  # picks from fused features that have a dimension of their own
+        if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a dimension of their own
             return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
     if error.rule == "meet":
-        if of_heads := _of_heads(part, styles, step, state):
+        if of_heads := _of_heads(part, styles, step, state) or _arguments(part, styles, step, state):
             return of_heads
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
         return {name: Replicate(into_sharded=True) for name, width in widths.items() if width < max(widths.values())}
@@ -124,6 +127,21 @@ def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State
                 for source in sources_of(length):
                     if int(length) in lengths and isinstance(source[0], str) and attribute(source) not in styles:
                         found[attribute(source)] = PerRank()
+    return found
+
+
+def _arguments(part: Trace, styles: Mapping[str, Style], step: Step, state: State) -> dict[str, Style]:
+    """Return styles for arguments of modules that have something for each head, and meet heads."""
+    lengths = {part.shapes[value][state.dim] for value in step.inputs if state.dim < len(part.shapes[value])}
+    length, found = max(lengths, default=1), dict[str, Style]()
+    units = length // state.parts
+    for value in step.inputs if units > 1 else ():
+        last = [one for one in _behind(part, value) or () if one.kind == "slice"][-1:]
+        if last and last[0].layer not in styles:
+            shape = part.shapes[last[0].outputs[0]]
+            dims = [(one != length, dim) for dim, one in enumerate(shape) if one > 1 and one % units == 0]
+            if dims:
+                found[last[0].layer] = Slice(min(dims)[1], units)
     return found
 
 

@@ -8,35 +8,40 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, PerRank, Replicate, Row, Style, Vocabulary
+from commlib.tensor.styles import Column, PerRank, Replicate, Row, Slice, Style, Vocabulary
 from commlib.tensor.styles import Sequence as SequenceStyle
 
 Plan = Mapping[str, Style]
 """Styles by patterns of names, in which `*` stands for any characters: {"layers.*.up": Column(), "*.down": Row()}."""
 
-_STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate, PerRank)
+_STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate, PerRank, Slice)
 
 S = TypeVar("S")
 
 
 def resolve(
-    plan: Mapping[str, S], names: Sequence[str], kinds: tuple[type, ...] = _STYLES, numbers: Sequence[str] = ()
+    plan: Mapping[str, S],
+    names: Sequence[str],
+    kinds: tuple[type, ...] = _STYLES,
+    numbers: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> dict[str, S]:
     """Return the style of each layer that the plan names, in the order of `names`: those of all layers.
 
-    A whole name counts before a pattern. kinds: the classes of styles. numbers: those of modules, for `PerRank`; they
-    come last. Raises UsageError for what is no style, for a pattern that no layer has, and for a layer with two styles.
+    A whole name counts before a pattern. kinds: the classes of styles. numbers, arguments: those of modules, for
+    `PerRank` and `Slice`; they come last. Raises UsageError for what is no style, for a pattern that no layer has, and
+    for a layer with two styles.
     """
-    given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers)}
+    given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
     for pattern, style in plan.items():
         if not isinstance(style, kinds):
             known = ", ".join(kind.__name__ for kind in kinds)
             raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
-        able = numbers if isinstance(style, PerRank) else names
+        able = numbers if isinstance(style, PerRank) else arguments if isinstance(style, Slice) else names
         matched = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
         if not matched:
             close = get_close_matches(pattern, able, 3, 0.4) or list(able)[:8]
-            what = "number" if able is numbers else "layer"
+            what = "number" if isinstance(style, PerRank) else "argument" if isinstance(style, Slice) else "layer"
             raise UsageError(f"plan: no {what} is called {pattern!r}; there are {', '.join(close)}, ...")
         for name in matched:
             given[name].append((pattern, style))

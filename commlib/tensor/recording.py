@@ -34,6 +34,8 @@ class Recording:
         self.tensors: list[Any] = []
         """By their numbers."""
         self._steps: list[Step] = []
+        self.learned = set[int]()
+        """Values that weights had a part in."""
         self.used = Uses(line)
         """Of lengths, those that were used as numbers."""
         self.numbers: dict[str, int] = {}
@@ -47,6 +49,8 @@ class Recording:
         """Note a step: its results are new values, even where a tensor was changed in place."""
         taken = tuple(self.number(tensor) for tensor in inputs)
         made = tuple(self._new(tensor) for tensor in outputs)
+        if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
+            self.learned.update(made)
         self._steps.append(Step(layer, kind, taken, made, **more))
 
     def knows(self, tensor: Any) -> bool:
@@ -81,6 +85,8 @@ class Recording:
         kind, layer = self._outside(tensor) or ("unseen", "")
         text = f"a weight of {layer or 'the model'}" if kind == "weight" else "a value from outside"
         number = self._new(tensor)
+        if kind == "weight":
+            self.learned.add(number)
         self._steps.append(Step(layer, kind, (), (number,), text))
         return number
 

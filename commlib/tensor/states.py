@@ -97,6 +97,8 @@ def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State |
             places = open_ones
         elif length > 1 and state.unit != length:  # the one head of a rank is a dimension of length 1
             places = [dim for dim in places if new[dim] > 1]
+    if not places and state.name == "features" and state.parts == 1 and not state.inner:
+        return _joined(state, old, new)
     if not places or (length == 1 and len(places) > 1):
         return UNKNOWN
     dim = places[0]
@@ -108,6 +110,16 @@ def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State |
     if new[dim] == state.parts and dim + 1 < len(new):
         return replace(state, dim=dim + 1, parts=1, unit=SETTLED if dim + 2 < len(new) else state.unit)
     return state.at(dim) if new[dim] == length else None if new[dim] < length else UNKNOWN
+
+
+def _joined(state: State, old: Shape, new: Shape) -> State:
+    """Return how a value lies after its divided dimension is joined with those before it, as heads with a batch."""
+    before = _before(old)
+    for dim, count in enumerate(_before(new)):
+        for first in range(state.dim):
+            if before[first] == count and prod(old[first : state.dim + 1]) == new[dim]:
+                return replace(state, dim=dim, parts=prod(old[first : state.dim]))
+    return UNKNOWN
 
 
 def _before(shape: Shape) -> list[int]:

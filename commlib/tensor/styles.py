@@ -110,7 +110,24 @@ class PerRank:
         return whole * even(units, ranks).counts[rank % ranks] // units
 
 
-Style = Column | Row | Vocabulary | Sequence | Replicate | PerRank
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Give a module this rank's part of an argument that has something for each head, such as biases of ALiBi.
+
+    It is named as a layer is: {"h.0.attn.alibi": Slice(0, 12)}. dim: that of the argument which has heads, or, as often
+    as it has them, batches of heads. units: how many heads there are. What has length 1 there is for all, and stays.
+    No gradient goes through it but that of this rank's heads: it is for what has none.
+    """
+
+    dim: int
+    units: int
+
+    def __post_init__(self) -> None:
+        _check_units("Slice", self.units)
+        _check_dim("Slice", self.dim)
+
+
+Style = Column | Row | Vocabulary | Sequence | Replicate | PerRank | Slice
 
 
 def _lengths(style: str, parts: Sequence_[int]) -> tuple[int, ...]:
@@ -132,6 +149,8 @@ def _check_dim(style: str, dim: int | None) -> None:
 
 def brief(style: Style) -> str:
     """Return a style as it would be written: with what is not as by default."""
+    if isinstance(style, Slice):
+        return f"Slice({style.dim}, {style.units})"
     plain = type(style)()
     changed = [f for f in fields(style) if getattr(style, f.name) != getattr(plain, f.name)]
     return f"{type(style).__name__}({', '.join(f'{f.name}={getattr(style, f.name)}' for f in changed)})"

@@ -9,6 +9,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
     table       a layer that looks rows up: embeddings
     attention   a layer that is a whole attention, with its projections
     equation    what an `Equation` describes: elementwise operations, norms, softmax, products of activations, ...
+    slice       an argument of a module that has no gradient, of which it may be given this rank's part
     reshape     the same elements in the same order in another shape
     split       pieces along a dimension; `join` puts pieces together
     unknown     anything else: of what is whole it makes what is whole, of all else nothing is known

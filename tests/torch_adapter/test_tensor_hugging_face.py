@@ -59,6 +59,17 @@ KINDS = {
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "falcon": Kind("FalconForCausalLM", "FalconConfig", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": Kind(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": WORDS, "hidden_size": 64, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0},
+    ),
+    "falcon_alibi": Kind("FalconForCausalLM", "FalconConfig", {**SIZES, "alibi": True, "multi_query": False}),
+    "mpt": Kind(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": WORDS, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    ),
     "t5": Kind(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -74,7 +85,7 @@ KINDS = {
         | {"image_size": 16, "patch_size": 4, "num_labels": 10, **NO_DROPOUT},
     ),
 }
-USUAL = ("llama", "gpt2", "bert")
+USUAL = ("llama", "gpt2", "bert", "bloom")
 EVERY = [pytest.param(name, marks=() if name in USUAL else (pytest.mark.long,)) for name in KINDS]
 CAUSAL = [one for one in EVERY if one.values[0] not in ("bert", "vit")]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import commlib
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.tensor import gather_state_dict, parallelize, verify
 
@@ -365,6 +365,80 @@ def test_numbers_of_heads_become_those_of_a_rank(tp):
         parallelize(model, tp, {"heads": PerRank()})
     with pytest.raises(UsageError, match=r"no number is called 'width'; there are heads"):
         parallelize(copy.deepcopy(plain), tp, {"width": PerRank()})
+
+
+class Biased(nn.Module):
+    """Attention with a bias for each head, which comes from outside, heads joined with the batch or not."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.heads, self.joined = HEADS, joined
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, biases: Tensor) -> Tensor:
+        cut = self.qkv(x).view(*x.shape[:2], self.heads, 3, WIDTH // HEADS)
+        q, k, v = cut.permute(3, 0, 2, 1, 4)
+        if self.joined:
+            q, k, v = (one.reshape(x.shape[0] * self.heads, x.shape[1], -1) for one in (q, k, v))
+            seen = biases.baddbmm(q, k.transpose(1, 2)).softmax(-1) @ v
+            seen = seen.view(x.shape[0], self.heads, x.shape[1], -1)
+        else:
+            seen = F.scaled_dot_product_attention(q, k, v, attn_mask=biases)
+        found: Tensor = self.o(seen.transpose(1, 2).flatten(2))
+        return found
+
+
+class Slopes(nn.Module):
+    """Makes the biases. learned: they are weights."""
+
+    def __init__(self, joined: bool, *, learned: bool = False) -> None:
+        super().__init__()
+        self.attention, self.heads = Biased(joined), HEADS
+        self.slopes = nn.Parameter(torch.ones(HEADS)) if learned else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = 0.5 ** torch.arange(1, self.heads + 1, dtype=x.dtype) if self.slopes is None else self.slopes
+        biases = slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)
+        if self.attention.joined:
+            biases = biases.repeat(x.shape[0], 1, 1)
+        found: Tensor = self.attention(x, biases=biases)
+        return found
+
+
+class LearnedSlopes(Slopes):
+    def __init__(self) -> None:
+        super().__init__(False, learned=True)
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("joined", [True, False])
+def test_biases_of_heads_become_those_of_a_rank(tp, joined):
+    """Constants of all heads, as ALiBi's, kept attention whole."""
+    plain: Any = made(Slopes, joined)
+    own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
+    own = {**own, "*.biases": Slice(0, HEADS)}
+    for plan in ("auto", own) if HEADS % tp.size == 0 else (own,):
+        model = copy.deepcopy(plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, plan, example=rows() if plan == "auto" else None, report=lambda table: None)
+            model = copy.deepcopy(model)
+            same_losses(copy.deepcopy(plain), model, rows())
+        if tp.size > 1:
+            assert model.attention.o.weight.shape[1] < WIDTH
+            with pytest.raises(UsageError, match=r"attention\.biases has the shape .*, expected"):
+                model.attention(rows(), biases=torch.ones(HEADS + 1, 1, 1).double())
+    with pytest.raises(UsageError, match=r"no argument is called 'attention\.bias'"):
+        parallelize(copy.deepcopy(plain), tp, {"attention.bias": Slice(0, HEADS)})
+
+
+@pytest.mark.ranks(min=2, max=2)
+def test_learned_biases_of_heads_are_no_slices(tp):
+    """Each rank would have the gradient of its heads alone."""
+    plain: Any = made(LearnedSlopes)
+    own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "attention.heads": PerRank(HEADS)}
+    with pytest.raises(UsageError, match="not a constant"):
+        parallelize(copy.deepcopy(plain), tp, {**own, "*.biases": Slice(0, HEADS)}, example=rows())
 
 
 @pytest.mark.ranks(max=2)

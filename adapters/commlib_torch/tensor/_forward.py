@@ -42,7 +42,8 @@ def forward(
     if guide is not None and guide.cuts:
         own = numbers_of_rank(numbers_in(model), styles, axis)
         changes += [(number.module, number.name, value) for number, value in own]
-    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, keeps=True)
+    ranks = (axis.rank, axis.size) if guide is not None and guide.cuts else None
+    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, ranks=ranks, keeps=True)
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -261,6 +261,17 @@ def _product(called: Called) -> Found | None:
     return _equation(equations.product(left, right))
 
 
+def _added_product(called: Called) -> Found | None:
+    """baddbmm: (added, left, right)."""
+    added, left, right = (tuple(tensor.shape) for tensor in called.inputs)
+    found = equations.product(left, right)
+    first = len(found.output) - len(added)
+    labels = tuple(
+        ~found.output[first + at] if length == 1 else found.output[first + at] for at, length in enumerate(added)
+    )
+    return _equation(Equation((labels, *found.inputs), found.output, found.needs))
+
+
 def _einsum(called: Called) -> Found | None:
     if not isinstance(called.args[0], str):
         return None
@@ -361,6 +372,7 @@ _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "iter"), _split),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
     **dict.fromkeys(("matmul", "bmm", "mm", "rmatmul"), _product),
+    "baddbmm": _added_product,
     "einsum": _einsum,
     "linear": _linear,
     "scaled_dot_product_attention": _attention,

@@ -17,9 +17,10 @@ from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
 from commlib.functional.per_rank import Number, check_numbers, divide_numbers
 from commlib.tensor.plan import Plan, lines, resolve
-from commlib.tensor.styles import PerRank, Style
+from commlib.tensor.styles import PerRank, Slice, Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
+from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor.checking import AtFirstCall, Traced
@@ -61,8 +62,10 @@ def parallelize(
     traced, batch = Traced(model, shared), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    found, numbers = together(axis, lambda: _layers(model, wanted))
-    styles = {name: style for name, _, style, _ in found} | {name: style for name, (_, style) in numbers.items()}
+    found, numbers, arguments = together(axis, lambda: _layers(model, wanted))
+    named: dict[str, Style] = {name: style for name, (_, style) in numbers.items()}
+    named |= {name: style for name, (_, style) in arguments.items()}
+    styles = {name: style for name, _, style, _ in found} | named
     shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
 
@@ -76,7 +79,7 @@ def parallelize(
         if call is not None:
             first = {module: name for name, module in model.named_modules()}
             given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
-            given |= {name: style for name, (_, style) in numbers.items()}
+            given |= named
             checks = Checks(traced, shared, given, call, divided_output=divided_output)
             if verify is None:
                 checks.compare_numbers()
@@ -88,6 +91,7 @@ def parallelize(
             module.become(name, shared, style)
             module.style = style  # the plan's, where a layer has made another one of it
     divide_numbers(numbers, shared)
+    divide_arguments(arguments, shared)
     describe_everywhere(model)
     keep_padding(model)
     shared.threads = torch.get_num_threads()
@@ -100,16 +104,25 @@ def parallelize(
 
 def _layers(
     model: nn.Module, plan: Plan
-) -> tuple[list[tuple[str, Any, Style, Any]], dict[str, tuple[Number, PerRank]]]:
-    """Return (name, module, style, the class that it becomes) of what a plan names, and numbers with their styles."""
+) -> tuple[
+    list[tuple[str, Any, Style, Any]],
+    dict[str, tuple[Number, PerRank]],
+    dict[str, tuple[tuple[nn.Module, str], Slice]],
+]:
+    """Return (name, module, style, the class that it becomes) of what a plan names; numbers, arguments and styles."""
     modules, numbers = dict(model.named_modules(remove_duplicate=False)), numbers_in(model)
-    styles = resolve(plan, list(modules), numbers=list(numbers))
+    arguments = arguments_in(model)
+    styles = resolve(plan, list(modules), numbers=list(numbers), arguments=list(arguments))
     layers: list[tuple[str, Any, Style, Any]] = [
         (name, modules[name], style, find_layer(name, modules[name], style))
         for name, style in styles.items()
-        if not isinstance(style, PerRank)
+        if not isinstance(style, PerRank | Slice)
     ]
-    return layers, {name: (numbers[name], style) for name, style in styles.items() if isinstance(style, PerRank)}
+    return (
+        layers,
+        {name: (numbers[name], style) for name, style in styles.items() if isinstance(style, PerRank)},
+        {name: (arguments[name], style) for name, style in styles.items() if isinstance(style, Slice)},
+    )
 
 
 @contextmanager

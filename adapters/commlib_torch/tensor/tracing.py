@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from commlib.functional.guide import GUIDED, Guide
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
-from commlib.tensor.styles import PerRank, Style
+from commlib.tensor.styles import PerRank, Slice, Style
 from commlib.tensor.trace import Trace
 from commlib_torch._unnoticed import fresh, unnoticed
-from commlib_torch.tensor import _leaves, moves
+from commlib_torch.tensor import _arguments, _leaves, moves
+from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
@@ -61,7 +63,11 @@ def attempted(
 def styles_in(model: nn.Module) -> dict[str, Style]:
     """Return the styles of the layers, and of numbers, that are divided already."""
     given = {name: getattr(module, "style", None) for name, module in model.named_modules()}
-    return {name: style for name, style in given.items() if isinstance(style, Style)} | styles_of_numbers(model)
+    return (
+        {name: style for name, style in given.items() if isinstance(style, Style)}
+        | styles_of_numbers(model)
+        | {name: slicing.style for name, slicing in slicings_in(model).items()}
+    )
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,7 +97,7 @@ class Recorder(TorchFunctionMode):
     """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers.
 
     whole: a divided model runs as the whole that it was. guide: how layers are called. calls: counts those of the ranks
-    among which the model is divided. keeps: see `kept`.
+    among which the model is divided. ranks: run as this one of so many. keeps: see `kept`.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Recorder(TorchFunctionMode):
         whole: bool | None = None,
         guide: Guide | None = None,
         calls: Callable[[], int] = int,
+        ranks: tuple[int, int] | None = None,
         keeps: bool = False,
     ) -> None:
         super().__init__()
@@ -127,6 +134,12 @@ class Recorder(TorchFunctionMode):
         """Autograd functions of the user's are tried on parts: in a divided model they may want other ranks."""
         self._tried: dict[tuple[Any, torch.Size], Equation | None] = {}
         self._has_numbers = not styles or any(isinstance(style, PerRank) for style in named.values())
+        divided = slicings_in(model)
+        self._slicings = {id(slicing): name for name, slicing in divided.items()}
+        slices = {name: style for name, style in named.items() if isinstance(style, Slice)}
+        self._sliced = {name: style for name, style in slices.items() if name not in divided}
+        """Arguments of which the model does not take a part by itself."""
+        self._ranks = ranks
         self._taken: list[Tensor] = []
         """Values that were used in what is not looked into."""
         self._recording = Recording(
@@ -172,6 +185,7 @@ class Recorder(TorchFunctionMode):
         apply = vars(Function)["apply"].__func__
         with ExitStack() as stack:
             stack.enter_context(replaced(Function, "apply", classmethod(self._opaque(apply, "unseen"))))
+            stack.enter_context(replaced(_arguments, "part_of", self._sliced_part))
             stack.enter_context(replaced(moves, "moved", self._opaque(moves.moved, "unseen", moves=True)))
             for owner, transform in TRANSFORMS:
                 stack.enter_context(replaced(owner, transform, self._opaque(getattr(owner, transform), "unknown")))
@@ -250,7 +264,7 @@ class Recorder(TorchFunctionMode):
             nonlocal first
             self._within.append(name)
             if not leaf:
-                return None
+                return self._arguments(name, module, args, options)
             self._leaves.append(name)
             if len(self._leaves) > 1:
                 self.hides |= self._leaves[0] == "" and name in self._styles
@@ -280,6 +294,43 @@ class Recorder(TorchFunctionMode):
             return None if changed is None else result
 
         return before, after
+
+    def _arguments(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
+        """Note arguments that a module may be given a part of, and give it that where this is the run of one rank."""
+        if self._leaves or (self._styles and not self._sliced):
+            return None
+        change: dict[str, Any] = {}
+        for argument, tensor in _arguments.tensor_arguments(module, args, options).items():
+            path = f"{name}.{argument}" if name else argument
+            if path in self._sliced or (not self._styles and self._is_fixed(tensor)):
+                change[argument] = partial(self._slice, path, self._sliced.get(path), self._ranks)
+        return _arguments.exchanged_arguments(module, args, options, change) if change else None
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        number = self._recording.number_of(tensor)
+        learned = number is None or number in self._recording.learned
+        return not learned and tensor.dim() > 2 and tensor.is_floating_point()
+
+    def _slice(self, path: str, style: Slice | None, ranks: tuple[int, int] | None, tensor: Tensor) -> Tensor:
+        """Return this rank's part of an argument, or all of it, as a value of its own."""
+        if self._leaves:
+            return tensor if style is None or ranks is None else _arguments.own_part(tensor, style, *ranks, path)
+        self._leaves.append("")
+        try:
+            if style is None or ranks is None:
+                found = tensor.view_as(tensor)
+            else:
+                found = _arguments.own_part(tensor, style, *ranks, path)
+                found = found.view_as(found)
+        finally:
+            self._leaves.pop()
+            self._taken = []
+        self._recording.add(path, "slice", [tensor], [found], text="an argument", place=_line())
+        return found
+
+    def _sliced_part(self, tensor: Tensor, slicing: Slicing) -> Tensor:
+        path, ranks = self._slicings[id(slicing)], (slicing.axis.rank, slicing.axis.size)
+        return self._slice(path, None if self._whole else slicing.style, ranks, tensor)
 
     def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
         """Keep what a layer takes; return what it is called with instead."""

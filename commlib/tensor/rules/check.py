@@ -85,6 +85,7 @@ _KINDS: dict[str, Callable[[Following, Step], State]] = {
     "table": layers.table,
     "attention": layers.attention,
     "equation": operations.equation,
+    "slice": operations.sliced,
     "reshape": shapes.reshape,
     "split": shapes.split,
     "join": shapes.join,

@@ -8,8 +8,8 @@ from functools import partial
 from commlib.tensor.lengths import Source, attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Following
-from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor.states import CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
+from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib.tensor.trace import Step
 
 _UNKNOWN = "the rules do not know whether it can take parts, and its input is {}"
@@ -46,6 +46,19 @@ def unknown(following: Following, step: Step) -> State:
         following.doubt(step, _UNKNOWN)
         return UNKNOWN
     return SHARED if isinstance(style, Replicate) and style.into_sharded else whole_of(found)
+
+
+def sliced(following: Following, step: Step) -> State:
+    """Return the state of an argument of a module, of which it may be given this rank's part."""
+    state, style = following.of(step.inputs[0]), following.styles.get(step.layer)
+    dim = following.dim(style.dim, step.inputs[0]) if isinstance(style, Slice) else 0
+    length = following.shape(step.inputs[0])[dim]
+    if not isinstance(style, Slice) or length == 1:
+        return state
+    if state.name != "whole" or state.origin not in ("constant", "given") or state.learns:
+        came = f"it has {style}, and what it is called with is {state}, and not a constant"
+        raise PlanError(step, "gradient", came, "leave it out of the plan", state)
+    return State("features", dim, step.layer, max(1, length // style.units), SETTLED)
 
 
 def number(following: Following, step: Step) -> State:
