@@ -174,9 +174,10 @@ def test_what_a_model_does_in_training_is_checked(comm: Any) -> None:
     """Plans were held against evaluation alone, and what a layer does in training passed."""
     plan = {"up": Column(), "down": Row()}
     x = values(2, 6)
-    with pytest.raises(UsageError, match="entred"):
+    for options in ({}, {"verify": x}):
         functional = sequential(L.Dense(8, name="up"), Centred(), L.Dense(4, name="down"), shape=(6,))
-        parallelize(functional, comm, plan)
+        with pytest.raises(UsageError, match="entred"):
+            parallelize(functional, comm, plan, **options)
     subclassed = Branching()
     subclassed(x)
     parallelize(subclassed, comm, plan)
