@@ -115,6 +115,9 @@ class Experts:
                 raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected True or False")
         if not self.jitter < 1:
             raise UsageError(f"Experts: jitter is {self.jitter}, expected a number below 1")
+        if isinstance(self.activation, type):
+            kind = self.activation.__name__
+            raise UsageError(f"Experts: activation is the class {kind}, expected a function, a name, or {kind}()")
         if self.hidden is not None and self.hidden < 1:
             raise UsageError(f"Experts: hidden is {self.hidden}, expected at least 1")
         self._check_groups()

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,14 +111,39 @@ def options_of(value: Any) -> dict[str, Any]:
 
 
 def said(value: Any) -> str:
-    """Return a value as text that is the same on all ranks for the same value: functions by their names."""
+    """Return a value as text that is the same on all ranks for the same value.
+
+    Functions are told by their names, those whose names do not say which they are by their code, too; partial ones by
+    what they are made of.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         inner = ", ".join(f"{name}={said(one)}" for name, one in options_of(value).items())
         return f"{type(value).__name__}({inner})"
+    if isinstance(value, partial):
+        options = [f"{name}={said(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([said(value.func), *map(said, value.args), *options])})"
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+        name = f"{value.__module__}.{value.__qualname__}"
+        is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
+        return f"{name} of code {digest_of(_lines_of(value.__code__)):x}" if is_local else name
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text
+
+
+def lines_of(layer: str, options: Mapping[str, Any]) -> list[str]:
+    """Return what ranks compare of a layer's options, a line for each."""
+    return [f"{layer}: {name}={said(value)}" for name, value in options.items()]
+
+
+def _lines_of(code: CodeType) -> list[str]:
+    """Return what a function does, wherever it stands."""
+    found = [code.co_code.hex(), *code.co_names]
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            found += _lines_of(one)
+        else:
+            found.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
+    return found
 
 
 def digest_of(lines: Sequence[str]) -> int:

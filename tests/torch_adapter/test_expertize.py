@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -116,3 +117,136 @@ def test_refusals(comm: Communicator) -> None:
             expertize(plain, comm, {"layers.*.mlp": Experts(1, top_k=1)})
         with pytest.raises(MismatchError):
             expertize(plain, comm, {"layers.*.mlp": Experts(4 + 4 * (comm.rank == 1))})
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "function": F.silu,
+    "builtin": torch.tanh,
+    "partial": functools.partial(F.leaky_relu, negative_slope=0.1),
+    "lambda": lambda x: x.sin(),
+    "module": nn.SiLU(),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_ranks_agree_on_functions_as_activations(comm: Communicator, kind: str) -> None:
+    """Their addresses, which differ on ranks, were compared."""
+    act, plain = ACTIVATIONS[kind], model()
+    own = expertize(plain, comm, {"layers.*.mlp": Experts(comm.size, top_k=1, hidden=3, activation=act)})
+    mlp, x = own.layers[0]["mlp"].experts, batch().reshape(-1, WIDTH)
+    inside = act(F.linear(x, mlp.up.weight[0], mlp.up.bias[0]))
+    near(mlp.grouped(x, [len(x)]), F.linear(inside, mlp.down.weight[0], mlp.down.bias[0]), "outputs", 1e-12)
+
+
+def test_an_activation_is_no_class() -> None:
+    """It was called with tokens, in forward, and made a module of them."""
+    with pytest.raises(UsageError, match=r"activation is the class SiLU, expected .*SiLU\(\)"):
+        Experts(4, hidden=3, activation=nn.SiLU)
+
+
+def test_ranks_that_differ_are_told_in_what(comm: Communicator) -> None:
+    """Only shapes were compared: a mixture had other experts on each rank. Options were not told by their names."""
+    if comm.size == 1:
+        return
+    odd = comm.rank == 1
+
+    def refused(match: str, make: Any = None, **options: Any) -> None:
+        plain = model(True)
+        if make is not None:
+            make(plain.layers[0]["mlp"])
+        with pytest.raises(MismatchError, match=match):
+            expertize(plain, comm, {"layers.*.mlp": Experts(comm.size, top_k=1, **options)})
+        assert isinstance(plain.layers[0]["mlp"], nn.Sequential)
+
+    def set_activation(mlp: Any) -> None:
+        mlp[1] = nn.Tanh() if odd else nn.GELU()
+
+    def set_values(mlp: Any) -> None:
+        mlp[2].weight.data[0, 0] += odd
+
+    def freeze(mlp: Any) -> None:
+        mlp[2].weight.requires_grad = odd
+
+    refused(r"entry \d+ is 'layers.0.mlp: jitter=0.0' on rank 0 but 'layers.0.mlp: jitter=0.1'", jitter=0.1 * odd)
+    acts = (lambda x: x.sin()), (lambda x: x.cos())
+    refused("layers.0.mlp: activation=.*lambda", hidden=3, activation=acts[odd])
+    refused(r"layers.0.mlp.1: .*GELU.* on rank 0 but 'layers.0.mlp.1: .*Tanh\(\)' on rank 1", set_activation)
+    refused("values of layers.0.mlp.2.weight", set_values, copy=True)
+    refused("layers.0.mlp.2: frozen", freeze)
+    own = model(True)
+    set_values(own.layers[0]["mlp"])
+    expertize(own, comm, {"layers.*.mlp": Experts(comm.size, top_k=1)})  # they all get new ones
+
+
+class Gated(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.tanh(self.a(x)) * self.b(x))
+        return out
+
+
+def test_tied_weights_of_an_mlp_are_refused(comm: Communicator) -> None:
+    """They were experts' no more, which was found in forward; a weight tied with another layer's became another one."""
+    plan = {"0": Experts(comm.size, top_k=1, copy=True)}
+    with pytest.raises(UsageError, match=r"expertize: 0: a.weight and b.weight are one parameter, tied"):
+        expertize(nn.Sequential(Gated(True)), comm, plan)
+    model: Any = nn.Sequential(Gated(False), nn.Linear(WIDTH, 12))
+    model[1].weight = model[0].b.weight
+    with pytest.raises(UsageError, match=r"expertize: 0: b.weight and 1.weight of the model are one parameter"):
+        expertize(model, comm, plan)
+    expertize(model, comm, {"0": Experts(comm.size, top_k=1, hidden=3)})
+    with pytest.raises(UsageError, match=r"a.weight and b.weight are one parameter"):
+        MoE(WIDTH, Experts(comm.size, top_k=1), comm, expert=lambda: Gated(True))
+
+
+def test_a_layer_that_an_mlp_calls_twice_stays_one(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    inner = nn.Linear(WIDTH, WIDTH).double()
+    plain = nn.Sequential(inner, nn.Tanh(), inner)
+    own = expertize(nn.Sequential(plain), comm, {"0": Experts(comm.size, top_k=1, normalise=True, copy=True)})
+    near(own(batch(comm.rank)), plain(batch(comm.rank)), "outputs", 1e-6)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x), None
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+
+def test_errors_name_the_layer(comm: Communicator) -> None:
+    """What an MLP returned failed within torch.cat; a parameter of the MLP itself had a name that ended with a dot."""
+    plan = {"0": Experts(comm.size, top_k=1)}
+    with pytest.raises(UsageError, match=r"^0: an expert made a tuple of rows \(\d+, 8\), expected a tensor like them"):
+        expertize(nn.Sequential(Pair()), comm, plan)(batch().float())
+    with pytest.raises(UsageError, match=r"^expertize: 0 has parameters, and no reset_parameters"):
+        expertize(nn.Sequential(Bare()), comm, plan)
+
+
+def test_experts_without_tokens_are_not_called(comm: Communicator) -> None:
+    """One that does not take 0 rows failed on ranks without tokens, and the others waited for these."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 24), nn.AvgPool1d(2), nn.Linear(12, WIDTH)).double()
+    plan = {"0": Experts(2 * comm.size, top_k=2, copy=True, balance="none")}
+    own: Any = expertize(nn.Sequential(plain), comm, plan)
+    x = batch(5)[:1, :1].requires_grad_() if comm.rank == 0 else torch.zeros(0, WIDTH, dtype=torch.float64)
+    x = x.reshape(-1, WIDTH)
+    out = own(x)
+    near(out, plain(x) if len(x) else x, "outputs", 1e-6)
+    (out.sum() + 0 * own[0].router.weight.sum()).backward()
+    assert all(one.grad is not None for one in own.parameters())
+    total = comm.all_reduce(own[0].experts[2].bias.grad.sum(0).numpy())
+    near(torch.from_numpy(total), torch.ones(WIDTH).double(), "the gradient of a bias", 1e-6)

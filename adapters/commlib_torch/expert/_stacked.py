@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
@@ -87,7 +89,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
+    """Return what each expert makes of its rows, one after another; one without any has zeros as gradients."""
     for inner, module in experts.named_modules():
         if new := [
             name for name, one in module._parameters.items() if one is not None and name not in shards_of(module)
@@ -98,11 +100,49 @@ def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[in
                 "them: change the MLP before, and give expertize copy=True"
             )
     names, stacks = zip(*experts.named_parameters(), strict=True)
-    results = []
+
+    def call(values: Sequence[Tensor], own: Tensor) -> Tensor:
+        try:
+            out = torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (own,))
+        except Exception as error:
+            error.add_note(f"This is an expert of {what}, called with {tuple(own.shape)}.")
+            raise
+        if not isinstance(out, Tensor) or out.shape != own.shape:
+            made = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise UsageError(f"{what}: an expert made {made} of rows {tuple(own.shape)}, expected a tensor like them")
+        return out
+
     each = zip(*(stack.unbind(0) for stack in stacks), strict=True)
-    for own, values in zip(rows.split(list(counts)), each, strict=True):
-        results.append(torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (own,)))
-    return torch.cat(results)
+    given = zip(each, rows.split(list(counts)), strict=True)
+    results = [call(values, own) for values, own in given if len(own)]
+    return torch.cat(results) if results else _of_none(call, rows, stacks)
+
+
+def _of_none(call: Callable[[Sequence[Tensor], Tensor], Tensor], rows: Tensor, stacks: Sequence[Tensor]) -> Tensor:
+    """Return what experts make of no rows, which some layers do not take: then of one row, of which nothing is left."""
+    values = [stack[0] for stack in stacks]
+    try:
+        return call(values, rows)
+    except Exception:
+        with torch.no_grad():
+            like = call(values, rows.new_zeros(1, rows.shape[1]))
+    found: Tensor = _Nothing.apply(rows, like, *stacks)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Nothing(Function):
+    """No rows, whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, like: Tensor, *stacks: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *stacks)
+        return like[:0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *stacks = map(torch.zeros_like, ctx.saved_tensors)
+        return rows, None, *stacks
 
 
 _AT_ONCE = (
@@ -120,6 +160,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _check(what: str, made: Sequence[nn.Module]) -> None:
+    check_tied(what, made[0])
     first: dict[str, Any] = {name: parameter.shape for name, parameter in made[0].named_parameters()}
     for name, _ in made[0].named_buffers():
         raise UsageError(
@@ -130,3 +171,36 @@ def _check(what: str, made: Sequence[nn.Module]) -> None:
     for number, other in enumerate(made):
         if {name: parameter.shape for name, parameter in other.named_parameters()} != first:
             raise UsageError(f"{what}: expert {number} of this rank has other parameters than the first one")
+
+
+def check_tied(what: str, module: nn.Module, model: nn.Module | None = None) -> None:
+    """Raise UsageError for a parameter that two layers of a module have, or that it shares with others of its model.
+
+    The stacks of experts are parameters of their own, so it would be one no more. A layer that a module calls twice
+    stays one.
+    """
+    first: dict[int, str] = {}
+    for name, parameter in (pair for layer in module.named_modules() for pair in _own_parameters(*layer)):
+        if id(parameter) in first:
+            raise UsageError(
+                f"{what}: {first[id(parameter)]} and {name} are one parameter, tied: experts have each of their own: "
+                "give each layer its own before, or hidden= for built-in MLPs"
+            )
+        first[id(parameter)] = name
+    if model is None:
+        return
+    layers = list(model.named_modules(remove_duplicate=False))
+    within = tuple(f"{name}." for name, layer in layers if layer is module)
+    for outer, layer in layers:
+        for name, parameter in _own_parameters(outer, layer):
+            if id(parameter) in first and not name.startswith(within):
+                raise UsageError(
+                    f"{what}: {first[id(parameter)]} and {name} of the model are one parameter, tied: experts have "
+                    "each of their own: give each layer its own before, or hidden= for built-in MLPs"
+                )
+
+
+def _own_parameters(name: str, layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a layer but not of those within it, by their names."""
+    own = layer._parameters.items()
+    return [(f"{name}.{inner}" if name else inner, one) for inner, one in own if one is not None]

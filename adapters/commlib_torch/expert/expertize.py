@@ -12,9 +12,11 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import agree_on_call, together
+from commlib.functional.agreement import agree_on_call, lines_of, options_of, together
 from commlib.mesh_groups import Mesh
-from commlib.tensor.plan import lines, resolve
+from commlib.tensor.plan import resolve
+from commlib_torch.expert._likeness import likeness, values_of
+from commlib_torch.expert._stacked import check_tied
 from commlib_torch.expert.moe import MoE
 from commlib_torch.expert.verify import verify as verify_experts
 
@@ -41,8 +43,9 @@ def expertize(
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
+    told = [line for name, module, experts in found for line in _lines(name, module, experts)]
     shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
-    check_agreement(comm, "expertize", [*lines({name: experts for name, _, experts in found}), *shapes])
+    check_agreement(comm, "expertize", [*told, *shapes])
     made: dict[int, MoE] = {}
     for name, module, experts in found:
         if id(module) not in made:  # one module may have several names
@@ -75,14 +78,27 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
             raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
         if experts.copy and experts.hidden is not None:
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
+        if experts.hidden is None:
+            check_tied(f"expertize: {name}", module, model)
         if not experts.copy and experts.hidden is None:
             for inner, layer in module.named_modules():
                 own = list(layer.parameters(recurse=False))
                 if own and not hasattr(layer, "reset_parameters"):
                     raise UsageError(
-                        f"expertize: {name}.{inner} has parameters, and no reset_parameters() that gives each expert "
-                        "values of its own: give copy=True, or hidden="
+                        f"expertize: {f'{name}.{inner}' if inner else name} has parameters, and no reset_parameters() "
+                        "that gives each expert values of its own: give copy=True, or hidden=, or put a MoE(width, "
+                        "experts, ranks, expert=...) in its place"
                     )
+    return found
+
+
+def _lines(name: str, module: nn.Module, experts: Experts) -> list[str]:
+    """Return what all ranks must have in an MLP, and say of the experts that it becomes."""
+    found = lines_of(name, options_of(experts))
+    if experts.hidden is None:
+        found += likeness(name, module)
+    if experts.copy:
+        found += values_of(name, module)
     return found
 
 
@@ -94,7 +110,7 @@ def width_of(name: str, module: nn.Module) -> int:
     if width not in widths:
         raise UsageError(
             f"expertize: {name} is a {type(module).__name__}, expected an MLP whose first linear layer takes the "
-            "features that another one gives"
+            "features that another one gives: for others put a MoE(width, experts, ranks, expert=...) in its place"
         )
     return width
 

@@ -134,7 +134,8 @@ def taken(layers: Iterable[KeepsLosses]) -> Tensor | None:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Return the sum of the routers' weighted losses of all forwards since it was last called; 0 if there are none.
 
-    Add it to the loss of these forwards, before that is divided by accumulation steps or scaled. Not collective.
+    Add it to the loss of these forwards, before that is divided by accumulation steps or scaled. It is this rank's
+    share: the mean over ranks, as which gradients are reduced, is the loss, of balance="global", too. Not collective.
     """
     found = taken(keepers_in(model))
     return torch.zeros(()) if found is None else found

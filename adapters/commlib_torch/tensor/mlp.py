@@ -86,6 +86,10 @@ def is_elementwise(activation: Activation, length: int) -> bool:
 
 def activation_of(what: str, given: str | Activation) -> Activation:
     """Return an activation that is given by its name, or itself. Raises UsageError."""
+    if isinstance(given, type):
+        raise UsageError(
+            f"{what}: activation is the class {given.__name__}, expected {given.__name__}(), or a function"
+        )
     if callable(given):
         return given
     if given not in _ACTIVATIONS:
