@@ -98,13 +98,18 @@ def check_apart(
         if shard is None or (shard.is_local and not local):
             continue
         axis = shard.axis
-        others = [rank for rank in axis.comm.group.ranks if rank in ranks and rank != axis.comm.group.ranks[axis.rank]]
-        if others:
+        if others := others_of(shard, ranks):
             raise UsageError(
                 f"{what}: {name} on rank {axis.rank} of {axis.comm.name} is a part of {list(shard.sharding.shape)}, of "
                 f"which ranks {others} of the world have other parts: these would be taken for one weight. Give the "
                 "mesh or the ranks that have the same part (mesh=mesh, or those along its axis dp)"
             )
+
+
+def others_of(shard: Shard, ranks: Sequence[int]) -> list[int]:
+    """Return which of `ranks`, as numbers of the world, hold other parts than this one."""
+    own = world_ranks(shard.axis.comm)
+    return [rank for rank in own if rank in ranks and rank != own[shard.axis.rank]]
 
 
 def world_ranks(comm: Any) -> tuple[int, ...]:

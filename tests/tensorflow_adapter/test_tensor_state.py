@@ -129,3 +129,14 @@ def test_stages(comm: Any, folder: Path, schedule: str) -> None:
     comm.barrier()
     pipe.load_weights(folder / "more.weights.h5")
     close(pipe.gather_weights(), weights)
+
+
+def test_layers_are_divided_in_turn(comm: Any) -> None:
+    """A second plan gave all ranks rank 0's parts of what the first one had divided."""
+    axis, model, plain = Mesh(tp=comm.size)["tp"], make(), make()
+    x = np.random.default_rng(0).standard_normal((ROWS, WIDTH))
+    parallelize(model, axis, {"up0": Column(), "down0": Row()})
+    parallelize(model, axis, {"up1": Column(), "down1": Row()})
+    for own, whole in zip(gather_weights(model), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(own, whole)
+    np.testing.assert_allclose(model(x), plain(x), rtol=1e-10, atol=1e-12)

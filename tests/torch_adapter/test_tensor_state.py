@@ -153,3 +153,19 @@ def test_every_parameter_counts_once_in_the_norm(comm: Any, limit: float) -> Non
     assert ours[0] > 0.001
     assert len(set(map(tuple, comm.all_gather_object(ours)))) == 1  # the same bits on all ranks
     close(gather_state_dict(divided), plain.state_dict())
+
+
+@pytest.mark.any_ranks
+def test_layers_are_divided_in_turn(comm: Any) -> None:
+    """A second plan gave all ranks rank 0's parts of what the first one had divided."""
+    axis, x = Mesh(tp=comm.size)["tp"], data()
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 7))
+    whole = comm.broadcast_object({name: value.clone() for name, value in model.double().state_dict().items()})
+    parallelize(model, axis, {"0": Column(), "2": Row()})
+    parallelize(model, axis, {"3": Column(), "5": Row()}, example=x)
+    state = gather_state_dict(model)
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    plain = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 7))
+    plain.double().load_state_dict(whole)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)

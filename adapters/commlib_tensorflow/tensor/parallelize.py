@@ -20,6 +20,7 @@ from commlib.tensor.plan import resolve
 from commlib.tensor.styles import PerRank, Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
@@ -158,4 +159,5 @@ def _lines_of_numbers(known: Mapping[str, Number], numbers: Mapping[str, tuple[N
 
 def _said(variable: Any) -> str:
     """Return what ranks compare of a variable."""
-    return f"{variable.dtype}{list(variable.shape)}"
+    shard = shard_of(variable)
+    return f"{variable.dtype}{list(variable.shape if shard is None else shard.sharding.shape)}"

@@ -16,10 +16,12 @@ from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
 from commlib.functional.per_rank import Number, check_numbers, divide_numbers
+from commlib.functional.shards import others_of, world_ranks
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import PerRank, Slice, Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
+from commlib_torch._shards import shard_of
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._numbers import numbers_in
@@ -66,7 +68,7 @@ def parallelize(
     named: dict[str, Style] = {name: style for name, (_, style) in numbers.items()}
     named |= {name: style for name, (_, style) in arguments.items()}
     styles = {name: style for name, _, style, _ in found} | named
-    shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
+    shapes = [f"{name}: {parameter.dtype}{_whole_shape(parameter)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
 
     def check() -> None:
@@ -125,13 +127,22 @@ def _layers(
     )
 
 
+def _whole_shape(parameter: nn.Parameter) -> list[int]:
+    shard = shard_of(parameter)
+    return list(parameter.shape if shard is None else shard.sharding.shape)
+
+
 @contextmanager
 def _values_of_rank_0(model: nn.Module, axis: Communicator) -> Iterator[None]:
-    """Give a model the values of rank 0, and its own again if what follows raises. Collective."""
-    own = []
+    """Give a model the values of rank 0, and its own again if what follows raises. Collective.
+
+    Parameters that are divided among ranks of the axis already stay as they are: each rank has another part.
+    """
+    own, ranks = [], world_ranks(axis)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.numel():
+            shard = shard_of(tensor)
+            if tensor.numel() and (shard is None or not others_of(shard, ranks)):
                 values = on_host(tensor).clone()
                 axis.broadcast(array_of(values))
                 values = values.to(tensor.device)
