@@ -53,7 +53,8 @@ class Vocabulary:
     """Divide the rows of an embedding, or of the linear layer that makes logits, by words.
 
     An embedding's output is whole, or with `sequence` divided along that dimension. Logits stay divided for
-    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it.
+    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it. Of divided logits any
+    other loss, and an argmax, would be that of this rank's words: nothing can tell that, so gather them for these.
     """
 
     gather: bool = False

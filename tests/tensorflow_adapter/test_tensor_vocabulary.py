@@ -13,7 +13,7 @@ from commlib.errors import MismatchError, UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import Column, Row, Vocabulary
 from commlib.tensor.sharding import Sharding
-from commlib_tensorflow.tensor import VocabularyCrossEntropy, parallelize, scatter, vocabulary_cross_entropy
+from commlib_tensorflow.tensor import VocabularyCrossEntropy, gather, parallelize, scatter, vocabulary_cross_entropy
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values, words
 
@@ -136,6 +136,44 @@ def test_precision(comm: Any, dtype: str) -> None:
     found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, Axis(comm, "int8"))
     assert found.dtype == tf.float32
     near(found, expected, 1e-6)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_logits_are_refused(comm: Any, compiled: bool) -> None:
+    """Gathered logits were taken for those of as many times the words: another loss, and another gradient."""
+    whole, target = values(3, VOCABULARY), words(VOCABULARY, 3)
+
+    def loss(logits: Any, target: Any) -> Any:
+        gathered = tf.ensure_shape(gather(logits, comm, -1), (None, VOCABULARY))
+        return vocabulary_cross_entropy(gathered, target, comm)
+
+    run = tf.function(loss) if compiled else loss
+    for rows in (3, 1):
+        with pytest.raises((UsageError, tf.errors.OpError), match="the same logits of 11 words, so these are whole"):
+            run(scatter(whole[:rows], comm, -1), target[:rows])
+
+
+def test_divided_logits_that_are_alike_are_not_refused(comm: Any) -> None:
+    """A head that begins with zeros makes the same logits on all ranks; others are told by `vocabulary`."""
+    target = words(3 * comm.size, 4)
+    for own, total in ((np.zeros((4, 3)), None), (np.full((4, 3), np.nan), None), (values(4, 3), 3 * comm.size)):
+        whole = tf.constant(np.tile(own, (1, comm.size)))
+        found = vocabulary_cross_entropy(tf.constant(own), target, comm, vocabulary=total)
+        expected = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(target, whole, from_logits=True))
+        np.testing.assert_allclose(found, expected, 1e-10)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_logits_are_told(comm: Any) -> None:
+    """The core refused a reduction of so many numbers, and named neither logits nor rows."""
+    own, target, is_other = scatter(values(4, VOCABULARY), comm, -1), words(VOCABULARY, 4), comm.rank == 1
+    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks others"):
+        vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, comm)
+    with pytest.raises(MismatchError, match=f"{'float32' if is_other else 'float64'} logits of 4 rows"):
+        vocabulary_cross_entropy(tf.cast(own, "float32") if is_other else own, target, comm)
+    with pytest.raises(UsageError if is_other else MismatchError, match="have no words" if is_other else "same call"):
+        vocabulary_cross_entropy(own[:, :0] if is_other else own, target, comm)
 
 
 def test_nothing_counts(comm: Any) -> None:

@@ -18,6 +18,7 @@ from commlib_torch.tensor import (
     ColumnEmbedding,
     VocabularyEmbedding,
     VocabularyLinear,
+    gather,
     parallelize,
     vocabulary_cross_entropy,
 )
@@ -209,6 +210,41 @@ def test_ranks_with_other_targets_are_told(tp):
     with pytest.raises(UsageError if tp.rank else MismatchError, match="target of shape" if tp.rank else "same call"):
         vocabulary_cross_entropy(own, target[1:] if tp.rank else target, tp)
     vocabulary_cross_entropy(own, target, tp, weight=weight)
+
+
+@pytest.mark.ranks(min=2)
+def test_whole_logits_are_refused(tp):
+    """Gathered logits were taken for those of as many times the words: another loss, and another gradient."""
+    target, head = words(4), VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True))
+    whole = random(4, WORDS)
+    for logits in (head(random(4, 5).float()), head(random(1, 5).float()), gather(own_head(tp)(whole), tp, -1), whole):
+        with pytest.raises(UsageError, match="ranks have the same logits of 11 words, so these are whole"):
+            vocabulary_cross_entropy(logits * 2, target[: len(logits)], tp)
+
+
+def test_divided_logits_that_are_alike_are_not_refused(tp):
+    """A head that begins with zeros makes the same logits on all ranks; others are told by `vocabulary`."""
+    for own, options in (
+        (torch.zeros(4, 3).double(), {}),
+        (torch.full((4, 3), torch.nan).double(), {}),
+        (random(4, 3), {"vocabulary": 3 * tp.size}),
+    ):
+        whole, target = own.repeat(1, tp.size), words(4, most=3 * tp.size)
+        got = vocabulary_cross_entropy(own, target, tp, **options)
+        torch.testing.assert_close(got, F.cross_entropy(whole, target), equal_nan=True)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_logits_are_told(tp):
+    """The core refused a reduction of so many numbers, and named neither logits nor rows."""
+    own, target, is_other = own_head(tp)(random(4, WORDS)), words(4), tp.rank == 1
+    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks others"):
+        vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, tp)
+    with pytest.raises(MismatchError, match=f"{'float32' if is_other else 'float64'} logits of 4 rows"):
+        vocabulary_cross_entropy(own.float() if is_other else own, target, tp)
+    with pytest.raises(UsageError if is_other else MismatchError, match="have no words" if is_other else "same call"):
+        vocabulary_cross_entropy(own[:, :0] if is_other else own, target, tp)
+    vocabulary_cross_entropy(own, target, tp)
 
 
 def test_cross_entropy_of_nothing_is_nan(tp):

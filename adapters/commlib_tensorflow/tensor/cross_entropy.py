@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.functional.agreement import digest_of, or_refused
 from commlib.functional.axis import Axis
+from commlib.functional.whole_logits import ROWS, refuse_whole, stride
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, refuse_vectorized
@@ -43,8 +44,9 @@ def vocabulary_cross_entropy(
     weight, of the rows that are not ignored (nan for none), or with "none" that of each row (...), 0 where it is
     ignored.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, and
-    MismatchError where these have other targets, weights or options.
+    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
+    for logits that are whole (the same on all ranks, which `vocabulary` rules out), and MismatchError where ranks have
+    other targets, weights or options.
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
@@ -136,11 +138,12 @@ def _shared_maximum(
 ) -> Any:
     """Return the largest logit of each row, this rank's first word, and how many there are.
 
-    With digests of what ranks have asked for, and with which targets: MismatchError on all ranks if these differ.
+    With digests of what ranks have asked for, and with which targets: MismatchError on all ranks if these differ,
+    UsageError if their logits do not.
     """
     lines = [f"{name}: {value}" for name, value in options.items()]
 
-    def host(mine: Array, words: Array, *weights: Array) -> list[Array]:
+    def host(mine: Array, words: Array, sample: Array, *weights: Array) -> list[Array]:
         given = [
             f"weight: {_digest(weights[0]) if weights else 'none'}",
             f"target, {len(words)} rows: {_digest(words)}",
@@ -148,9 +151,16 @@ def _shared_maximum(
         # Of each rank its words, and 24 bits that tell what it means apart: in float32 both are exact.
         told = np.zeros((2, axis.size), mine.dtype)
         told[:, axis.rank] = mine[-1], digest_of([*lines, *given]) % 2**24
-        mine = np.concatenate((mine[:-1], told.ravel()))
+        own, rows = int(mine[-1]), len(sample)
+        mine = np.concatenate((mine[:-1], -mine[:rows], told.ravel()))
         if axis.size > 1:
-            mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
+            try:
+                mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
+            except MismatchError as error:
+                raise MismatchError(
+                    f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
+                    f"{len(words)} rows, and other ranks others, expected the same rows and dtype on all: {error}"
+                ) from error
         counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
         if len(set(digests)) > 1:
             check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", [*lines, *given])
@@ -160,11 +170,15 @@ def _shared_maximum(
                 f"vocabulary_cross_entropy: weight has {len(weights[0])} words, expected the {sum(counts)} of the "
                 "whole vocabulary, the same on every rank"
             )
+        most, least = mine[: len(words)], -mine[len(words) : len(words) + rows]
+        if options["vocabulary"] is None and axis.size > 1 and rows and np.array_equal(most[:rows], least):
+            refuse_whole(axis, _WHAT, sample, own)
         place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
-        return [np.ascontiguousarray(mine[: -2 * axis.size]), place]
+        return [np.ascontiguousarray(most), place]
 
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), [tf.cast(tf.shape(x)[-1], x.dtype)]], 0)
-    inputs = [mine, target, *([] if weight is None else [weight])]
+    sample = tf.stop_gradient(x[:ROWS, :: stride(x.shape[-1])])
+    inputs = [mine, target, sample, *([] if weight is None else [weight])]
     most, place = call_in_order(_WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
     return most, place[0], place[1]
 
@@ -182,6 +196,11 @@ def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, 
         raise UsageError(
             f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each word of "
             "the whole vocabulary"
+        )
+    if logits.shape.rank and logits.shape[-1] == 0:
+        raise UsageError(
+            f"vocabulary_cross_entropy: logits of shape {logits.shape} have no words, expected some on each: leave "
+            "a vocabulary of fewer words than ranks whole, and use Keras' loss"
         )
     if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
         raise UsageError(

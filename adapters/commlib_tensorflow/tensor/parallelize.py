@@ -56,7 +56,9 @@ def parallelize(
     `commlib.tensor.rules`, and its numbers are compared where these cannot tell, before anything is divided; it may
     consist of `tf.TensorSpec`s, which get random numbers. Functional and Sequential models need none: their inputs are
     known. Others are checked at their first call. codec: in which activations and their gradients travel, such as
-    "bf16". divided_output: what the model returns may stay divided.
+    "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()` without gather always may,
+    for `vocabulary_cross_entropy`: of such, Keras' losses and metrics, argmax and generate() see this rank's words
+    alone; with gather=True they are whole.
 
     All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
     so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole; L1, L2 and L1L2 add

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.functional.agreement import digest_of, or_refused
 from commlib.functional.axis import Axis
+from commlib.functional.whole_logits import ROWS, refuse_whole, stride
+from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.collectives import writing
 from commlib_torch.tensor.moves import On, axis_of
@@ -40,8 +42,9 @@ def vocabulary_cross_entropy(
     float32, or a float64 for such logits: the sum, or the mean by weight, of the rows that are not ignored (nan for
     none), or with "none" that of each row (...). It has a gradient; a second one is refused.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, and
-    MismatchError where these have other targets, weights or options.
+    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
+    for logits that are whole (the same on all ranks, which `vocabulary` rules out), and MismatchError where ranks have
+    other targets, weights or options.
     """
     shared = axis_of(axis)
     or_refused(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
@@ -131,19 +134,31 @@ def _shared_maximum(
     """Return the largest logit of each row, and how many words each rank has: both in one message.
 
     With digests of what ranks have asked for, and with which targets. Raises MismatchError on all ranks if these
-    differ.
+    differ, UsageError if their logits do not.
     """
+    rows, most = min(ROWS, len(x)), x.amax(-1)
     lines = [f"{name}: {value}" for name, value in options.items()]
     own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 words on a rank
     told = x.new_zeros(3, axis.size)
     told[:2, axis.rank], told[2, axis.rank] = own.to(x.device), _digest(target, weight)
-    said = torch.cat((x.amax(-1), told.reshape(-1)))
-    _reduce(said, axis, "max")
-    counts, *digests = said[len(x) :].reshape(3, axis.size).tolist()
+    said = torch.cat((most, told.reshape(-1), -most[:rows]))
+    try:
+        _reduce(said, axis, "max")
+    except MismatchError as error:
+        raise MismatchError(
+            f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of {len(x)} "
+            f"rows, and other ranks others, expected the same rows and dtype on all: {error}"
+        ) from error
+    least = said[len(said) - rows :]
+    numbers = torch.cat((said[len(x) : len(said) - rows], said[:rows], least)).tolist()
+    counts, *digests = (numbers[at * axis.size : (at + 1) * axis.size] for at in range(3))
     if any(len(set(theirs)) > 1 for theirs in digests):
         lines += [f"weight: {'none' if weight is None else int(_digest(weight, None))}"]
         lines += [f"target, {len(target)} rows: {int(_digest(target, None))}"]
         check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
+    highest, lowest = numbers[3 * axis.size : 3 * axis.size + rows], numbers[3 * axis.size + rows :]
+    if options["vocabulary"] is None and axis.size > 1 and rows and highest == [-low for low in lowest]:
+        refuse_whole(axis, _WHAT, host_array(x[:rows, :: stride(x.shape[-1])]), x.shape[-1])
     return said[: len(x)], [int(count) for count in counts]
 
 
@@ -175,7 +190,12 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: flo
             f"vocabulary_cross_entropy: weight is {weight.dtype}{list(weight.shape)}, expected a float for each word "
             "of the whole vocabulary"
         )
-    if not logits.is_floating_point() or logits.shape[:-1] != target.shape or not logits.dim() or not logits.shape[-1]:
+    if logits.dim() and not logits.shape[-1]:
+        raise UsageError(
+            f"vocabulary_cross_entropy: logits of shape {list(logits.shape)} have no words, expected some on each: "
+            "leave a vocabulary of fewer words than ranks whole, and use F.cross_entropy"
+        )
+    if not logits.is_floating_point() or logits.shape[:-1] != target.shape or not logits.dim():
         raise UsageError(
             f"vocabulary_cross_entropy: logits of {logits.dtype}{list(logits.shape)} for a target of shape "
             f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}: words are the "

@@ -53,7 +53,9 @@ def parallelize(
     backward beside those of the undivided model, which are kept for so long. example: a batch on which the plan is
     checked by `commlib.tensor.rules`, and by the numbers of a forward, before anything is divided. Without either these
     are checked at the model's first call, which runs the model three times more. codec: in which activations and their
-    gradients travel, such as "bf16". divided_output: what the model returns may stay divided.
+    gradients travel, such as "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()`
+    without gather always may, for `vocabulary_cross_entropy`: of such, F.cross_entropy, argmax and generate() see this
+    rank's words alone; with gather=True they are whole.
 
     Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
     other numbers, MismatchError if ranks hold different models or plans. The model is as it was then, but if it was
