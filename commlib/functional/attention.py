@@ -86,6 +86,7 @@ class Attention:
             "device": device, "heads of q": heads.queries, "heads of k and v": heads.keys,
             "head_dim of q and k": q.shape[3], "head_dim of v": v.shape[3], "window": tuple(window),
             "dropout_p": dropout, "key_mask": hides_keys, "mask": "none",
+            "learns": q.learns or k.learns or v.learns,  # they have one backward, which each rank must run
         }  # fmt: skip
         if masked is not None:  # each rank's has its own queries
             alike["mask"] = f"{masked.dtype}, {masked.batch} x {masked.heads} x {masked.keys}, learns: {mask.learns}"

@@ -11,6 +11,7 @@ import numpy as np
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.errors import PeerError, UsageError
+from commlib.functional.agreement import digest_of, or_refused, told
 from commlib.functional.axis import Axis
 from commlib.functional.sequences import next_tokens, position_ids, shard
 from commlib.tensor.context import ORDERS, Layout, document_bounds
@@ -34,8 +35,8 @@ class SequenceLoader:
 
     reads: "all", every rank reads the same batches, which is checked; or "first", the first rank reads them and sends
     them to the others, which may give None. Making a loader and iterating are collective. It has a group of its own, so
-    that another thread may read ahead, as Keras' does. Raises MismatchError where ranks have read different batches,
-    UsageError for arrays that do not fit, PeerError if the first rank could not read.
+    that another thread may read ahead, as Keras' does. Raises MismatchError where ranks have read different batches or
+    given other options, UsageError for arrays that do not fit, PeerError if another rank could not read.
     """
 
     def __init__(
@@ -54,13 +55,24 @@ class SequenceLoader:
         to_array: Callable[[Any], Array] = np.asarray,
         from_array: Callable[[Array], Any] = np.asarray,
     ) -> None:
-        if reads not in ("all", "first"):
-            raise UsageError(f"SequenceLoader: reads is {reads!r}, expected 'all' or 'first'")
-        if layout not in ORDERS:
-            raise UsageError(f"SequenceLoader: layout is {layout!r}, expected {' or '.join(map(repr, ORDERS))}")
         self._reads_here = reads == "all" or axis.rank == 0
-        if batches is None and self._reads_here:
-            raise UsageError(f"SequenceLoader: rank {axis.rank} of {axis.comm.name} reads, but has no batches")
+
+        def check() -> None:
+            if reads not in ("all", "first"):
+                raise UsageError(f"SequenceLoader: reads is {reads!r}, expected 'all' or 'first'")
+            if layout not in ORDERS:
+                raise UsageError(f"SequenceLoader: layout is {layout!r}, expected {' or '.join(map(repr, ORDERS))}")
+            if batches is None and self._reads_here:
+                raise UsageError(f"SequenceLoader: rank {axis.rank} of {axis.comm.name} reads, but has no batches")
+
+        or_refused(axis.comm, "SequenceLoader", check)
+        options = {
+            "reads": reads, "layout": layout, "dim": dim, "tokens": tokens, "labels": labels, "whole": sorted(whole),
+            "shift": shift, "ignore": ignore,
+        }  # fmt: skip
+        if axis.size > 1:
+            lines = [f"{name}: {value}" for name, value in options.items()]
+            told(axis.comm, "SequenceLoader", ["SequenceLoader", *lines])
         self._batches, self._axis, self._order, self._dim = batches, axis, layout, dim
         self._tokens, self._labels, self._whole = tokens, labels, frozenset(whole)
         self._shift, self._ignore, self._shares = shift, ignore, reads == "first"
@@ -74,17 +86,36 @@ class SequenceLoader:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        read = iter(self._batches) if self._batches is not None and self._reads_here else iter(())
+        read = self._opened()
         while (batch := self._next(read)) is not None:
             yield self._own(batch)
+
+    def _opened(self) -> Iterator[Any]:
+        if self._batches is not None and self._reads_here:
+            yield from self._batches  # opened where the first is read: also what this raises is told
 
     def _next(self, read: Iterator[Any]) -> dict[str, Any] | None:
         if self._shares:
             return self._sent(read)
-        batch = self._read(read)
-        if self._comm.size > 1:
+        if self._comm.size == 1:
+            return self._read(read)
+        return self._compared(read)
+
+    def _compared(self, read: Iterator[Any]) -> dict[str, Any] | None:
+        """Return what each rank has read, which is compared. Errors of one are told: none waits for its batch."""
+        comm = self._comm
+        try:
+            batch = self._read(read)
             lines = [_END] if batch is None else [f"{name}: {_digest(value)}" for name, value in batch.items()]
-            check_agreement(self._comm, "SequenceLoader: batches differ", lines)
+        except Exception as error:
+            comm.all_gather_object(("failed", f"{type(error).__name__}: {error}"))
+            raise
+        everyone = comm.all_gather_object(("read", digest_of(lines)))
+        for rank, (kind, text) in enumerate(everyone):
+            if kind == "failed":
+                raise PeerError(f"SequenceLoader: rank {rank} of {comm.name} could not read a batch: {text}")
+        if len(set(everyone)) > 1:
+            check_agreement(comm, "SequenceLoader: batches differ", lines)
         return batch
 
     def _sent(self, read: Iterator[Any]) -> dict[str, Any] | None:
@@ -145,7 +176,7 @@ class SequenceLoader:
         if "position_ids" not in own:
             places = position_ids(layout, axis.rank, bounds)
             shape = (*tokens.shape[:dim], len(places))
-            own["position_ids"] = self._from_array(np.ascontiguousarray(np.broadcast_to(places, shape)))
+            own["position_ids"] = self._from_array(np.broadcast_to(places, shape).copy())  # may be written
         return own
 
     def _targets(self, batch: Mapping[str, Any], bounds: Sequence[int]) -> Array:

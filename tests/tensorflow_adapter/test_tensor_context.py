@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow.keras as ctk
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.context import Layout
 from commlib_tensorflow.tensor import context as cp
@@ -288,6 +288,21 @@ def test_the_mean_of_a_loss(comm: Any) -> None:
     assert math.isnan(cp.loss_mean(tf.constant(0.0), 0, comm))
     with pytest.raises(UsageError, match="expected one float"):
         cp.loss_mean(tf.zeros(3), 3, comm)
+
+
+@pytest.mark.ranks(min=2)
+def test_another_rank_cannot_read(comm: Any) -> None:
+    """A rank that failed alone raised alone, and the others waited for its batch for ever."""
+
+    def broken() -> Any:
+        yield np.zeros((1, 8), int)
+        raise OSError("no such file")
+
+    is_last = comm.rank == comm.size - 1
+    with pytest.raises(OSError if is_last else PeerError, match="no such file"):
+        list(cp.SequenceLoader(broken() if is_last else [np.zeros((1, 8), int)] * 2, comm))
+    with pytest.raises(UsageError if is_last else MismatchError, match="has no batches"):
+        cp.SequenceLoader(None if is_last else [], comm)
 
 
 def test_batches_are_divided(comm: Any) -> None:

@@ -155,6 +155,53 @@ def test_the_first_rank_cannot_read(comm: Any) -> None:
     assert issubclass(PeerError, CommlibError)
 
 
+@pytest.mark.ranks(min=2)
+def test_another_rank_cannot_read(comm: Any) -> None:
+    """A rank that failed alone raised alone, and the others waited for its batch for ever."""
+
+    class Closed:
+        def __iter__(self) -> Iterator[Tensor]:
+            raise OSError("no such file")
+
+    def broken() -> Iterator[Tensor]:
+        yield ids(8)
+        raise OSError("no such file")
+
+    is_last = comm.rank == comm.size - 1
+    batches: list[tuple[Any, type[Exception], str]] = [
+        (broken(), OSError, "no such file"),
+        (Closed(), OSError, "no such file"),
+        ([ids(8), {"words": ids(8)}], UsageError, "expected 'input_ids'"),
+    ]
+    for bad, kind, said in batches:
+        with pytest.raises(kind if is_last else PeerError, match=said):
+            list(cp.SequenceLoader(bad if is_last else [ids(8)] * 2, comm))
+    with pytest.raises(UsageError if is_last else MismatchError, match="has no batches"):
+        cp.SequenceLoader(None if is_last else [ids(8)], comm)
+    with pytest.raises(MismatchError, match="shift"):
+        cp.SequenceLoader([ids(8)], comm, shift=is_last)
+    assert len(list(cp.SequenceLoader([ids(8)], comm))) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_must_not_be_written(comm: Any) -> None:
+    """PyTorch warned of undefined behaviour: for the positions of one row, and for arrays of files."""
+    whole = np.arange(8)[None]
+    whole.flags.writeable = False
+    (own,) = cp.SequenceLoader([whole], comm)
+    assert own["input_ids"].tolist() == own["position_ids"].tolist() == [places(comm, 8)]
+    own["position_ids"] += 1
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_attention_that_learns_on_one_rank_is_told(comm: Any, method: str) -> None:
+    """That rank waited in its backward for the others, which had none."""
+    q, k, v = (torch.zeros(1, 2, 4, 8).requires_grad_(comm.rank == 0) for _ in range(3))
+    with pytest.raises(MismatchError, match="learns"):
+        cp.attention(q, k, v, comm, method=method)
+
+
 class Model(nn.Module):
     """A decoder of one layer, with grouped queries and learned positions."""
 

@@ -26,8 +26,7 @@ from commlib_tensorflow.tensor.moves import On, axis_of, moved
 def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
-    The gradient is that of this rank's tokens, zeros elsewhere: as for all of context parallelism, gradients of
-    variables are to be added up over the axis.
+    The gradient is that of this rank's tokens, zeros elsewhere.
     """
     x, over = as_tensor(x), axis_of(axis)
     dim = _dim("shard_sequence", x, dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,6 +96,8 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
 
 def _array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # one that must not be written, as of a file, is none of torch's
+        return value
     return host_array(torch.as_tensor(value))
 
 
