@@ -13,6 +13,7 @@ from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib_torch._bridge import to_array
 from commlib_torch._shards import shard_of
+from commlib_torch._stage_norms import by_stages
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -25,7 +26,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     gradients on the CPU give the same bits on every CPU, so ranks' parameters stay the same even where their CPUs
     differ, which torch.nn.utils.clip_grad_norm_ does not promise; on GPUs they do on those of one kind. Else it does
     what that does: a norm that is infinite or NaN scales by 0 or NaN. A parameter that is divided among ranks counts as
-    a whole: then these ranks must all call this, with the same parameters. Else no rank waits for another one here.
+    a whole: then these ranks must all call this, with the same parameters. Parameters of a pipeline, given all that
+    this rank has, count with those of all stages: then all ranks of the pipeline must call this. Else no rank waits
+    for another one here.
 
     Raises UsageError for a `max_norm` that is negative or NaN.
     """
@@ -33,7 +36,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [values_of(gradient) for gradient in gradients]
-    norm = norm_of([sum_over_axes(squares_by_axis(parameters))])
+    norm = norm_of([_squares_of(comm, own) for comm, own in by_stages(parameters)])
     factor = clip_factor(norm, limit, epsilon=1e-6)  # as torch's own
     if factor != 1:
         for gradient in gradients:
@@ -41,6 +44,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     double = any(value.dtype == torch.float64 for value in values)
     device = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _squares_of(comm: Communicator | None, parameters: Sequence[Tensor]) -> float:
+    """Return the sum of squares of gradients, and of those that other ranks of `comm` have."""
+    own = sum_over_axes(squares_by_axis(parameters))
+    return own if comm is None else float(sum(comm.all_gather_object(own)))
 
 
 def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator | None, float]]:

@@ -56,6 +56,7 @@ from commlib_torch._scaled_steps import check_scaler, scaler_of_step
 from commlib_torch._shared_buffers import SharedBuffers
 from commlib_torch._shared_objects import SharedObjects
 from commlib_torch._signature import described
+from commlib_torch._stage_norms import note_stages
 from commlib_torch._staged import Staged
 from commlib_torch._stages import TorchTensors
 from commlib_torch._steps import Steps
@@ -68,6 +69,7 @@ from commlib_torch._unready import check_loss, check_ready
 from commlib_torch._verify import check_with_example, given, verify_cut
 from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
+from commlib_torch.tensor._norms import watch_norms
 from commlib_torch.tensor.checking import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
@@ -261,6 +263,8 @@ class Pipeline(Staged):
         """What runs batches."""
         if comm.size > 1:
             before_steps.join(self)
+            note_stages(self, comm, tied.is_counted_elsewhere)
+            watch_norms()
 
     # What users call
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from commlib import Mesh
 from commlib.errors import CommlibError, PeerError, UsageError
-from commlib_torch import DataParallel, DistributedOptimizer, pipeline
+from commlib_torch import DataParallel, DistributedOptimizer, clip_grad_norm_, pipeline
 
 WIDTH = 6
 EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
@@ -234,6 +235,36 @@ def test_norms_that_clip(comm: Any, norm_type: float) -> None:
     with pytest.raises(UsageError, match="norm_type"):
         pipe.clip_grad_norm(1.0, norm_type=0)
     pipe.close()
+
+
+@pytest.mark.parametrize("by", ["an optimizer", "clip_grad_norm_", "torch"])
+def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
+    """All but the pipeline's own clipped by the norm of this rank's stages alone."""
+    if comm.size == 1:
+        return
+    x, y, whole = random(8, WIDTH), random(8, WIDTH, seed=2), layers()
+    mesh = Mesh(dp=1, pp=-1)
+    pipe = pipeline(layers(), mesh["pp"], loss=F.mse_loss, microbatches=2)
+    plain = torch.optim.SGD(pipe.parameters(), 0.1)
+    optimizer: Any = DistributedOptimizer(plain, pipe.named_parameters(), mesh=mesh)
+    pipe.step(x, y)
+    F.mse_loss(whole(x), y).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+    if by == "torch":
+        with pytest.raises(UsageError, match=rf"rank {comm.rank} of .* alone, the stages of a pipeline"):
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.01)
+        one = next(parameter for parameter in pipe.parameters() if parameter.grad is not None)
+        assert one.grad is not None
+        close(torch.nn.utils.get_total_norm([one.grad]), one.grad.norm())  # of one layer, it is not of stages
+        pipe.clip_grad_norm(0.01)
+    else:
+        close(
+            (optimizer.clip_grad_norm(0.01) if by == "an optimizer" else clip_grad_norm_(pipe.parameters(), 0.01)), norm
+        )
+    assert_gradients(pipe, whole)
+    optimizer.close()
+    pipe.close()
+    mesh.close()
 
 
 def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:

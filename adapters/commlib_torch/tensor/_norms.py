@@ -2,7 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are given gradients of this rank's parts. By a norm of these alone
 each rank would scale what is whole by another factor. Clipping as PyTorch's, of all libraries that use it, asks one
-function for the norm; from the first divided parameter on that adds up over ranks.
+function for the norm; from the first divided parameter on that adds up over ranks. All gradients of a pipeline's stage
+are refused there: a stage without any would not come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from commlib.optim.clipping import check_norm_type, norm_of_powers, power_over_axes
 from commlib_torch._shards import divided_parameters
+from commlib_torch._stage_norms import refuse_whole_stages
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import powers_of
 
@@ -41,6 +43,7 @@ def _norm_over_axes(plain: _Norm) -> _Norm:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        refuse_whole_stages(given)
         owners = owners_of(given)
         if not any(owner is not None for owner in owners):
             return plain(given, norm_type, error_if_nonfinite, foreach)
