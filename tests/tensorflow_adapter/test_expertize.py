@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -171,6 +172,81 @@ def test_what_experts_cannot_have_is_refused_by_name(comm: Communicator) -> None
         expertize(made, comm, plan(comm, hidden=3))
     with pytest.raises(UsageError, match=r"of rows float32\[number, 4\] an expert makes float32\[number, 5\]"):
         MoE(Experts(2 * comm.size), comm, expert=lambda: L.Dense(5))(rows(comm))
+
+
+class Scaled(Doubles):
+    """An MLP with an attribute that its configuration does not tell."""
+
+    scale = 1.0
+
+    def call(self, x: Any, training: Any = False) -> Any:
+        return self.scale * super().call(x, training=training)
+
+
+def test_what_is_not_of_each_token_is_refused(comm: Communicator) -> None:
+    """Copies began as something else than the model, in silence; PReLU raised an error of Keras."""
+    x = keras.Input((3, WIDTH))
+    scaled = keras.Model(x, Scaled(name="mlp")(x))
+    scaled.get_layer("mlp").scale = 5.0
+    cases = {
+        "groups": (dense(L.GroupNormalization(2)), "looks at other tokens, or has what its configuration"),
+        "an axis": (dense(L.UnitNormalization(axis=1)), "looks at other tokens"),
+        "a softmax": (dense(L.Softmax(axis=1)), "looks at other tokens"),
+        "an attribute": (scaled, "looks at other tokens, or has what its configuration does not tell"),
+        "places": (
+            dense(L.PReLU(name="prelu")),
+            r"prelu/alpha has shape \[3, 6\], and in an expert.*\[6\]: give hidden=",
+        ),
+        "shared": (dense(L.PReLU(shared_axes=[1], name="prelu")), r"prelu/alpha has shape \[1, 6\].*\[1\]"),
+    }
+    for copies in (True, False):
+        for name, (made, message) in cases.items():
+            with pytest.raises(UsageError, match=message):
+                expertize(made, comm, plan(comm, copy=copies))
+            assert not isinstance(made.get_layer("mlp"), MoE), name
+
+
+def test_mlps_within_mlps_and_functional_ones(comm: Communicator) -> None:
+    """They were refused, since they had been built for sequences."""
+    x = keras.Input((None, WIDTH))
+    within = keras.Sequential([keras.Sequential([L.Dense(6, "relu")]), L.Dense(WIDTH)], name="mlp")
+    for mlp in (keras.Model(x, L.Dense(WIDTH)(L.Dense(6, "relu")(x)), name="mlp"), within):
+        given = keras.Input((3, WIDTH))
+        model = keras.Model(given, given + mlp(given))
+        expected = model(rows(comm)).numpy()
+        made = expertize(model, comm, plan(comm, copy=True))
+        np.testing.assert_allclose(made(rows(comm)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scope_of_keras_leaves_experts_their_gradients(comm: Communicator) -> None:
+    """In a RematScope weights of experts had none, as TensorFlow computed with others again."""
+    found = []
+    for mode in (None, "full"):
+        with keras.RematScope(mode):
+            made = expertize(dense(), comm, plan(comm))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(made(rows(comm), training=True) ** 2)
+        found.append(tape.gradient(loss, [stack.value for stack in made.get_layer("mlp").stacks]))
+    for expected, got in zip(*found, strict=True):
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    with keras.RematScope("full"):
+        layer = L.Dense(WIDTH)
+    with pytest.raises(UsageError, match=r"was made in a keras.RematScope, in which experts' gradients would be lost"):
+        MoE(Experts(comm.size), comm, expert=lambda: layer)(rows(comm))
+
+
+def test_models_with_experts_are_not_exported(comm: Communicator, tmp_path: Path) -> None:
+    """They were, without a word, and could not be served. Files of weights named what refuses experts."""
+    made = expertize(dense(), comm, plan(comm))
+    for export in (made.export, lambda path: tf.saved_model.save(made, path)):
+        with pytest.raises(UsageError, match=r"mlp: .* cannot be exported.*gather_weights\(model\).*save_experts"):
+            export(str(tmp_path / "served"))
+    if comm.size > 1:
+        with pytest.raises(
+            UsageError, match=r"it has experts: save what gather_weights\(model\) .*or use save_experts"
+        ):
+            made.save_weights(tmp_path / "one.weights.h5")
 
 
 @pytest.mark.ranks(min=2)

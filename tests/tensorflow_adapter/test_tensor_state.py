@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
@@ -77,6 +78,9 @@ def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) 
         set_weights(divided, divided.get_weights())
     with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
         divided.save_weights(folder / f"{comm.rank}.weights.h5")
+    for export in (divided.export, lambda path: tf.saved_model.save(divided, path)):
+        with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
+            export(str(folder / f"served{comm.rank}"))
 
 
 @pytest.mark.long

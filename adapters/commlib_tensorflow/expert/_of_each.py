@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import ml_dtypes
+import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
@@ -86,6 +88,16 @@ def check_call(what: str, layer: Any, width: int) -> None:
         )
 
 
+def check_scope(what: str, layer: Any) -> None:
+    """Raise UsageError for a layer made in a `keras.RematScope`: weights of experts have no gradients there."""
+    for inner in _within(layer):
+        if getattr(getattr(inner, "_remat_mode", None), "mode", None) is not None:
+            raise UsageError(
+                f"{what}: {inner.name} was made in a keras.RematScope, in which experts' gradients would be lost: make "
+                "it outside, and compute a layer around the mixture again"
+            )
+
+
 def check_rows(what: str, rows: Any, out: Any) -> None:
     """Raise UsageError unless an expert makes of rows others of that width and dtype."""
     if out.dtype != rows.dtype or out.shape[1:] != rows.shape[1:]:
@@ -93,6 +105,59 @@ def check_rows(what: str, rows: Any, out: Any) -> None:
             f"{what}: of rows {rows.dtype.name}[number, {rows.shape[-1]}] an expert makes {out.dtype.name}"
             f"[number, {', '.join(map(str, out.shape[1:]))}]: it must make the same, so let its last layer give that"
         )
+
+
+finfo: Any = ml_dtypes.finfo  # no types
+
+
+def check_alike(what: str, layer: Any, made: Any, width: int) -> None:
+    """Raise UsageError unless an expert makes of rows what the MLP like which it is made does, with the same weights.
+
+    It does not where the MLP looks at other tokens, has weights for places in a sequence, or something that its
+    configuration does not tell. Both are tried with numbers that are drawn, in evaluation.
+    """
+    shapes = [[tuple(variable.shape) for variable in one.trainable_variables] for one in (layer, made)]
+    hint = "give hidden= for built-in MLPs, or an MLP that computes each token by itself, as its configuration says"
+    for variable, old, new in zip(layer.trainable_variables, *shapes, strict=False):
+        if old != new:
+            raise UsageError(
+                f"{what}: {variable.path} has shape {list(old)}, and in an expert, which is given rows [number, "
+                f"{width}], {list(new)}: {hint}"
+            )
+    draw = np.random.default_rng(0)
+    shape = _shape_within(layer, width)
+    x = draw.standard_normal(shape)
+    weights = [draw.standard_normal(one) / 2 for one in shapes[0]]
+    rows = x.reshape(-1, width)
+    expected = _outputs(layer, weights, x).reshape(-1, width)
+    got = np.empty_like(expected)
+    for some in (slice(0, None, 2), slice(1, None, 2)):
+        got[some] = _outputs(made, weights, rows[some])
+    precision = max(float(np.sqrt(finfo(layer.compute_dtype).eps)), 1e-8)
+    finite = np.isfinite(expected)
+    largest = float(np.abs(expected[finite]).max(initial=0.0))
+    if not np.allclose(got, expected, rtol=precision, atol=precision * largest, equal_nan=True):
+        raise UsageError(
+            f"{what}: of drawn tokens {shape} an expert with the weights of the MLP makes something else, by "
+            f"{float(np.abs(got - expected)[finite].max(initial=0.0)):.3g} of {largest:.3g}: the MLP looks at other "
+            f"tokens, or has what its configuration does not tell: {hint}"
+        )
+
+
+def _outputs(layer: Any, weights: list[Any], x: Any) -> Any:
+    options = {"training": False} if takes_training(layer) else {}
+    values = [tf.cast(value, one.dtype) for value, one in zip(weights, layer.trainable_variables, strict=True)]
+    out, _ = layer.stateless_call(values, [], tf.cast(x, layer.compute_dtype), **options)
+    return tf.cast(out, tf.float64).numpy()
+
+
+def _shape_within(layer: Any, width: int) -> list[int]:
+    """Return a shape of few tokens with which a layer can be called in its model: its own, where that is fixed."""
+    nodes, built = layer._inbound_nodes, next(iter((layer._build_shapes_dict or {}).values()), None)
+    given = nodes[0].input_tensors[0].shape if nodes else built
+    if not isinstance(given, list | tuple) or len(given) < 2 or given[-1] not in (None, width):
+        given = (None, None, width)
+    return [2, *(3 if size is None else int(size) for size in given[1:-1]), width]
 
 
 def check_plain(what: str, layer: Any) -> None:

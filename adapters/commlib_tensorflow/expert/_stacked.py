@@ -26,6 +26,7 @@ from commlib_tensorflow.expert._of_each import (
     check_call,
     check_layer,
     check_rows,
+    check_scope,
     takes_training,
 )
 from commlib_tensorflow.expert.mlp import MLP
@@ -56,11 +57,12 @@ def stacked(
     """Return an expert, and the weights of those of this rank, which become `owner`'s.
 
     The values of an expert depend on the seed and its number alone, not on the ranks. Raises UsageError for layers that
-    cannot be stacked.
+    cannot be stacked. In a `keras.RematScope` they are made as outside of it: TensorFlow computes a layer again with
+    the variables it has, not with the weights of one expert, whose gradients would be lost.
     """
     made = []
     for expert in placement.of_rank(ranks.axis.rank):
-        with seeded(fold(seed, expert)):
+        with seeded(fold(seed, expert)), keras.RematScope(mode=None):
             layer = make()
             if not isinstance(layer, keras.layers.Layer):
                 raise UsageError(f"{owner.name}: expert= made a {type(layer).__name__}, expected a layer of Keras")
@@ -70,6 +72,7 @@ def stacked(
     first = made[0]
     if not isinstance(first, MLP):
         check_layer(owner.name, first)
+        check_scope(owner.name, first)
         check_call(owner.name, first, width)
     stacks = []
     divided = first.divided() if isinstance(first, MLP) and ranks.tensor is not None else {}

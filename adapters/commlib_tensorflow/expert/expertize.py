@@ -17,10 +17,13 @@ from commlib.functional.agreement import agree_on_call, said, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
-from commlib_tensorflow.expert._of_each import check_call, check_layer, check_plain, check_rows
+from commlib_tensorflow.expert._of_each import check_alike, check_call, check_layer, check_plain, check_rows
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.expert.verify import verify as verify_experts
 from commlib_tensorflow.tensor.names import layers_named, only
+
+_FUNCTIONAL = type(keras.Model(_x := keras.Input(()), _x))
+"""What Keras makes of `keras.Model(inputs, outputs)`."""
 
 
 def expertize(
@@ -99,6 +102,7 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         check_call(f"expertize: {name}", made, width)
         rows = tf.zeros((1, width), layer.compute_dtype)
         check_rows(f"expertize: {name}", rows, made(rows))
+        check_alike(f"expertize: {name}", layer, made, width)
     return found
 
 
@@ -114,13 +118,21 @@ def width_of(name: str, layer: Any) -> int:
 
 
 def _like(layer: Any) -> Any:
-    """Return a new layer of the same configuration, built for rows [number, width]."""
-    if type(layer) is keras.Sequential:  # but for the shape that it has been built for
-        made = keras.Sequential([inner.__class__.from_config(_unseeded(inner.get_config())) for inner in layer.layers])
-    else:
-        made = layer.__class__.from_config(_unseeded(layer.get_config()))
-    made(np.zeros((1, width_of(layer.name, layer)), np.float32))
+    """Return a new layer of the same configuration, built for rows [number, width], outside of any `RematScope`."""
+    with keras.RematScope(mode=None):
+        made = _unbuilt(layer)
+        made(np.zeros((1, width_of(layer.name, layer)), layer.compute_dtype))
     return made
+
+
+def _unbuilt(layer: Any) -> Any:
+    """Return a new layer of the same configuration, but for the shape that it has been built for."""
+    if type(layer) is keras.Sequential:
+        return keras.Sequential([_unbuilt(inner) for inner in layer.layers])
+    if type(layer) is _FUNCTIONAL and isinstance(layer.input, keras.KerasTensor):
+        rows = keras.Input((layer.input.shape[-1],), dtype=layer.input.dtype)
+        return keras.models.clone_model(layer, input_tensors=rows, clone_function=_unbuilt)
+    return layer.__class__.from_config(_unseeded(layer.get_config()))
 
 
 def _unseeded(config: Any) -> Any:

@@ -25,6 +25,7 @@ from commlib_tensorflow.expert._functions import Sent, combined, dispatched, rou
 from commlib_tensorflow.expert._padding import kept, without
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
+from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor.state import InFiles
 
 
@@ -39,6 +40,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
     [experts, ...]: `gather_weights`. Losses of the router are added as Keras' layers add them, in training. A mask says
     which tokens are padding: they go nowhere. Collective to make, to build and to call, forward and backward.
     """
+
+    whole_by = "it has experts: save what gather_weights(model) returns on all ranks, or use save_experts(path, model)"
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         if width is None:
             raise UsageError(f"{self.name}: the last dimension of {tuple(input_shape)} is not known")
         self.width = width
+        watch_exports()
         with seeded(self._seed):
             self.router = self.add_weight(
                 shape=(options.count, width),
@@ -227,6 +231,13 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             f"{self.name}: a mixture of experts among ranks has no configuration, so it is neither saved nor copied as "
             "it is: save what gather_weights(model) returns, or use save_experts; for a copy make another model, and "
             "give it gather_weights(model) by set_weights"
+        )
+
+    def check_export(self) -> None:
+        """Refuse, on one rank, too: tokens are routed by Python, which is not in what is exported."""
+        raise UsageError(
+            f"{self.name}: a mixture of experts among ranks cannot be exported, as it routes tokens by this program: "
+            "save what gather_weights(model) returns, which all ranks call, or use save_experts(path, model)"
         )
 
     def compute_output_shape(self, input_shape: Any) -> Any:

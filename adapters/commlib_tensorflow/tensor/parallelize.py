@@ -22,6 +22,7 @@ from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
+from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
@@ -105,6 +106,7 @@ def parallelize(
     watch_earlier_optimizers()
     for name, layer, style, kind in found:
         if kind is not None and not hasattr(layer, "become"):  # one that has several names has become it by the first
+            watch_exports()
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
             layer.style = style  # the plan's, where a layer has made another one of it

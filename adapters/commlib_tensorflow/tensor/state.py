@@ -93,15 +93,27 @@ class InFiles:
 
     axis: Any
     variables: list[Any]
+    whole_by = "save gather_model(model), on which all ranks call gather_model and one of them save or export"
+    """What to do instead, for errors."""
 
     def save_own_variables(self, store: Any) -> None:
         """Refuse: a file would have one rank's part."""
-        if self.axis.size > 1:
-            raise UsageError(
-                f"rank {self.axis.rank} of {self.axis.comm.name} has a part of this model: save "
-                "gather_model(model), on which all ranks call gather_model and one of them save"
-            )
+        self._check_whole()
         super().save_own_variables(store)  # type: ignore[misc]
+
+    def check_export(self) -> None:
+        """Raise UsageError where what is exported, to be served by one process, would have one rank's part."""
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self.axis.size > 1:
+            whose = f"rank {self.axis.rank} of {self.axis.comm.name}"
+            raise UsageError(f"{whose} has a part of this model: {self.whole_by}")
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
+        if save_type == "savedmodel":  # tf.saved_model.save
+            self.check_export()
+        return super()._trackable_children(save_type, **options)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
         """Read a whole layer."""
