@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,13 +126,14 @@ class SequenceLoader:
             kind, batch = comm.broadcast_object(None)
             if kind == "failed":
                 raise PeerError(f"SequenceLoader: rank 0 of {comm.name} could not read a batch: {batch}")
-            return batch  # type: ignore[no-any-return]
+            return pickle.loads(batch)  # type: ignore[no-any-return]
         try:
             batch = self._read(read)
+            given = pickle.dumps(batch)  # what cannot be sent is told, too
         except Exception as error:
             comm.broadcast_object(("failed", f"{type(error).__name__}: {error}"))
             raise
-        comm.broadcast_object(("read", batch))
+        comm.broadcast_object(("read", given))
         return batch
 
     def _read(self, read: Iterator[Any]) -> dict[str, Any] | None:

@@ -153,6 +153,10 @@ def test_the_first_rank_cannot_read(comm: Any) -> None:
     with pytest.raises(kind, match="no such file"):
         list(cp.SequenceLoader(broken() if comm.rank == 0 else None, comm, reads="first"))
     assert issubclass(PeerError, CommlibError)
+    # What cannot be sent let the others wait.
+    batch = {"input_ids": ids(8), "of": lambda: None}
+    with pytest.raises(PeerError if comm.rank else Exception, match="pickle"):
+        list(cp.SequenceLoader([batch], comm, reads="first", whole=["of"]))
 
 
 @pytest.mark.ranks(min=2)
