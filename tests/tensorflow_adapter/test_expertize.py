@@ -252,5 +252,29 @@ def test_models_with_experts_are_not_exported(comm: Communicator, tmp_path: Path
 @pytest.mark.ranks(min=2)
 def test_other_settings_on_ranks(comm: Communicator) -> None:
     """Ranks trained their experts with another weight decay each."""
-    with pytest.raises(MismatchError, match="expertize: entry 0"):
+    with pytest.raises(MismatchError, match=r"kernel_regularizer\.config\.l2=0\.1' on rank 0"):
         expertize(dense(kernel_regularizer=keras.regularizers.L2(0.1 + comm.rank)), comm, plan(comm))
+
+
+def test_functions_as_activations_are_told_by_what_they_do(comm: Communicator) -> None:
+    """Their addresses, which differ on ranks, were compared; a class was called with tokens."""
+    for activation in (tf.nn.silu, lambda x: tf.sin(x)):
+        model = expertize(dense(), comm, plan(comm, hidden=3, activation=activation))
+        assert model(rows(comm)).shape == (4, 3, WIDTH)
+    with pytest.raises(UsageError, match=r"activation is the class ReLU, expected .*ReLU\(\)"):
+        plan(comm, hidden=3, activation=L.ReLU)
+
+
+def test_ranks_that_differ_are_told_in_what(comm: Communicator) -> None:
+    """Copies were made of other values on each rank; of options that differed all were shown."""
+    if comm.size == 1:
+        return
+    odd = comm.rank == 1
+    with pytest.raises(MismatchError, match=r"'layer \d+: jitter=0.0' on rank 0 but 'layer \d+: jitter=0.1' on rank 1"):
+        expertize(dense(), comm, plan(comm, jitter=0.1 * odd))
+    model = dense()
+    kernel = model.get_layer("mlp").layers[0].kernel
+    kernel.assign(kernel + odd)
+    with pytest.raises(MismatchError, match="values of weight 0 of layer"):
+        expertize(model, comm, plan(comm, copy=True))
+    expertize(model, comm, plan(comm))  # they all get new ones

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import agree_on_call, said, together
+from commlib.functional.agreement import agree_on_call, lines_of, options_of, said, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
@@ -48,7 +49,7 @@ def expertize(
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
-    lines = [f"layer {place}: {experts}, {_told(layer, experts)}" for place, layer, experts in found]
+    lines = [line for place, layer, experts in found for line in _lines(f"layer {place}", layer, experts)]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
     made = {id(layer): _made(layer, experts, ranks) for _, layer, experts in found}
     before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in found]
@@ -112,7 +113,7 @@ def width_of(name: str, layer: Any) -> int:
     if not kernels or kernels[0][0] not in {outputs for _, outputs in kernels}:
         raise UsageError(
             f"expertize: {name} is a {type(layer).__name__}, expected an MLP whose first kernel takes the features "
-            "that another one gives"
+            "that another one gives: for others put a MoE(experts, ranks, expert=...) in its place"
         )
     return int(kernels[0][0])
 
@@ -147,17 +148,26 @@ def _unseeded(config: Any) -> Any:
     return found
 
 
-def _told(layer: Any, experts: Experts) -> Any:
-    """Return what all ranks must have in a layer of which experts are made: its configuration, without names."""
-    return "" if experts.hidden is not None else _nameless(layer.get_config())
+def _lines(name: str, layer: Any, experts: Experts) -> list[str]:
+    """Return what all ranks must have in an MLP, its configuration without names, and say of its experts."""
+    found = lines_of(name, options_of(experts))
+    if experts.hidden is None:
+        found += _settings(f"{name}: {type(layer).__name__}", layer.get_config())
+    if experts.copy:
+        digests = [hashlib.sha256(values.tobytes()).hexdigest()[:16] for values in layer.get_weights()]
+        found += [f"values of weight {number} of {name}: {digest}" for number, digest in enumerate(digests)]
+    return found
 
 
-def _nameless(config: Any) -> Any:
-    if isinstance(config, list | tuple):
-        return list(map(_nameless, config))
+def _settings(name: str, config: Any) -> list[str]:
+    """Return each setting of a configuration without names, by where it stands."""
     if isinstance(config, dict):
-        return {key: _nameless(value) for key, value in sorted(config.items()) if key not in ("name", "build_config")}
-    return said(config)
+        pairs = [(str(key), config[key]) for key in sorted(config) if key not in ("name", "build_config")]
+    elif isinstance(config, list | tuple):
+        pairs = [(str(number), value) for number, value in enumerate(config)]
+    else:
+        return [f"{name}={said(config)}"]
+    return [f"{name}: {len(pairs)} settings", *(line for key, one in pairs for line in _settings(f"{name}.{key}", one))]
 
 
 def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
