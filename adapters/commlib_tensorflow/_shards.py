@@ -27,6 +27,12 @@ def mark(variable: Any, shard: Shard) -> None:
         setattr(variable.value, _MARK, shard)
 
 
+def mark_gradient(gradient: Any, variable: Any) -> None:
+    """Note that a gradient is of a variable that holds a part, if it does: who takes a norm of it asks."""
+    if gradient is not None and (shard := shard_of(variable)) is not None:
+        setattr(gradient, _MARK, shard)
+
+
 def whole_shape(variable: Any) -> tuple[int, ...]:
     """Return the shape that a variable has in one process."""
     shard = shard_of(variable)

@@ -30,8 +30,9 @@ def clip_by_global_norm(
     every CPU, so ranks' weights stay the same even where their CPUs differ, which tf.clip_by_global_norm does not
     promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. What is on a GPU
     is squared there, with the same bits on GPUs of one kind. Eagerly or in a traced function; no rank waits for another
-    one here. But where some of `variables`, whose gradients these are, are divided among ranks: these count as a whole,
-    and their ranks call this together.
+    one here. But where some of `variables`, whose gradients these are, are divided among ranks, experts too: these
+    count as a whole, and their ranks call this together. Gradients that a `DistributedGradientTape` has returned know
+    that themselves; give `variables` for others, also for what has been computed from those.
 
     Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
     """
@@ -40,7 +41,8 @@ def clip_by_global_norm(
     given = [value for value in values if value is not None]
     if variables and len(variables) != len(t_list):
         raise UsageError(f"clip_by_global_norm: {len(t_list)} gradients, but {len(variables)} variables")
-    shards = [shard_of(v) for v, value in zip(variables, values, strict=False) if value is not None]
+    of = variables or t_list
+    shards = [shard_of(one) for one, value in zip(of, values, strict=True) if value is not None]
     comms = [None if shard is None else shard.axis.comm for shard in shards] or None
 
     def measured(norm: float) -> list[Array]:

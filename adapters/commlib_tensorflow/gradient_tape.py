@@ -18,7 +18,7 @@ from commlib.mesh_groups import Mesh
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduced as reduced_apart
-from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._shards import mark_gradient, shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import Gradients, scaled
 
@@ -91,6 +91,8 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
             own, theirs = [flat[index] for index in apart], [flat_sources[index] for index in apart]
             for index, gradient in zip(apart, reduced_apart(own, theirs, op, self._reducer.size), strict=True):
                 answer[index] = gradient
+        for gradient, source in zip(answer, flat_sources, strict=True):
+            mark_gradient(gradient, source)
         return tf.nest.pack_sequence_as(sources, answer)
 
     def get_local_and_global_gradients(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib import Communicator, Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_tensorflow import DistributedOptimizer, gather_weights
+from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, clip_by_global_norm, gather_weights
 from commlib_tensorflow.expert import MoE, expertize
 
 L = keras.layers
@@ -247,6 +247,36 @@ def test_models_with_experts_are_not_exported(comm: Communicator, tmp_path: Path
             UsageError, match=r"it has experts: save what gather_weights\(model\) .*or use save_experts"
         ):
             made.save_weights(tmp_path / "one.weights.h5")
+
+
+def test_norms_of_all_experts(comm: Communicator) -> None:
+    """Each rank clipped by a norm of its own experts, without `variables`, and ranks parted."""
+    made = expertize(dense(), comm, plan(comm))
+    for run in (lambda step: step, tf.function):
+
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(made(rows(comm), training=True) ** 2)
+            weights = made.trainable_variables
+            gradients = DistributedGradientTape(tape).gradient(loss, weights)
+            return gradients, *clip_by_global_norm(gradients, 0.1)
+
+        gradients, clipped, norm = run(step)()
+        squares = [float(tf.reduce_sum(one**2)) for one in gradients]
+        stacks = set(map(id, made.get_layer("mlp").stacks))
+        own = sum(s for s, v in zip(squares, made.trainable_variables, strict=True) if id(v) in stacks)
+        expected = np.sqrt(sum(squares) - own + comm.all_reduce(np.array(own)))
+        np.testing.assert_allclose(norm, expected, rtol=1e-5)
+        np.testing.assert_allclose(clipped[-1], gradients[-1] * 0.1 / expected, rtol=1e-5)
+
+
+@pytest.mark.ranks(min=2)
+def test_frozen_on_one_rank(comm: Communicator) -> None:
+    """Ranks were told of other variables, by their numbers."""
+    made = expertize(dense(), comm, plan(comm))
+    made.get_layer("mlp").trainable = comm.rank == 0
+    with pytest.raises(MismatchError, match=r"MoE .*first used: .*'trainable: True' on rank 0 but 'trainable: False'"):
+        made(rows(comm), training=True)
 
 
 @pytest.mark.ranks(min=2)

@@ -115,6 +115,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         has_sequences = len(inputs.shape) > 2
         if not self._agreement.is_settled("first used"):
             used = {"dtype": inputs.dtype.name, "training": training, "sequences": "rows" if has_sequences else "no"}
+            used |= {"trainable": self.trainable}
             self._agreement.settle("first used", used)
         keep = kept(self.name, inputs, mask)
         tokens = tf.reshape(without(inputs, keep), (-1, self.width))
