@@ -126,6 +126,8 @@ class Checks:
         if whole is not None:
             own = self._model.run(self._call, self._styles, outputs_of(whole, self._styles, self._axis))
             compare_runs(self._axis, whole, own, self._styles)
+            left = [doubt for doubt in self._checked.doubts if doubt.stays]
+            _settle(Verdict(), left, warns=self._axis.rank == 0)
 
     def _compared(self, local: Trace, error: Exception | None) -> None:
         if error is None:

@@ -44,7 +44,7 @@ def compare(
     """
     if tolerance is None:
         tolerance = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
-    lengths = [0 if pair.dim is None else pair.own.shape[pair.dim] for pair in pairs]
+    lengths = [0 if pair.dim is None or pair.dim >= pair.own.ndim else pair.own.shape[pair.dim] for pair in pairs]
     everyone = axis.comm.all_gather_object(lengths)
     if len({len(given) for given in everyone}) > 1:
         raise UsageError(f"verify: ranks ran {[len(given) for given in everyone]} steps: give all the same batch")
@@ -84,7 +84,7 @@ def _difference(pair: Pair, start: int, tolerance: float) -> str:
     whole, own = pair.whole, pair.own
     if pair.shard is not None:
         whole = pair.shard.own(whole)
-    elif pair.dim is not None:
+    elif pair.dim is not None and pair.dim < min(own.ndim, whole.ndim):  # else their shapes differ
         whole = whole[(slice(None),) * pair.dim + (slice(start, start + own.shape[pair.dim]),)]
     return difference(own, whole, tolerance, largest=_largest(pair.whole, pair.floor))
 

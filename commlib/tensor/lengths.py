@@ -84,7 +84,7 @@ class Length(int):
 
 
 def length_at(length: int, known: Known) -> int:
-    """Return what a number is on a rank."""
+    """Return what a number is on a rank. Raises ZeroDivisionError if it is divided by one that is 0 there."""
     return length.formula(known) if isinstance(length, Length) else length
 
 

@@ -103,7 +103,11 @@ def _misfits(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> Iterator
     """Yield the numbers that a step asks for, and their dimensions, which are not those of a rank."""
     for rank in range(part.size if step.asked and step.outputs else 0):
         for dim, asked, expected in _expected(part, step, rank):
-            if length_at(asked, _known(part, asked, numbers, rank)) != expected:
+            try:
+                own = length_at(asked, _known(part, asked, numbers, rank))
+            except ZeroDivisionError:  # by heads of which a rank would have none
+                own = UNKNOWN_LENGTH
+            if own != expected:
                 yield asked, dim
 
 

@@ -98,9 +98,9 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
         return dict.fromkeys(norms, Sequence(state.dim))
     if isinstance(first, Column) and first.parts == 1:
         if error.rule == "parts" and step.kind == "split":
-            lengths = tuple(part.shapes[value][step.dim] for value in step.outputs)
             fused = len(part.shapes[step.outputs[0]]) == len(part.shapes[step.inputs[0]])
-            return {state.by: Column(lengths if fused and len(set(lengths)) > 1 else len(lengths))}
+            lengths = tuple(part.shapes[value][step.dim] for value in step.outputs) if fused else ()
+            return {state.by: Column(lengths if len(set(lengths)) > 1 else len(step.outputs))}
         if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a dimension of their own
             return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
     if error.rule == "meet":

@@ -13,7 +13,8 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
     reshape     the same elements in the same order in another shape
     split       pieces along a dimension; `join` puts pieces together
     unknown     anything else: of what is whole it makes what is whole, of all else nothing is known
-    number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition
+    number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition; or,
+                with a `dim`, the length of that
 """
 
 from __future__ import annotations

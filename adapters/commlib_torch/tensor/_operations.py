@@ -53,7 +53,10 @@ def described(called: Called) -> Found:
         return {"kind": "constant"}
     describe = _OPERATIONS.get(called.name)
     found = describe(called) if describe is not None else None
-    return {"kind": "unknown"} if found is None else found
+    equation = None if found is None else found.get("equation")
+    if found is None or (equation is not None and len(equation.inputs) != len(found.get("inputs", called.inputs))):
+        return {"kind": "unknown"}  # one that takes more than is known of it, as diff does what is to stand before
+    return found
 
 
 def _equation(equation: Equation | None, **more: Any) -> Found | None:
@@ -61,6 +64,8 @@ def _equation(equation: Equation | None, **more: Any) -> Found | None:
 
 
 def _pointwise(called: Called) -> Found | None:
+    if called.name in ("to", "type", "type_as"):  # of another tensor they take the dtype and the device alone
+        return _equation(equations.pointwise(called.shape), inputs=called.inputs[:1])
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
     results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of what is expanded
     found = equations.pointwise(*shapes, *results)
@@ -330,9 +335,9 @@ _POINTWISE = (
 NUMBERS = {
     "item": "item", "tolist": "tolist", "bool": "a condition", "float": "float()", "int": "int()", "index": "an index",
     "complex": "complex()", "numpy": "numpy", "array": "numpy", "is_nonzero": "is_nonzero", "equal": "equal",
-    "allclose": "allclose", "contains": "in", "dlpack": "dlpack",
+    "allclose": "allclose", "contains": "in", "dlpack": "dlpack", "len": "len",
 }  # fmt: skip
-"""Functions that return no tensors but elements of them, by their names, and how messages call them."""
+"""Functions that return no tensors but elements of them, or a length, by their names, and how messages call them."""
 
 _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),

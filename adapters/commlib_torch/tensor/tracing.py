@@ -370,7 +370,8 @@ class Recorder(TorchFunctionMode):
             name in NUMBERS and (inputs := tensors_in([args, options])) and not runs_within(_OURS, (*_TORCH, __file__))
         ):
             text = f"{NUMBERS[name]} in {self._place_in_model()}"
-            self._recording.add("", "number", inputs, (), text=text, place=_line())
+            dim = 0 if name == "len" else -1
+            self._recording.add("", "number", inputs, (), text=text, place=_line(), dim=dim)
         return iter(result) if name == "iter" else result
 
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:

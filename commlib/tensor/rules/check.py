@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from commlib.tensor.rules import layers, operations, shapes
 from commlib.tensor.rules.broken import PlanError, counted
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.states import COMPUTED, CONSTANT, SHARED, WEIGHT, State
+from commlib.tensor.states import SHARED, State
 from commlib.tensor.styles import Column, Replicate, Style, Vocabulary
 from commlib.tensor.trace import Step, Trace
 
@@ -34,10 +34,7 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
     following = Following(trace, styles, size=size)
     _check_tied(trace, styles)
     for step in trace.steps:
-        result = _KINDS[step.kind](following, step)
-        for value in step.outputs:
-            is_free = result in (COMPUTED, SHARED, WEIGHT) and value in trace.discrete
-            following.states[value] = CONSTANT if is_free else result
+        following.follow(step, _KINDS[step.kind](following, step))
     for value in () if divided_output or "" in styles else trace.outputs:
         _returned(following, value)
     return Checked(following.states, tuple(following.doubts), following.came_in_parts)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from commlib.tensor.states import UNKNOWN, State
+from commlib.tensor.states import COMPUTED, CONSTANT, SHARED, UNKNOWN, WEIGHT, State
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What the rules cannot tell of a step, in words: it may be right or not. state: of what the step takes."""
+    """What the rules cannot tell of a step, in words: it may be right or not. state: of what the step takes.
+
+    stays: numbers that agree do not settle it, as one bit that is the same proves nothing of the next batch.
+    """
 
     step: Step
     state: State
     why: str
+    stays: bool = False
 
     def __str__(self) -> str:
         return f"{self.step.at}: {self.why}"
@@ -32,10 +36,24 @@ class Following:
     doubts: list[Doubt] = field(default_factory=list)
     size: int = 1
     """How many ranks there are, if that is known."""
+    unknown: set[int] = field(default_factory=set)
+    """Values of which nothing is known, made of what is divided."""
     sequences_came: bool = False
     """An argument of the model is a part of a sequence already."""
     came_in_parts: bool = False
     """An argument of the model is a part already, of whatever kind."""
+
+    def follow(self, step: Step, result: State) -> None:
+        """Keep the state of what a step gives."""
+        of_part = any(value in self.unknown or self._is_of_part(self.of(value)) for value in step.inputs)
+        for value in step.outputs:
+            is_free = result in (COMPUTED, SHARED, WEIGHT) and value in self.trace.discrete
+            self.states[value] = CONSTANT if is_free else result
+            if of_part and result == UNKNOWN:
+                self.unknown.add(value)
+
+    def _is_of_part(self, state: State) -> bool:
+        return state.is_divided or state.name == "partial"
 
     def of(self, value: int) -> State:
         """Return the state of a value."""
@@ -59,12 +77,12 @@ class Following:
         self.came_in_parts = True
         self.sequences_came |= state.name == "sequence"
 
-    def doubt(self, step: Step, why: str) -> None:
+    def doubt(self, step: Step, why: str, *, stays: bool = False) -> None:
         """Note what cannot be told of a step that takes what is divided, or made of a part; none of any other step.
 
-        why: in words, with {} for how that lies on the ranks.
+        why: in words, with {} for how that lies on the ranks. stays: see `Doubt`.
         """
         for state in map(self.of, step.inputs):
-            if state.is_divided or state.name == "partial":
-                self.doubts.append(Doubt(step, state, why.format(state)))
+            if self._is_of_part(state):
+                self.doubts.append(Doubt(step, state, why.format(state), stays))
                 return

@@ -7,7 +7,7 @@ from functools import partial
 
 from commlib.tensor.lengths import Source, attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
-from commlib.tensor.rules.following import Following
+from commlib.tensor.rules.following import Doubt, Following
 from commlib.tensor.states import CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib.tensor.trace import Step
@@ -63,7 +63,12 @@ def sliced(following: Following, step: Step) -> State:
 
 def number(following: Following, step: Step) -> State:
     """Doubt what is made of elements that are a part, outside of what can be followed."""
-    following.doubt(step, _NUMBER)
+    is_length, state = step.dim >= 0, following.of(step.inputs[0])
+    stays = is_length or not following.trace.discrete.isdisjoint(step.inputs)
+    if stays and not following.unknown.isdisjoint(step.inputs):
+        following.doubts.append(Doubt(step, state, _NUMBER.format("made of what is divided"), stays))
+    elif not is_length or (state.is_divided and state.dim == step.dim):
+        following.doubt(step, _NUMBER, stays=stays)
     return UNKNOWN
 
 

@@ -1,0 +1,177 @@
+"""Models on which tracing, or what reads a trace, failed with an error of its own, such as an index out of range.
+
+One process is the oracle: a copy of the model that was made before.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commlib
+from commlib.tensor import Column, Plan, Row
+from commlib_torch.tensor import parallelize
+
+PLAN: Plan = {"up": Column(), "down": Row()}
+
+
+@pytest.fixture
+def tp(comm: Any) -> Any:
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+class Mlp(nn.Module):
+    """A pair with a function between its layers. width: of what the first one gives."""
+
+    def __init__(self, function: Any, width: int = 12) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, width), nn.Linear(12, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.function(self.up(x)))
+
+
+class Two(nn.Module):
+    """A pair that stands in question, and one beside it that is right."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last = Mlp(function), Mlp(torch.relu)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x))
+
+
+class Attention(nn.Module):
+    """Queries of several heads share one of keys and values, or more, whose number is computed with."""
+
+    def __init__(self, heads: int, shared: int) -> None:
+        super().__init__()
+        self.heads, self.shared, self.width = heads, shared, 4
+        self.q, self.o = nn.Linear(8, heads * self.width), nn.Linear(heads * self.width, 8)
+        self.k, self.v = (nn.Linear(8, shared * self.width) for _ in "kv")
+
+    def forward(self, x: Tensor) -> Any:
+        batch, tokens, _ = x.shape
+        q = self.q(x).view(batch, tokens, self.heads, self.width).transpose(1, 2)
+        k, v = (one(x).view(batch, tokens, self.shared, self.width).transpose(1, 2) for one in (self.k, self.v))
+        k, v = (one.repeat_interleave(self.heads // self.shared, 1) for one in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, tokens, self.heads * self.width))
+
+
+def made(kind: Any, *args: Any) -> Any:
+    torch.manual_seed(3)
+    return kind(*args).double()
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def given(how: str) -> dict[str, Any]:
+    """Return what parallelize is given to check a plan by."""
+    return {} if how == "first call" else {how: rows()}
+
+
+def is_right(plain: Any, divided: Any, x: Tensor) -> None:
+    """Outputs and gradients of inputs are those of one process."""
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
+    for out in outputs:
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestOperations:
+    def test_what_stands_before_a_difference(self, tp: Any) -> None:
+        """Llama asks where sequences begin, and diff took more values than its equation."""
+
+        def begins(h: Tensor) -> Tensor:
+            places = torch.arange(5).expand(4, -1)
+            first = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1
+            return h.masked_fill(first.unsqueeze(-1), 0.0)
+
+        model = made(Two, begins)
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, "auto", example=rows(), report=str)
+        assert isinstance(model.first.up.style, Column)
+        is_right(plain, model, rows())
+
+    @pytest.mark.parametrize("how", ["verify", "example"])
+    def test_a_dtype_of_a_part(self, tp: Any, how: str) -> None:
+        """What is cast to the dtype of a part is no part."""
+        model = made(Mlp, lambda h: F.prelu(h, torch.tensor([0.1]).to(h)))
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, PLAN, **given(how))
+        is_right(plain, model, rows())
+
+    def test_features_one_by_one(self, tp: Any) -> None:
+        model = made(Two, lambda h: torch.stack(h.unbind(-1)[::-1], -1))
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, "auto", example=rows(), report=str)
+        assert not hasattr(model.first.up, "style") and isinstance(model.last.up.style, Column)
+        is_right(plain, model, rows())
+
+    def test_heads_that_are_divided_by_heads(self, tp: Any) -> None:
+        """A rank would have no head of the keys that all share, and the number of queries is divided by that."""
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(Attention(2 * tp.size, 1), Mlp(torch.relu)).double()
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, "auto", example=rows(), report=str)
+        assert isinstance(model[1].up.style, Column)
+        is_right(plain, model, rows())
+
+
+CHOICES: dict[str, Any] = {
+    "the largest": lambda h: h.clamp(-1, 1) * 0.5 if h.abs().max() > 1e6 else h,
+    "a sum": lambda h: h * 2 if h.sum() > -1e6 else h * 3,
+    "an integer": lambda h: h * (2 + int((h > 1e6).sum())),
+    "a norm": lambda h: h if torch.linalg.vector_norm(h.std(-1)) < 1e6 else h * 3,
+    "how many differ": lambda h: h * (2 if len(h.detach().round().unique()) > 1 else 3),
+    "how many are large": lambda h: h * 2 if len((h > -1e6).nonzero()) else h,
+}
+"""They choose by a part what to do, and all ranks do the same with most batches."""
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestChoices:
+    """A condition on a part was taken for right, for the first batch gave the same on all ranks."""
+
+    @pytest.mark.parametrize("name", CHOICES)
+    @pytest.mark.parametrize("how", ["first call", "example", "verify"])
+    def test_warn(self, tp: Any, how: str, name: str) -> None:
+        model = made(Mlp, CHOICES[name])
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parallelize(model, tp, PLAN, **given(how))
+            is_right(plain, model, rows())
+        told = re.findall(
+            r"test_tensor_traced_models\.py:\d+: numbers leave", "".join(f"{one.message}" for one in caught)
+        )
+        assert bool(told) == (tp.rank == 0), caught
+
+    @pytest.mark.parametrize("how", ["first call", "example", "verify"])
+    def test_on_what_is_whole_say_nothing(self, tp: Any, how: str) -> None:
+        model = nn.Sequential(made(Mlp, torch.relu), Chooses()).double()
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, {f"0.{name}": style for name, style in PLAN.items()},
+                        **given(how))  # fmt: skip
+            is_right(plain, model, rows())
+
+
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x * 2 if x.abs().max() > 1 else x * 3
