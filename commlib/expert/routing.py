@@ -55,6 +55,10 @@ class Routing:
         kept = self.kept
         out = np.empty_like(kept.scores)
         experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # of a loss that is infinite, which scalers of losses look for
+            of_shares, of_weights = kept.of_shares * of_balance, of_z * kept.weights
         gradient(
             kept.clean,
             kept.scores,
@@ -67,9 +71,9 @@ class Routing:
             kept.normalises,
             kept.scale,
             of_gates,
-            kept.of_shares * of_balance,
+            of_shares,
             kept.length,
-            of_z * kept.weights,
+            of_weights,
             out,
         )
         return out

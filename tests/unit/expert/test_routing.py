@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -302,3 +303,13 @@ def test_scores_that_underflow() -> None:
     found = route(experts(top_k=2, scores="sigmoid"), logits, training=True)
     assert not found.gates.any()
     assert np.isfinite(found.gradient(np.ones(6, np.float32), 0.0, 0.0)).all()
+
+
+def test_an_infinite_loss_is_no_warning() -> None:
+    """numpy warned of each: scalers of losses find such in gradients, and skip the step."""
+    logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    found = route(Experts(4, balance="microbatch"), logits, training=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = found.gradient(np.zeros(len(found.gates), np.float32), np.inf, np.inf)
+    assert not np.isfinite(got).all()
