@@ -17,6 +17,7 @@ from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import Distributed
+from commlib_tensorflow.expert.rebalance import owners_of, put_owners
 
 __all__ = ["Checkpoint"]
 
@@ -62,6 +63,8 @@ def _parts(name: str, value: Any) -> dict[str, Part]:
             return list(value.variables)
 
         parts = {name: _of_variables(name, weights)}
+        if owners_of(value):
+            parts[f"{name}.experts"] = Part(lambda: owners_of(value), lambda saved: put_owners(value, saved))
         if getattr(value, "optimizer", None) is not None:
             parts |= _of_optimizer(f"{name}.optimizer", lambda: value.optimizer, weights)
         return parts

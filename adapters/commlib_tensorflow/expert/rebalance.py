@@ -50,7 +50,8 @@ def rebalance_experts(
 
 
 def _mixtures(model: Any) -> list[MoE]:
-    return [each for each in model._flatten_layers() if isinstance(each, MoE)]
+    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else ()
+    return [each for each in layers if isinstance(each, MoE)]
 
 
 def _move(layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer: Any, placement: Placement) -> None:
@@ -68,13 +69,31 @@ def _move(layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer:
     for (_, stack), array in zip(stacks, arrays, strict=True):
         stack.assign(array)
     for one in everyone:
-        for variable in one.stacks:
-            shard = shard_of(variable)
-            assert shard is not None
-            mark(variable, placed(shard, placement.owners))
+        _mark(one, placement)
     mixture.place(placement)
     for one in everyone[1:]:
         one.mixture.follow(mixture)
+
+
+def _mark(layer: MoE, placement: Placement) -> None:
+    for variable in layer.stacks:
+        shard = shard_of(variable)
+        assert shard is not None
+        mark(variable, placed(shard, placement.owners))
+
+
+def owners_of(model: Any) -> list[list[int]]:
+    """Return the ranks of the experts of each mixture of a model."""
+    return [list(layer.mixture.placement.owners) for layer in _mixtures(model)]
+
+
+def put_owners(model: Any, owners: Sequence[Sequence[int]]) -> None:
+    """Let weights be of the experts that they were when `owners_of` told. Collective where that is another place."""
+    for layer, ranks in zip(_mixtures(model), owners, strict=True):
+        placement = Placement(tuple(ranks), layer.mixture.placement.ranks)
+        if placement != layer.mixture.placement:
+            _mark(layer, placement)
+            layer.mixture.place(placement)
 
 
 def _same(layer: MoE, number: int, count: int, copy: Any) -> MoE:
