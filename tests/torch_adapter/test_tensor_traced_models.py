@@ -134,6 +134,7 @@ class TestOperations:
 
 CHOICES: dict[str, Any] = {
     "the largest": lambda h: h.clamp(-1, 1) * 0.5 if h.abs().max() > 1e6 else h,
+    "all are finite": lambda h: h if bool(h.isfinite().all()) else h * 0,
     "a sum": lambda h: h * 2 if h.sum() > -1e6 else h * 3,
     "an integer": lambda h: h * (2 + int((h > 1e6).sum())),
     "a norm": lambda h: h if torch.linalg.vector_norm(h.std(-1)) < 1e6 else h * 3,

@@ -211,7 +211,7 @@ class TestWrong:
 @pytest.mark.ranks(max=3)
 class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
-    @pytest.mark.parametrize("name", RIGHT)
+    @pytest.mark.parametrize("name", [name for name in RIGHT if name != "a condition"])  # one bit proves nothing
     def test_nothing_is_said(self, tp: Any, name: str, way: str) -> None:
         model = made(Mlp, RIGHT[name])
         plain = copy.deepcopy(model)
