@@ -16,6 +16,7 @@ from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib_tensorflow._graph_errors import graph_errors, raised_by_program
 from commlib_tensorflow._keras_optimizers import between_passes, build, give_up_passes, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
+from commlib_tensorflow.expert.rebalance import owners_of, put_owners
 
 __all__ = [
     "HostsUpdatedInterrupt",
@@ -50,6 +51,26 @@ class _VariablesKeeper:
         pass
 
 
+class _ExpertsKeeper:
+    """Keeps where the experts of a model are, whose weights another one keeps. Collective to restore."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.save()
+
+    def save(self) -> None:
+        self._owners = owners_of(self._model)
+
+    def restore(self) -> None:
+        put_owners(self._model, self._owners)
+
+    def sync(self) -> None:
+        self.save()
+
+    def reset(self) -> None:
+        pass
+
+
 class TensorFlowState(ObjectState):
     """Variables, and attributes of any picklable kind: `TensorFlowState(model.variables, epoch=0)`."""
 
@@ -71,6 +92,7 @@ class TensorFlowKerasState(TensorFlowState):
         # Its variables would else appear later, and on some ranks only be there after others have saved.
         build(model, self.optimizer)
         super().__init__(None, **kwargs)
+        self._keepers["experts of the model"] = _ExpertsKeeper(model)
 
     def _current(self) -> list[Any]:
         # Not the model's other variables: ranks need seeds and metrics of their own.
