@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import commlib
 from commlib.tensor import Column, Plan, Row
 from commlib_torch.tensor import parallelize
+from tests.torch_adapter.pairs import Mlp, Two
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -25,28 +26,6 @@ PLAN: Plan = {"up": Column(), "down": Row()}
 @pytest.fixture
 def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
-
-
-class Mlp(nn.Module):
-    """A pair with a function between its layers. width: of what the first one gives."""
-
-    def __init__(self, function: Any, width: int = 12) -> None:
-        super().__init__()
-        self.up, self.down, self.function = nn.Linear(8, width), nn.Linear(12, 8), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.function(self.up(x)))
-
-
-class Two(nn.Module):
-    """A pair that stands in question, and one beside it that is right."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first, self.last = Mlp(function), Mlp(torch.relu)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.first(x))
 
 
 class Attention(nn.Module):

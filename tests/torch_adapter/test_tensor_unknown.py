@@ -20,6 +20,7 @@ import commlib_torch
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_torch.tensor import ParallelMLP, parallelize, reduce, shard_of
+from tests.torch_adapter.pairs import Mlp, Two
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -96,26 +97,6 @@ RIGHT: dict[str, Any] = {
     "a condition": lambda h: h if bool(h.isfinite().all()) else h * 0,
     "lengths in reshapes": lambda h: h.reshape(-1, h.shape[-1]).view(*h.shape).tanh(),
 }
-
-
-class Mlp(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.up, self.down, self.function = nn.Linear(8, 12), nn.Linear(12, 8), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.function(self.up(x)))
-
-
-class Two(nn.Module):
-    """A pair that stands in question, and one beside it that is right."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first, self.last = Mlp(function), Mlp(torch.relu)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.first(x))
 
 
 class Images(nn.Module):

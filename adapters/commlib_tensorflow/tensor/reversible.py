@@ -6,12 +6,11 @@ from typing import Any
 
 import keras
 
-from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Vocabulary
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import check_plain
-from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._dividing import Shardings
 from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
@@ -29,14 +28,6 @@ class VocabularyReversibleEmbedding(VocabularyEmbedding, keras.layers.Reversible
         if not self.tie_weights:
             found.append((self.reverse_embeddings, Sharding(whole_shape(self.reverse_embeddings), 1)))
         return found
-
-    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
-        """Divide what is an ordinary embedding so far."""
-        shardings = self.shardings(what, style)
-        divide(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
-        self.find_words()
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
         """Return the features of words, or logits of features."""

@@ -29,6 +29,9 @@ class ColumnLinear(KeepsShards, nn.Linear):
     """
 
     style: Column | Vocabulary
+    axis: Axis
+    sharding: Sharding
+    sharers: Axis | None
 
     def __init__(
         self,
@@ -52,16 +55,11 @@ class ColumnLinear(KeepsShards, nn.Linear):
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
-        shardings = ColumnLinear.shardings(self, what, style)
-        divide(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-        self.sharers = sharers_of(axis, self.sharding)
+        become_column(self, what, axis, style, ColumnLinear.shardings(self, what, style))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
-        weight, bias = for_sharers(self.sharers, self.weight, self.bias)
-        out = product(x, weight, bias, self.axis, self.style.sequence)
-        return gathered(out, self.axis, self.sharding) if self.style.gather else out
+        return outputs_of_column(self, x)
 
     def extra_repr(self) -> str:
         """Say what is divided."""
@@ -130,20 +128,40 @@ class RowLinear(KeepsShards, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, whole or this rank's part of the sequence."""
-        axis, sequence = self.axis, self.style.sequence
-        if self.style.split:
-            x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
-        check_inputs(self, x, self.weight.shape[1])
-        part = F.linear(x, self.weight)
-        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
-        if self.bias is None:
-            return out
-        # Of a divided sequence each rank has a part of the bias' gradient.
-        return out + (self.bias if sequence is None else copy(self.bias, axis)).to(out.dtype)
+        return outputs_of_row(self, x, self.weight)
 
     def extra_repr(self) -> str:
         """Say what is divided."""
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
+
+
+def become_column(layer: Any, what: str, axis: Axis, style: Column, shardings: dict[str, Sharding]) -> None:
+    """Divide a layer along its outputs."""
+    divide(what, layer, axis, shardings)
+    layer.axis, layer.style, layer.sharding = axis, style, shardings["weight"]
+    layer.sharers = sharers_of(axis, layer.sharding)
+
+
+def outputs_of_column(layer: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return this rank's outputs of a layer, or all of them. transposed: its weight is (inputs, outputs)."""
+    weight, bias = for_sharers(layer.sharers, layer.weight, layer.bias)
+    out = product(x, weight.t() if transposed else weight, bias, layer.axis, layer.style.sequence)
+    return gathered(out, layer.axis, layer.sharding) if layer.style.gather else out
+
+
+def outputs_of_row(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the outputs of a layer whose inputs are divided. weight: (outputs, this rank's inputs)."""
+    axis, sequence = layer.axis, layer.style.sequence
+    if layer.style.split:
+        x = moved(x, axis, moves.scatter(-1, layer.sharding.lengths(axis.size)))
+    check_inputs(layer, x, weight.shape[1])
+    out = moved(
+        F.linear(x, weight), axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True
+    )
+    if layer.bias is None:
+        return out
+    # Of a divided sequence each rank has a part of the bias' gradient.
+    return out + (layer.bias if sequence is None else copy(layer.bias, axis)).to(out.dtype)
 
 
 def sharers_of(axis: Axis, sharding: Sharding) -> Axis | None:

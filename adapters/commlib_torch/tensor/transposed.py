@@ -5,15 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
-from commlib_torch.tensor._entry import product
-from commlib_torch.tensor.linear import check_inputs, for_sharers, gathered, sharers_of
-from commlib_torch.tensor.moves import copy, moved
+from commlib_torch.tensor.linear import become_column, outputs_of_column, outputs_of_row
 
 
 class ColumnTransposed(KeepsShards, nn.Module):
@@ -31,16 +27,11 @@ class ColumnTransposed(KeepsShards, nn.Module):
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
-        shardings = ColumnTransposed.shardings(self, what, style)
-        divide(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-        self.sharers = sharers_of(axis, self.sharding)
+        become_column(self, what, axis, style, ColumnTransposed.shardings(self, what, style))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
-        weight, bias = for_sharers(self.sharers, self.weight, self.bias)
-        out = product(x, weight.t(), bias, self.axis, self.style.sequence)
-        return gathered(out, self.axis, self.sharding) if self.style.gather else out
+        return outputs_of_column(self, x, transposed=True)
 
 
 class RowTransposed(KeepsShards, nn.Module):
@@ -61,11 +52,4 @@ class RowTransposed(KeepsShards, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, whole or this rank's part of the sequence."""
-        axis, sequence = self.axis, self.style.sequence
-        if self.style.split:
-            x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
-        check_inputs(self, x, self.weight.shape[0])
-        part = nn.functional.linear(x, self.weight.t())
-        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
-        # Of a divided sequence each rank has a part of the bias' gradient.
-        return out + (self.bias if sequence is None else copy(self.bias, axis)).to(out.dtype)
+        return outputs_of_row(self, x, self.weight.t())
