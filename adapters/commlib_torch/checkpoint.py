@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from commlib import checkpoint as core
 from commlib.checkpoint import generators
@@ -15,6 +15,7 @@ from commlib.checkpoint.checkpoint import Part
 from commlib.checkpoint.packed import Packed
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib_torch.expert.rebalance import owners_of, put_owners
 from commlib_torch.optimizer import KEY
 
 __all__ = ["Checkpoint"]
@@ -60,7 +61,10 @@ class Checkpoint(core.Checkpoint):
 def _parts(name: str, value: Stateful) -> dict[str, Part]:
     """Return the parts of one value. What compression remembers of an optimizer is apart: it is each rank's own."""
     if not isinstance(value, torch.optim.Optimizer):
-        return {name: Part(lambda: packed(value.state_dict(), name), _loading(value.load_state_dict))}
+        found = {name: Part(lambda: packed(value.state_dict(), name), _loading(value.load_state_dict))}
+        if isinstance(value, nn.Module) and owners_of(value):
+            found[f"{name}.experts"] = Part(lambda: owners_of(value), lambda saved: put_owners(value, saved))
+        return found
     remembered: dict[str, Any] = {}
 
     def own() -> Any:

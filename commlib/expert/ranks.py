@@ -13,6 +13,7 @@ from commlib.communicator import Communicator
 from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
 from commlib.expert.exchange import Empty
+from commlib.expert.placement import Placement
 from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
@@ -102,8 +103,11 @@ Ranks = Mesh | Communicator | Axis | ExpertRanks
 
 
 def placed(shard: Shard, owners: tuple[int, ...]) -> Shard:
-    """Return what a rank has of stacks of experts that have these owners."""
-    outer = Scattered(shard.sharding.shape, owners)
+    """Return what a rank has of stacks of experts that have these owners. Where neighbours are together, as at first,
+    it is said as at first: a state that was saved then is known by that.
+    """
+    shape, is_even = shard.sharding.shape, owners == Placement.even(len(owners), max(owners) + 1).owners
+    outer: Sharding | Scattered = Sharding(shape, 0) if is_even else Scattered(shape, owners)
     sharding = replace(shard.sharding, outer=outer) if isinstance(shard.sharding, Nested) else outer
     return replace(shard, sharding=sharding)
 

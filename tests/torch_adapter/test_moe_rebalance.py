@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from commlib import Communicator
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_torch import DistributedOptimizer, gather_state_dict
+from commlib_torch import Checkpoint, DistributedOptimizer, elastic, gather_state_dict
 from commlib_torch.expert import MoE, auxiliary_loss, rebalance_experts
 from tests.torch_adapter.expert_oracle import near, single
 
@@ -55,6 +56,13 @@ def trained(model: Any, optimizer: Any, x: Tensor) -> None:
     (model(x).square().mean() + auxiliary_loss(model)).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def result(model: Any, x: Tensor) -> Tensor:
+    model.eval()
+    found: Tensor = model(x).detach()
+    model.train()
+    return found
 
 
 def busy(model: Any, which: int) -> None:
@@ -163,3 +171,40 @@ def test_what_it_cannot_take_along(comm: Communicator) -> None:
     busy(model, 0)
     rebalance_experts(model, optimizer)
     assert owners(model) != before
+
+
+@pytest.mark.parametrize("kept", ["checkpoint", "elastic"])
+def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str, tmp_path: Path) -> None:
+    """A restored model had the weights of other experts than its router knew; elastic state was refused."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    model: Any = Blocks(comm).double()
+    optimizer = adam(model.parameters())
+    x = mine(comm, rows(comm, 0))
+    if kept == "elastic":
+        state = elastic.TorchState(model, optimizer)
+        before = result(model, x)
+        trained(model, optimizer, x)
+        busy(model, 1)
+        rebalance_experts(model, optimizer)
+        state.restore()
+        assert torch.equal(result(model, x), before)
+        return
+    trained(model, optimizer, x)
+    busy(model, 1)
+    rebalance_experts(model, optimizer)
+    folder = comm.broadcast_object(str(tmp_path))
+    Checkpoint(folder, model=model, optimizer=optimizer, comm=comm).save(1)
+    found = []
+    for again in (model, Blocks(comm).double()):
+        if again is model:
+            busy(model, 2)
+            expected, states = result(model, x), gather_state_dict(model)
+            rebalance_experts(model, optimizer)
+        by = optimizer if again is model else adam(again.parameters())
+        assert Checkpoint(folder, model=again, optimizer=by, comm=comm).resume() == 1
+        assert torch.equal(result(again, x), expected)
+        assert all(torch.equal(value, states[name]) for name, value in gather_state_dict(again).items())
+        trained(again, by, x)
+        found.append(gather_state_dict(again))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

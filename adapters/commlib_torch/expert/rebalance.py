@@ -128,9 +128,7 @@ def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | 
     for each, array in zip(stacks, arrays, strict=True):
         each.copy_(to_tensor(array))
     for one in everyone:
-        for module in one.experts.modules():
-            for name, shard in shards_of(module).items():
-                change_shard(module, name, placed(shard, placement.owners))
+        _mark(one, placement)
         for parameter in one.experts.parameters():
             parameter.grad = None
     mixture.place(placement)
@@ -139,6 +137,27 @@ def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | 
             copy.mixture.follow(mixture)
         else:
             copy.mixture.place(placement)
+
+
+def _mark(layer: MoE, placement: Placement) -> None:
+    """Let the weights of a layer know of which experts they are."""
+    for module in layer.experts.modules():
+        for name, shard in shards_of(module).items():
+            change_shard(module, name, placed(shard, placement.owners))
+
+
+def owners_of(model: nn.Module) -> list[list[int]]:
+    """Return the ranks of the experts of each mixture of a model."""
+    return [list(layer.mixture.placement.owners) for layer in _mixtures(model)]
+
+
+def put_owners(model: nn.Module, owners: Sequence[Sequence[int]]) -> None:
+    """Let weights be of the experts that they were when `owners_of` told. Collective where that is another place."""
+    for layer, ranks in zip(_mixtures(model), owners, strict=True):
+        placement = Placement(tuple(ranks), layer.mixture.placement.ranks)
+        if placement != layer.mixture.placement:
+            _mark(layer, placement)
+            layer.mixture.place(placement)
 
 
 def _agreed(

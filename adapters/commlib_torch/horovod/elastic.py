@@ -21,6 +21,7 @@ from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper
 from commlib_torch._autograd import backward_passes
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from commlib_torch.expert.rebalance import owners_of, put_owners
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
@@ -60,6 +61,18 @@ class TorchState(ObjectState):
 
 
 class _ModelKeeper(StateKeeper):
+    def __init__(self, value: torch.nn.Module) -> None:
+        super().__init__(value)
+        self._owners = owners_of(value)
+
+    def save(self) -> None:
+        super().save()
+        self._owners = owners_of(self.value)
+
+    def restore(self) -> None:
+        put_owners(self.value, self._owners)  # experts may have moved since
+        super().restore()
+
     def give(self) -> None:
         broadcast_parameters(self.value.state_dict(), 0)
 
