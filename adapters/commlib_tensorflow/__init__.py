@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
 from commlib_tensorflow import tensor
@@ -58,6 +58,7 @@ __all__ = [
     "MoE",
     "ParallelAttention",
     "ParallelMLP",
+    "PerRank",
     "PartialDistributedGradientTape",
     "Pipeline",
     "Replicate",

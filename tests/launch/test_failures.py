@@ -20,8 +20,9 @@ NAMES_RANK_1 = r"rank 1\b|RANK 1\b|Process name: \[.*,1\]|PID {process} RUNNING 
 
 
 def names_rank_1(out, err):
-    process = re.findall(r"event in process (\d+)", err)[0]
-    return re.search(NAMES_RANK_1.format(process=process), out + err)
+    events = re.findall(r"event in process (\d+)", err)
+    assert events, f"nothing of the event came through the launcher: {out=} {err=}"
+    return re.search(NAMES_RANK_1.format(process=events[0]), out + err)
 
 
 HEAD = """

@@ -39,7 +39,7 @@ KERAS = {
 }  # fmt: skip
 
 DIVIDED = {
-    "Column", "ParallelAttention", "ParallelMLP", "Replicate", "Row", "Sequence", "Vocabulary",
+    "Column", "ParallelAttention", "ParallelMLP", "PerRank", "Replicate", "Row", "Sequence", "Vocabulary",
     "VocabularyCrossEntropy", "context", "gather_model", "gather_weights", "parallelize", "streams", "tensor",
     "vocabulary_cross_entropy",
 }  # fmt: skip

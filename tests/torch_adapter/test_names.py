@@ -35,9 +35,9 @@ OWN = {
 }  # fmt: skip
 
 DIVIDED = {
-    "Column", "GradScaler", "ParallelAttention", "ParallelMLP", "Replicate", "Row", "Sequence", "Vocabulary", "context",
-    "gather_optimizer_state", "gather_state_dict", "load_optimizer_state", "parallelize", "streams", "tensor",
-    "vocabulary_cross_entropy",
+    "Column", "GradScaler", "ParallelAttention", "ParallelMLP", "PerRank", "Replicate", "Row", "Sequence", "Slice",
+    "Vocabulary", "context", "gather_optimizer_state", "gather_state_dict", "load_optimizer_state", "parallelize",
+    "streams", "tensor", "vocabulary_cross_entropy",
 }  # fmt: skip
 
 EXPERTS = {
