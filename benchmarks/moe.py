@@ -99,13 +99,16 @@ def peer(sent: Tensor, came: Tensor, back: Tensor, counts: Tensor | None = None,
 
 
 def stepping(model: nn.Module, x: Tensor, of_y: Tensor) -> Call:
-    """Return what takes a step of a model that returns its outputs, and a loss beside them unless it is ours."""
+    """Return what takes a step of a model that returns its outputs, and a loss beside them unless it is ours.
+
+    Tokens are one sequence: rows that are none have a loss of all ranks' rows, and the contenders' is of their own.
+    """
 
     def step() -> Tensor:
         x.grad = None
         for parameter in model.parameters():
             parameter.grad = None
-        found = model(x)
+        found = model(x[None])[0] if isinstance(model, MoE) else model(x)
         y, loss = (found, auxiliary_loss(model)) if isinstance(found, Tensor) else found
         ((y * of_y).sum() + loss).backward()
         out: Tensor = y.detach()

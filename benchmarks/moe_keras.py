@@ -113,7 +113,8 @@ def stepping(layer: Any, x: Any, target: Any) -> Call:
 def steps(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     width, draw = arguments.width, np.random.default_rng(comm.rank)
-    x, target = (tf.constant(draw.normal(size=(arguments.tokens, width)), tf.float32) for _ in range(2))
+    shape = 1, arguments.tokens, width  # one sequence: rows that are none have losses of all ranks' rows
+    x, target = (tf.constant(draw.normal(size=shape), tf.float32) for _ in range(2))
     for top_k in (1, 2):
         for hidden in map(int, arguments.hidden.split(",")):
             keras.utils.set_random_seed(0)

@@ -48,7 +48,8 @@ def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
 @contextmanager
 def watched(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> Iterator[None]:
     """Add the seconds of routing, of each exchange and of what they wait in, and note how many rows experts get."""
-    exchange, regions = mixture.exchange, getattr(mixture.exchange, "regions", None)
+    exchange = mixture.exchange
+    regions = getattr(getattr(exchange, "host", exchange), "regions", None)
     places = [(exchange, name, name) for name in EXCHANGES]
     places += [(mixture, "route", "routing"), (Routing, "gradient", "routing, backward")]
     if regions is not None:

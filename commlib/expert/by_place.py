@@ -22,7 +22,7 @@ class ByPlace:
     """
 
     def __init__(self, comm: Communicator, host: Exchange, make: Callable[[], OnDevice]) -> None:
-        self.placement, self._comm, self._host, self._make = host.placement, comm, host, make
+        self.placement, self.host, self._comm, self._make = host.placement, host, comm, make
         self.places: set[str] = set()
         """Where rows have been so far: the names of kinds of devices, "" for the host."""
         self._there: OnDevice | None = None
@@ -32,7 +32,7 @@ class ByPlace:
         if name not in self.places:
             check_agreement(self._comm, "experts", [what, f"rows on {name or 'the host'}"])
             self.places.add(name)
-        return (self._on_device() if name else self._host).dispatch(what, assigned, x, gates)
+        return (self._on_device() if name else self.host).dispatch(what, assigned, x, gates)
 
     def dispatch_back(self, what: str, passage: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
         return self._way_of(passage).dispatch_back(what, passage, rows, numbers)
@@ -44,7 +44,7 @@ class ByPlace:
         return self._way_of(passage).combine_back(what, passage, x)
 
     def _way_of(self, passage: Any) -> Exchange:
-        return self._on_device() if type(passage) is DevicePassage else self._host
+        return self._on_device() if type(passage) is DevicePassage else self.host
 
     def _on_device(self) -> Exchange:
         if self._there is None:
