@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
@@ -61,13 +62,15 @@ class Verdict:
     """What numbers say of a plan: why they can tell nothing ("" if they can), and what differs, if anything does.
 
     failed: where a rank with its part failed, or what it computed broke a rule, so that there is nothing to compare.
-    met: what the rules could not tell of the run that was compared.
+    met: what the rules could not tell of the run that was compared. trusts_backward: there are functions with a
+    backward of their own, whose gradients could not be compared.
     """
 
     untold: str = ""
     difference: Difference | None = None
     failed: Difference | None = None
     met: frozenset[str] = frozenset()
+    trusts_backward: bool = False
 
     def left(self, doubts: Sequence[Doubt]) -> list[Doubt]:
         """Return which doubts are left: those about operations that did not run when numbers were compared, or all."""
@@ -115,7 +118,10 @@ def _judged(
     found = _Compared(axis, whole, own, styles, checked, divided_output).verdict()
     if found.difference is None:
         same = all(axis.comm.all_gather_object(_alike(whole.results, own.results)))  # what was made of numbers counts
-        settled = (one for one in checked.doubts if not one.stays and (same or one.step.kind != "number"))
+        unsettled = set() if same else {"number"}
+        if found.trusts_backward:
+            unsettled.add("unknown")
+        settled = (one for one in checked.doubts if not one.stays and one.step.kind not in unsettled)
         return replace(found, met=frozenset(map(str, settled)))
     if draws:
         return Verdict("it draws random numbers in evaluation mode, too")
@@ -210,7 +216,11 @@ class _Compared:
             told = self._axis.comm.all_gather_object((alike[0] == alike[1], alike[0]))
             if not all(one and names == told[0][1] for one, names in told):
                 return Verdict(difference=self._parted(every, layers))
-        return self._differing(list(self._pairs(every, layers)))
+        has_gradients = self._whole.arriving is not None and self._own.arriving is not None
+        compared, custom = all(self._axis.comm.all_gather_object(has_gradients)), self._whole.is_custom
+        gradients = self._gradients(every, layers) if compared else ()
+        verdict = self._differing([*self._pairs(every, layers), *gradients])
+        return replace(verdict, trusts_backward=custom and not compared)
 
     def _steps(self, trace: Trace) -> list[Step]:
         return [step for step in trace.steps if step.kind not in FROM_OUTSIDE]
@@ -247,18 +257,45 @@ class _Compared:
                 values = values[:1]
             for value, part in values:
                 state = self._states[value]
-                if state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state)):
-                    if state.inner:
-                        continue
+                if self._can_pair(state) and not state.inner:
                     yield self._pair("its result", value, part, state), step, state, bool(step.layer)
         outputs = self._whole.trace.outputs, self._own.trace.outputs
         for at, (value, part) in enumerate(zip(*outputs, strict=False)):
             state = self._states[value]
             if state.name == "unknown" and not self._divided_output:
                 state = COMPUTED
-            if state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state)):
+            if self._can_pair(state):
                 step = self._whole.trace.maker(value)
                 yield self._pair(f"the model's result {at}", value, part, state), step, state, True
+
+    def _gradients(self, whole: list[Step], own: list[Step]) -> Iterator[tuple[Pair, Step, State, bool]]:
+        """Yield pairs of the gradients that come to layers' results, as `_pairs` does, with what passes them on."""
+        theirs, ours = self._whole.arriving or {}, self._own.arriving or {}
+        largest = max((float(np.abs(each).max(initial=0)) for each in theirs.values()), default=0.0)
+        for step, local in zip(whole, own, strict=True):
+            for value, part in zip(step.outputs, local.outputs, strict=True):
+                state = self._states[value]
+                lies = state.is_divided and not state.inner and state.copies(self._axis.size) == 1
+                if value in theirs and part in ours and (lies or state == COMPUTED) and self._can_pair(state):
+                    what = f"the gradient that it returns for {step.where}"
+                    pair = self._paired(what, ours[part], theirs[value], state)
+                    yield replace(pair, floor=largest / 1000), self._function_after(value) or step, state, True
+
+    def _function_after(self, value: int) -> Step | None:
+        """Return the first operation after a value that the rules do not know, before another layer."""
+        trace, waiting, seen = self._whole.trace, [value], {value}
+        while waiting:
+            for at in trace.users.get(waiting.pop(0), ()):
+                step = trace.steps[at]
+                if step.kind == "unknown":
+                    return step
+                if not step.layer:
+                    waiting += [one for one in step.outputs if one not in seen]
+                    seen.update(step.outputs)
+        return None
+
+    def _can_pair(self, state: State) -> bool:
+        return state.name not in ("unknown", "partial") and (state.parts == 1 or self._is_fused(state))
 
     def _of(self, value: int, state: State) -> State:
         known = self._states[value]
@@ -270,7 +307,9 @@ class _Compared:
         return state.parts == (parts if isinstance(parts, int) else len(parts))
 
     def _pair(self, what: str, value: int, part: int, state: State) -> Pair:
-        own, whole = self._own.values[part], self._whole.values[value]
+        return self._paired(what, self._own.values[part], self._whole.values[value], state)
+
+    def _paired(self, what: str, own: Array, whole: Array, state: State) -> Pair:
         if not state.is_divided:
             return Pair(what, own, whole)
         if state.copies(self._axis.size) > 1:
@@ -310,7 +349,7 @@ def refused(difference: Difference) -> UsageError:
     names = [state.source or state.by for state in (difference.state, *(one.state for one in suspects)) if state.by]
     by = names[0] if names else "the layers before"
     if suspects:
-        at = " and of ".join(one.step.at for one in suspects[-3:])
+        at = " and of ".join(dict.fromkeys(one.step.at for one in suspects[-3:]))
         doubt = f"; of {at} the rules do not know whether it can take parts"
     else:
         doubt = ""

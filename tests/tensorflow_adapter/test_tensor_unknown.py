@@ -31,7 +31,20 @@ def of_sum(h: Any) -> Any:
     return h / tf.reduce_sum(tf.abs(h), -1, keepdims=True)
 
 
+@tf.custom_gradient
+def clips_gradient(h: Any) -> Any:
+    return tf.identity(h), lambda g: tf.clip_by_norm(g, 0.001, axes=[-1])
+
+
+@tf.custom_gradient
+def turns_gradient(h: Any) -> Any:
+    return tf.identity(h), lambda g: -g
+
+
 WRONG: dict[str, Any] = {
+    "a gradient": clips_gradient,
+    "a gradient in a loop": lambda h: tf.map_fn(clips_gradient, h),
+    "a gradient by keras": lambda h: ops.custom_gradient(lambda u: (u * 1, lambda g: g - ops.mean(g)))(h),
     "a function": of_sum,
     "map_fn": lambda h: tf.map_fn(of_sum, h),
     "a loop": lambda h: ops.fori_loop(0, 2, lambda _, x: x / tf.reduce_sum(tf.abs(x)), h),
@@ -44,6 +57,7 @@ WRONG: dict[str, Any] = {
     "a length of tensors": lambda h: h * tf.cast(tf.shape(h)[-1], h.dtype),
 }
 RIGHT: dict[str, Any] = {
+    "a gradient": turns_gradient,
     "elementwise": lambda h: ops.celu(h) + tf.math.erf(h) + ops.logaddexp(h, h),
     "a function": tf.function(lambda h: tf.tanh(h) * 2),
     "map_fn": lambda h: tf.map_fn(tf.tanh, h),
@@ -80,7 +94,7 @@ def rows() -> Any:
     return tf.constant(values(4, 5, 8))
 
 
-SOME = ("a function", "a length")
+SOME = ("a function", "a length", "a gradient")
 
 
 def some(cases: dict[str, Any]) -> Any:
@@ -110,7 +124,7 @@ class TestWrong:
         with pytest.raises(UsageError, match=LINE):
             tf.function(model, autograph=False)(rows())
 
-    @pytest.mark.parametrize("name", ["a function", "qr", "a length"])
+    @pytest.mark.parametrize("name", ["a function", "qr", "a length", "a gradient"])
     def test_activations(self, comm: Any, name: str) -> None:
         """One of the user's was taken for one that looks at each element by itself."""
         model = keras.Sequential([keras.Input((5, 8)), L.Dense(12, WRONG[name], name="up"), L.Dense(8, name="down")])

@@ -44,21 +44,26 @@ def forward(
     """
     whole = guide is None or guide.cuts
     numbers = _numbers(model, layers, axis, styles, guide)
-    recorder = Recorder(model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide))
+    recorder = Recorder(
+        model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide),
+        detaches=True,
+    )  # fmt: skip
     error: Exception | None = None
     found: Mapping[str, Any] = {}
+    arriving: Mapping[str, Any] | None = None
 
     def once(values: Any) -> Any:
         recorder.run(values, training=training)
         if recorder.error is not None:
             raise recorder.error
         taken = {value for step in recorder.trace().steps if step.kind in GUIDED for value in step.inputs}
-        return {
+        values = {
             str(number): tensor
             for number, tensor in enumerate(recorder.tensors)
             if tensor.dtype not in (tf.resource, tf.variant, tf.string)
             and (number in taken or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
         }
+        return values, _arriving(recorder)
 
     with (
         tf.init_scope(),
@@ -68,7 +73,7 @@ def forward(
     ):
         given = numbers_of(call)
         try:
-            found = graph_of(once, given)(given)
+            found, arriving = graph_of(once, given)(given)
         except Exception as raised:
             if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
                 raise
@@ -77,7 +82,17 @@ def forward(
     return Run(
         recorder.trace(), values, {}, {}, {}, draws=training and error is None and recorder.draws,
         communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
+        is_custom=recorder.is_custom,
+        arriving=None if arriving is None else {int(number): _array(one) for number, one in arriving.items()},
     )  # fmt: skip
+
+
+def _arriving(recorder: Recorder) -> dict[str, Any] | None:
+    """Return the gradients that come to layers' results, where functions make them that are no derivatives."""
+    try:
+        return {str(number): one for number, one in recorder.arriving().items()} if recorder.is_custom else None
+    except Exception:  # what is not known to be right is warned of
+        return None
 
 
 def can_run_whole(layers: Layers, axis: Axis) -> bool:

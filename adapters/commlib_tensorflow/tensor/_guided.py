@@ -51,6 +51,12 @@ def exchanged(value: Any, given: Mapping[int, Any]) -> Any:
     return keras.tree.map_structure(lambda one: given.get(id(one), one), value) if given else value
 
 
+def detached(value: Any) -> Any:
+    """Return a nested structure whose gradients go nowhere."""
+    given = [one for one in keras.tree.flatten(value) if tf.is_tensor(one) and one.dtype.is_floating]
+    return exchanged(value, {id(one): _masked(tf.stop_gradient(one), one) for one in given})
+
+
 def _masked(x: Any, like: Any) -> Any:
     """Give a tensor the mask that Keras sends along with another one."""
     if (mask := getattr(like, "_keras_mask", None)) is not None:

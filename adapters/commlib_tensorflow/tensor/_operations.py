@@ -18,6 +18,9 @@ CALLS = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))
 Found = dict[str, Any]
 """The fields of a step: its kind, its inputs, and what goes with that."""
 
+_WRITTEN = "_gradient_op_type"
+"""The attribute of operations whose gradient is a function of its own."""
+
 SOURCES = frozenset((
     "Const", "Shape", "ShapeN", "Size", "Rank", "Fill", "Range", "LinSpace", "Placeholder", "ReadVariableOp",
     "VarHandleOp", "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniform", "RandomUniform",
@@ -41,6 +44,30 @@ def described(op: Any) -> Found:
     describe = _OPERATIONS.get(op.type) if known and op.outputs else None
     found = describe(op, inputs) if describe is not None else None
     return {"kind": "unknown", "inputs": inputs} if found is None else found
+
+
+def has_own_gradient(op: Any) -> bool:
+    """Return whether an operation, or one in a function that it calls, has a gradient that somebody has written."""
+    if _WRITTEN in op.node_def.attr:
+        return True
+    waiting = _called(op.node_def)
+    library = {one.signature.name: one for one in op.graph.as_graph_def().library.function} if waiting else {}
+    seen = set(waiting)
+    while waiting:
+        function = library.get(waiting.pop())
+        for node in () if function is None else function.node_def:
+            if _WRITTEN in node.attr:
+                return True
+            waiting |= _called(node) - seen
+            seen |= waiting
+    return False
+
+
+def _called(node: Any) -> set[str]:
+    """Return the names of the functions that a node calls."""
+    lists = [attr.list.func for attr in node.attr.values()]
+    single = [attr.func.name for attr in node.attr.values() if attr.HasField("func")]
+    return {*single, *(one.name for several in lists for one in several)}
 
 
 def _equation(equation: Equation, inputs: Sequence[Any]) -> Found:

@@ -22,9 +22,16 @@ from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
-from commlib_tensorflow.tensor._guided import Guided, exchanged
+from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
 from commlib_tensorflow.tensor._numbers import numbers_in
-from commlib_tensorflow.tensor._operations import CALLS, SOURCES, described, repeated, shape_of
+from commlib_tensorflow.tensor._operations import (
+    CALLS,
+    SOURCES,
+    described,
+    has_own_gradient,
+    repeated,
+    shape_of,
+)
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
 """Functions between ranks that a model may call itself, and where they are looked up."""
@@ -113,7 +120,7 @@ class Recorder:
 
     whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
     inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
-    know what they are where shapes are asked for.
+    know what they are where shapes are asked for. detaches: gradients end at layers, for `arriving`.
     """
 
     def __init__(
@@ -126,13 +133,16 @@ class Recorder:
         guided: Guided | None = None,
         inlines: bool = True,
         measures: bool = False,
+        detaches: bool = False,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
-        self._measures = measures
+        self._measures, self._detaches = measures, detaches
         self._whole = not styles_in(layers) if whole is None else whole
         self._guided = guided
         self.communicates = False
         """Ranks did so outside of layers."""
+        self.is_custom = False
+        """A function between layers has a gradient of its own."""
         self.hidden: list[str] = []
         """Layers with a style that ran in another graph: in a loop, a branch or a function."""
         self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
@@ -180,6 +190,19 @@ class Recorder:
         kinds = {op.type for op in self._graph.get_operations()}
         kinds |= {node.op for one in self._graph.as_graph_def().library.function for node in one.node_def}
         return any("Random" in kind or "Multinomial" in kind or "TruncatedNormal" in kind for kind in kinds)
+
+    def arriving(self) -> dict[int, Any]:
+        """Return gradients of layers' results by their numbers, which what comes before the next layers gives them.
+
+        They begin with numbers made of each element of what these take: of a part the same as of the whole.
+        """
+        calls = [call for call in self._calls if call.leaf and call.layer is not None]
+        taken = [tensor for call in calls for tensor in call.inputs] + self._results
+        ends = [tensor for tensor in taken if tensor.dtype.is_floating and getattr(tensor, "graph", None) is self._graph]
+        made = [tensor for call in calls for tensor in call.results if tensor.dtype.is_floating]
+        given = [tf.cos(3 * end + 1) for end in ends]
+        found = tf.gradients(ends, made, given, unconnected_gradients="zero") if ends and made else []
+        return {self._recording.number(tensor): one for tensor, one in zip(made, found, strict=True)}
 
     def trace(self) -> Trace:
         """Return the trace of what ran."""
@@ -322,6 +345,8 @@ class Recorder:
             result = plain(layer, *args, **options)
             if guided is not None:
                 result = exchanged(result, guided.result(tensors_in(result)))
+            if leaf and self._detaches:
+                result = detached(result)
             call.results = tensors_in(result)
         finally:
             self._inside -= leaf
@@ -363,7 +388,9 @@ class Recorder:
         inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
         text = f"{op.type} in {inside[-1] if inside else 'the model'}"
         self.communicates |= op.type in CALLS
+        self.is_custom |= has_own_gradient(op)
         if op.type == "IdentityN":
+            text = text.replace(op.type, "a custom_gradient") if has_own_gradient(op) else text
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
                 self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
             return
