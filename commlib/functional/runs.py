@@ -28,9 +28,9 @@ class Run:
 
     shards: of the weights that are divided. shardings: of the outputs of layers that divide them, by name. draws: it
     has drawn random numbers. results: the numbers of Python that it returned. communicates: ranks did so outside of
-    layers. hides: divided layers ran where they could not be seen. error: what it failed with, after its trace. is_custom:
-    it has functions between layers with a backward of their own. arriving: gradients of layers' results, by the numbers
-    of these, made by what lies between those layers and the next ones alone; None if nobody asked, or there are none.
+    layers. hides: divided layers ran where they could not be seen. error: what it failed with, after its trace.
+    is_custom: it has functions between layers with a backward of their own. arriving: gradients of layers' results, by
+    the numbers of these, made by what lies between those layers and the next ones; None if nobody asked, or none is.
     """
 
     trace: Trace

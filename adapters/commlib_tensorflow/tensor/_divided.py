@@ -14,7 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Style
+from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow.tensor._dividing import as_whole, divide
 from commlib_tensorflow.tensor._gathering import check_activity
 from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
@@ -58,10 +58,12 @@ class OwnVariables:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the layer; the first time, compare how ranks do that, but not while Keras asks for shapes alone."""
-        if self.agreement is not None and not self.agreement.is_settled("first used") and tf.is_tensor(args[0]):
+        x: Any = args[0] if args else next(iter(options.values()), None)
+        if self.agreement is not None and hasattr(x, "shape") and not isinstance(x, keras.KerasTensor):
             if self.plan_check is not None:
-                self.plan_check.used(self.name)
-            self.compare("first used", input=f"{args[0].dtype.name}, {len(args[0].shape)} dimensions")
+                self.plan_check.used(self)
+            if not self.agreement.is_settled("first used"):
+                self.compare("first used", input=f"{x.dtype.name}, {len(x.shape)} dimensions")
         return super().__call__(*args, **options)  # type: ignore[misc]
 
     @property
@@ -99,6 +101,15 @@ class OwnVariables:
         super()._check_quantize_args(mode, compute_dtype)  # type: ignore[misc]
 
 
+def gives_part(layer: Any) -> bool:
+    """Return whether what a divided layer returns is this rank's part; not for layers within attention."""
+    style = layer.style
+    if isinstance(style, Row):
+        return style.sequence is not None
+    is_table = isinstance(layer, keras.layers.Embedding) and isinstance(style, Vocabulary)
+    return not (style.gather or is_table) and getattr(layer, "enters", True)
+
+
 def added_up(part: Any, bias: Any, axis: Axis, sequence: int | None) -> Any:
     """Return the sum over the ranks, whole or this rank's shard of it, and then the bias, once."""
     x = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
@@ -130,12 +141,13 @@ def is_elementwise(activation: Any, length: int = 8) -> bool:
 def _tried(activation: Any, x: Any) -> Any:
     """Return what an activation gives, and its gradient, which may be a function of its own, one above the other."""
 
-    @tf.autograph.experimental.do_not_convert
     def tried(x: Any) -> Any:
         result = activation(x)
         return result, tf.gradients(result, x, tf.cos(3 * x + 1), unconnected_gradients="zero")[0]
 
-    return np.stack([one.numpy() for one in tf.function(tried, autograph=False)(x)])
+    plain = tf.autograph.experimental.do_not_convert(tried)
+    found = tf.function(plain, autograph=False).get_concrete_function(tf.TensorSpec(x.shape, x.dtype))
+    return np.stack([one.numpy() for one in found(x)])
 
 
 def check_elementwise(what: str, activation: Any, style: Column, length: int) -> None:

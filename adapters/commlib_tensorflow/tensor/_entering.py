@@ -14,15 +14,15 @@ import tensorflow as tf
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY
+from commlib_tensorflow.tensor._call_context import current_call
 from commlib_tensorflow.tensor.moves import moved
 
-try:  # none of it is public: without it every layer moves its input
-    from keras.src.backend.common.global_state import get_global_attribute as _of_keras
+try:  # it is not public: without it every layer moves its input
     from tensorflow.python.eager.record import should_record_backprop as _is_recorded
 except ImportError:
 
-    def _of_keras(name: str) -> Any:
-        return None
+    def _is_recorded(tensors: Any) -> Any:
+        return object()
 
 
 _LAST = "commlib_entered"
@@ -45,7 +45,7 @@ class _Entered(NamedTuple):
 
 def entered(x: Any, axis: Axis, sequence: int | None) -> Any:
     """Return the input of what divides its outputs: as it is, or gathered along the sequence."""
-    call = _of_keras("current_call_ctx")  # Keras': from the outermost layer's call to its end
+    call = current_call()
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     last: _Entered | None = getattr(call, _LAST, None)
     if last is not None and last.holds(x, axis, sequence, graph):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
@@ -19,6 +21,8 @@ from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call
+from commlib_tensorflow.tensor._divided import gives_part
 from commlib_tensorflow.tensor._forward import can_run_whole, forward
 from commlib_tensorflow.tensor._numbers import styles_of_numbers
 from commlib_tensorflow.tensor._runs import ran
@@ -96,7 +100,7 @@ def known_call(model: Any) -> Any:
     Lengths that the model leaves open get some number.
     """
     if isinstance(model, keras.Sequential):
-        given = model.inputs[0] if model.built else None
+        given = model.inputs[0] if model.built and model.inputs else None
     else:
         given = getattr(model, "_inputs_struct", None)  # `inputs` has lost the names of a dict
     return None if given is None else keras.tree.map_structure(_spec, given)
@@ -107,25 +111,53 @@ def _spec(one: Any) -> tf.TensorSpec:
 
 
 class Unchecked:
-    """What the layers of a model have whose plan is to be checked yet. model: its name."""
+    """What the divided layers of a model have: whether its plan was checked, and by what they may be called."""
 
-    def __init__(self, model: str, axis: Axis, *, divided_output: bool) -> None:
-        self._model, self.axis, self.divided_output = model, axis, divided_output
+    def __init__(self, model: Any, axis: Axis, *, divided_output: bool) -> None:
+        self._model, self.axis, self.divided_output = weakref.ref(model), axis, divided_output
+        self._name = type(model).__name__
         self.warns = axis.rank == 0
         self.modes: set[bool] = set()
         """In which its plan was checked: in training, or not."""
         self.is_checking = False
+        self.in_pieces = False
+        """A pipeline calls the layers, which has checked that."""
+        self._callers: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+        """Outermost layers that call some of these, and in which modes they may."""
+        self._told: set[str] = set()
 
     @property
     def done(self) -> bool:
         """The plan was checked, in one mode at least."""
         return bool(self.modes)
 
-    def used(self, name: str) -> None:
-        """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
-        if self.warns and not (self.done or self.is_checking):
+    def used(self, layer: Any) -> None:
+        """Hear that a divided layer is used: check what calls it, if that is another model made of the same layers.
+
+        What cannot be checked is warned of, once. Collective for such a model. Raises UsageError, each time.
+        """
+        call = current_call()
+        caller = layer if call is None else call.entry_layer
+        if self.is_checking or self.in_pieces or caller is self._model():
+            return
+        trains = call is not None and bool(call.get_value("training"))
+        if trains in self._callers.get(caller, ()):
+            return
+        if any(one is self._model() for one in caller._flatten_layers()):
+            self._callers[caller] = {False, True}
+        elif known_call(caller) is not None:
+            check_another(caller, self.axis, training=trains)
+            self._callers.setdefault(caller, set()).add(trains)
+        elif self.warns and not self.done:
             self.warns = False
-            warnings.warn(not_checked(self._model, name), stacklevel=4)
+            warnings.warn(not_checked(self._name, layer.name), stacklevel=4)
+        elif self.axis.rank == 0 and layer.name not in self._told and gives_part(layer) and not self.divided_output:
+            self._told.add(layer.name)
+            warnings.warn(
+                f"plan: {layer.name} is called outside of {self._name}, whose plan was checked: it returns this rank's "
+                "part, and nothing tells whether that is right there: call the model, or give it gather=True",
+                stacklevel=4,
+            )
 
 
 def check_stages(comm: Communicator, graph: Any) -> None:
@@ -137,7 +169,10 @@ def check_stages(comm: Communicator, graph: Any) -> None:
     if not styles_in(layers):
         return
     given = (getattr(layer, "plan_check", None) for layer in layers.values())
-    left = [one for one in given if isinstance(one, Unchecked) and not one.done]
+    every = [one for one in given if isinstance(one, Unchecked)]
+    left = [one for one in every if not one.done]
+    for one in every:
+        one.in_pieces = True
     axes = {one.axis.comm: one.axis for one in left}
     axis = next(iter(axes.values())) if len(axes) == 1 else None
     traced, warns = Traced(graph, layers, axis), any(one.warns for one in left)
@@ -147,14 +182,40 @@ def check_stages(comm: Communicator, graph: Any) -> None:
         one.modes |= {False, True}
 
 
+def check_another(model: Any, axis: Axis, *, training: bool) -> None:
+    """Check a functional model, made of layers of one that is divided, at its first call. Collective over the axis."""
+    layers = layers_of(model)
+    checks = {id(one): one for layer in layers.values() if (one := getattr(layer, "plan_check", None)) is not None}
+    for one in checks.values():
+        one.is_checking = True
+    try:
+        with call_of_its_own():
+            traced = Traced(model, layers, axis, training=training)
+            divided_output = all(one.divided_output for one in checks.values())
+            call = known_call(model)
+            check_first_call(axis, traced, call, divided_output=divided_output, warns=axis.rank == 0)
+    except UsageError as error:
+        raise UsageError(f"{model.name}, made of layers of a divided model: {error}") from error
+    finally:
+        for one in checks.values():
+            one.is_checking = False
+
+
+def watched(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> Unchecked:
+    """Let the divided layers of a model hear by what they are called; its plan is not checked yet."""
+    unchecked = Unchecked(model, axis, divided_output=divided_output)
+    for name in styles_in(layers):
+        if getattr(layers[name], "plan_check", None) is None or not layers[name].plan_check.done:
+            layers[name].plan_check = unchecked
+    return unchecked
+
+
 def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> None:
     """Check a divided model's plan when it is called for the first time, before that call.
 
     A model that was evaluated first may do other things when it is trained: it is checked once more then.
     """
-    unchecked = Unchecked(type(model).__name__, axis, divided_output=divided_output)
-    for name in styles_in(layers):
-        layers[name].plan_check = unchecked
+    unchecked = watched(model, layers, axis, divided_output=divided_output)
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         if (training := _trains(model, options)) not in unchecked.modes:
@@ -180,7 +241,8 @@ def _check(model: Any, layers: Layers, unchecked: Unchecked, inputs: Any, traini
     traced = Traced(model, layers, axis, training=training)
     unchecked.is_checking = True
     try:
-        check_first_call(axis, traced, inputs, divided_output=unchecked.divided_output, warns=unchecked.warns)
+        with call_of_its_own():
+            check_first_call(axis, traced, inputs, divided_output=unchecked.divided_output, warns=unchecked.warns)
         if unchecked.warns:
             traced.warn()
         unchecked.modes.add(training)

@@ -25,7 +25,7 @@ from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
-from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
+from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call, watched
 from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
@@ -120,6 +120,7 @@ def parallelize(
     model.train_function = model.test_function = model.predict_function = None
     if checks is not None:
         checks.divided()
+        watched(model, layers, shared, divided_output=divided_output).modes |= {False, True}
     else:
         check_at_first_call(model, layers, shared, divided_output=divided_output)
     return model

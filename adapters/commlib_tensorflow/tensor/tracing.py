@@ -197,9 +197,9 @@ class Recorder:
         They begin with numbers made of each element of what these take: of a part the same as of the whole.
         """
         calls = [call for call in self._calls if call.leaf and call.layer is not None]
-        taken = [tensor for call in calls for tensor in call.inputs] + self._results
-        ends = [tensor for tensor in taken if tensor.dtype.is_floating and getattr(tensor, "graph", None) is self._graph]
-        made = [tensor for call in calls for tensor in call.results if tensor.dtype.is_floating]
+        taken = [one for call in calls for one in call.inputs] + self._results
+        ends = [one for one in taken if one.dtype.is_floating and getattr(one, "graph", None) is self._graph]
+        made = [one for call in calls for one in call.results if one.dtype.is_floating]
         given = [tf.cos(3 * end + 1) for end in ends]
         found = tf.gradients(ends, made, given, unconnected_gradients="zero") if ends and made else []
         return {self._recording.number(tensor): one for tensor, one in zip(made, found, strict=True)}

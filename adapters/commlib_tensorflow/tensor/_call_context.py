@@ -1,0 +1,36 @@
+"""Call context: what Keras notes of the outermost layer that is being called, such as whether it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+try:  # none of it is public: without it nobody knows by what a layer is called
+    from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+except ImportError:
+
+    def get_global_attribute(name: str) -> Any:
+        return None
+
+    def set_global_attribute(name: str, value: Any) -> None:
+        return None
+
+
+_CALL = "current_call_ctx"
+
+
+def current_call() -> Any:
+    """Return Keras' context, from the outermost layer's call to its end; None outside of all calls."""
+    return get_global_attribute(_CALL)
+
+
+@contextmanager
+def call_of_its_own() -> Iterator[None]:
+    """Let a call within another one be the outermost, and let that one go on as it was."""
+    before = current_call()
+    set_global_attribute(_CALL, None)
+    try:
+        yield
+    finally:
+        set_global_attribute(_CALL, before)

@@ -1,0 +1,106 @@
+"""Models made of layers of a divided model, and calls of such layers, were never checked: parts came out in silence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN: Plan = {"up": Column(), "down": Row()}
+pytestmark = pytest.mark.ranks(min=2)
+
+
+def plain() -> Any:
+    given = keras.Input((6,))
+    return filled(keras.Model(given, L.Dense(4, name="down")(L.Dense(8, "relu", name="up")(given))))
+
+
+def divided(comm: Any) -> Any:
+    return parallelize(plain(), comm, PLAN)
+
+
+def test_models_made_of_divided_layers(comm: Any) -> None:
+    model, x = divided(comm), values(3, 6)
+    up, down = model.get_layer("up"), model.get_layer("down")
+    parts = keras.Model(model.inputs[0], up.output)
+    for model_of_parts in (parts, keras.Model(model.inputs[0], [model.output, up.output]), keras.Sequential([up])):
+        with pytest.raises(UsageError, match=r"(?s)made of layers of a divided model.*returns what is whole"):
+            model_of_parts(x)
+    with pytest.raises(UsageError, match="made of layers of a divided model"):  # each time, and while it is traced
+        parts.predict(x, verbose=0)
+    with pytest.raises(UsageError, match="takes all features"):
+        keras.Model(model.inputs[0], filled(sequential(L.Dense(2), shape=(8,)))(up.output))(x)
+    expected = plain()(x)
+    near(keras.Sequential([up, down])(x), expected)
+    near(keras.Model(model.inputs[0], [model.output * 2, model.output])(x, training=True)[0], expected * 2)
+    given = keras.Input((6,))
+    near(keras.Model(given, model(given) * 3)(x), expected * 3)
+
+
+@pytest.mark.long
+def test_a_model_of_parts_that_may_be(comm: Any) -> None:
+    model = parallelize(plain(), comm, PLAN, divided_output=True)
+    whole, x = plain(), values(3, 6)
+    own = np.split(np.asarray(keras.Model(whole.inputs[0], whole.get_layer("up").output)(x)), comm.size, -1)
+    if 8 % comm.size == 0:
+        near(keras.Model(model.inputs[0], model.get_layer("up").output)(x), own[comm.rank])
+
+
+class Borrowing(keras.Model):  # type: ignore[misc]
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("borrows", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_layer_that_is_called_by_others_is_warned_of(comm: Any, borrows: bool) -> None:
+    """A step of one's own that calls a divided layer got a part, and was not told so."""
+    model, x = divided(comm), values(3, 6)
+    up = model.get_layer("up")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(x)
+        for _ in range(2):
+            (Borrowing(up) if borrows else up)(x)
+    told = [str(one.message) for one in said if "outside of" in str(one.message)]
+    assert len(told) == (comm.rank == 0)
+    assert all("up is called" in text and "this rank's part" in text for text in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        near(Borrowing(model)(x), plain()(x))
+
+
+class Dropping(keras.Model):  # type: ignore[misc]
+    """Leaves it to Keras to tell its layers that they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = L.Dense(8, name="up"), L.Dense(4, name="down"), L.BatchNormalization()
+
+    def call(self, x: Any) -> Any:
+        return self.norm(self.down(self.up(x)))
+
+
+def test_the_first_call_trains(comm: Any) -> None:
+    """The look before the first call ended Keras' context of it: layers after that were not trained in it."""
+    model, x = Dropping(), values(3, 6)
+    model(x)
+    parallelize(filled(model), comm, PLAN)
+    reference = Dropping()
+    reference(x)
+    near(model(x, training=True), filled(reference)(x, training=True))
