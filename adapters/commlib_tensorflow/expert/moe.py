@@ -26,7 +26,7 @@ from commlib_tensorflow.expert._padding import kept, without
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor._exporting import watch_exports
-from commlib_tensorflow.tensor.state import InFiles
+from commlib_tensorflow.tensor._in_files import InFiles
 
 
 class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types

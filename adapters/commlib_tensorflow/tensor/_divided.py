@@ -17,6 +17,7 @@ from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow.tensor._dividing import as_whole, divide
 from commlib_tensorflow.tensor._gathering import check_activity
+from commlib_tensorflow.tensor._in_files import InFiles
 from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import copy, moved
@@ -28,12 +29,11 @@ _ELEMENTWISE = frozenset((
 ))  # fmt: skip
 
 
-class OwnVariables:
+class OwnVariables(InFiles):
     """A divided layer of Keras: what would make other variables of its own does not know that they are parts."""
 
     name: str
     path: str
-    variables: list[Any]
     lora_enabled: bool
     lora_rank: int
     lora_alpha: float

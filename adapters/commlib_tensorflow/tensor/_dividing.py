@@ -12,7 +12,9 @@ from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import mark, shard_of, whole_shape
+from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._gathering import regularize_whole
+from commlib_tensorflow.tensor._reading import watch_reading
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
 Shardings = Sequence[tuple[Any, Sharding]]
@@ -47,6 +49,8 @@ def divide(what: str, axis: Axis, shardings: Shardings) -> None:
     """
     check_division(what, shardings, Division(axis))
     watch_optimizers()
+    watch_exports()
+    watch_reading()
     for variable, sharding in shardings:
         if shard_of(variable) is not None:
             continue  # tied

@@ -1,29 +1,47 @@
-"""Exports: what Keras writes for those who serve a model has all weights in one process, or is refused."""
+"""Exports and files: what Keras writes of a model has all weights in one process, or is refused before it begins."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.legacy.saving import legacy_h5_format
 
 from commlib_tensorflow._keras_reduction import replace
-from commlib_tensorflow.tensor.state import InFiles
+from commlib_tensorflow.tensor._in_files import InFiles
 
 
 def watch_exports() -> None:
-    """Refuse, from now on, to export models of which ranks have parts, as files of weights are refused."""
+    """Refuse, from now on, to export models of which ranks have parts, and to write them into files."""
     for owner, name in ((keras.Model, "export"), (keras.export.ExportArchive, "track")):
-        replace(next(kind for kind in owner.__mro__ if name in vars(kind)), name, _refusing)
+        replace(_defining(owner, name), name, _refusing_exports)
+    for name in ("save", "save_weights"):
+        replace(_defining(keras.Model, name), name, _refusing_files)
+    if "save_model_to_hdf5" in vars(legacy_h5_format):  # private; of keras.saving.save_model
+        replace(legacy_h5_format, "save_model_to_hdf5", _refusing_files)
 
 
-def _refusing(original: Any) -> Any:
+def _defining(owner: Any, name: str) -> Any:
+    return next(kind for kind in owner.__mro__ if name in vars(kind))
+
+
+def _refusing_exports(original: Any) -> Any:
+    return _refusing(original, lambda layer: layer.check_export())
+
+
+def _refusing_files(original: Any) -> Any:
+    return _refusing(original, lambda layer: layer.check_whole())
+
+
+def _refusing(original: Any, check: Callable[[InFiles], None]) -> Any:
     @functools.wraps(original)
     def whole(self: Any, *args: Any, **options: Any) -> Any:
         given = [one for one in (self, *args, *options.values()) if isinstance(one, keras.layers.Layer)]
         for layer in (inner for one in given for inner in one._flatten_layers()):
             if isinstance(layer, InFiles):
-                layer.check_export()
+                check(layer)
         return original(self, *args, **options)
 
     return whole

@@ -11,6 +11,7 @@ from commlib.tensor.styles import Column, Row
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._in_files import kept_as
 from commlib_tensorflow.tensor._masks import gathered_mask
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.moves import moved
@@ -48,10 +49,12 @@ class ColumnAttention:
         self.divided_axis, self.style = axis, style
         heads = _units(self)
         for name, dense in _projections(self).items():
-            dense.__class__ = ColumnEinsumDense
+            plain: Any = type(dense)
+            dense.__class__ = kept_as(ColumnEinsumDense, plain)
             dense.become(f"{what}/{name}", axis, Column(units=heads))
             dense.enters = False
-        self._output_dense.__class__ = RowEinsumDense
+        plain = type(self._output_dense)
+        self._output_dense.__class__ = kept_as(RowEinsumDense, plain)
         self._output_dense.become(f"{what}/attention_output", axis, Row(units=heads, sequence=style.sequence))
         divide_streams(self._dropout_layer, axis)
 

@@ -21,15 +21,16 @@ from commlib.tensor.styles import PerRank, Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor._callbacks import watch_callbacks
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
-from commlib_tensorflow.tensor._exporting import watch_exports
+from commlib_tensorflow.tensor._in_files import kept_as
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call, watched
 from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
-from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
+from commlib_tensorflow.tensor.state import divide_optimizer
 from commlib_tensorflow.tensor.streams import draw_alike
 
 
@@ -104,9 +105,9 @@ def parallelize(
                 Checks(trained, shared, given, call, divided_output=divided_output).compare_numbers()
     draw_alike(axis)
     watch_earlier_optimizers()
+    watch_callbacks()
     for name, layer, style, kind in found:
         if kind is not None and not hasattr(layer, "become"):  # one that has several names has become it by the first
-            watch_exports()
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
             layer.style = style  # the plan's, where a layer has made another one of it

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -52,17 +51,52 @@ def gather_model(model: keras.Model) -> keras.Model:
     weights = gather_weights(model)
     if not whole.built:
         raise UsageError(f"gather_model: {model.name!r} is not built by its configuration: use gather_weights(model)")
-    for layer, made in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
-        if getattr(made, "lora_enabled", False):
-            made.lora_alpha = layer.lora_alpha  # not all of Keras' layers take it from a configuration
     whole.set_weights(weights)
     if model.compiled:
+        known = model.optimizer._trainable_variables if model.optimizer.built else model.trainable_variables
+        known_ids = set(
+            map(id, known)
+        )  # frozen since or not: compile_from_config makes an optimizer of what trains now
+        whole.trainable = True
+        for weight, made in zip(model.weights, whole.weights, strict=True):
+            made.trainable = id(weight) in known_ids
         whole.compile_from_config(model.get_compile_config())
-        singles, lists = _whole_state(model.optimizer)
-        if singles:
-            whole.optimizer.build(whole.trainable_variables)
-            put_state(whole.optimizer, singles, {name: dict(enumerate(values)) for name, values in lists.items()})
+        _take_optimizer(model, whole)
+    _take_settings(model, whole)
     return whole
+
+
+def _take_settings(model: Any, whole: Any) -> None:
+    """Give a model made from the configuration of another one what that does not say."""
+    for layer, made in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
+        if made.trainable != layer.trainable:
+            made.trainable = layer.trainable
+        if getattr(made, "lora_enabled", False):
+            made.lora_alpha = layer.lora_alpha  # not all of Keras' layers take it from a configuration
+    for variable, made in zip(model.weights, whole.weights, strict=True):  # those within a frozen layer
+        if made.trainable != variable.trainable:
+            made.trainable = variable.trainable
+
+
+def _take_optimizer(model: Any, whole: Any) -> None:
+    """Give the optimizer of a whole model what that of the divided one has kept."""
+    pairs = [(model.optimizer, whole.optimizer)]
+    if (inner := getattr(model.optimizer, "inner_optimizer", None)) is not None:  # of a LossScaleOptimizer
+        pairs.append((inner, whole.optimizer.inner_optimizer))
+    made = {id(weight): other for weight, other in zip(model.weights, whole.weights, strict=True)}
+    for optimizer, other in pairs:
+        singles, lists = _whole_state(optimizer)
+        if not singles:
+            continue
+        weights = [made.get(id(weight)) for weight in optimizer._trainable_variables]
+        if any(weight is None for weight in weights):
+            raise UsageError(
+                f"gather_model: {optimizer.name} of {model.name!r} updates weights that are not the model's: "
+                "compile it anew, or use gather_weights(model)"
+            )
+        if not other.built:
+            other.build(weights)
+        put_state(other, singles, {name: dict(enumerate(values)) for name, values in lists.items()})
 
 
 def divide_optimizer(optimizer: Any) -> None:
@@ -80,61 +114,6 @@ def divide_optimizer(optimizer: Any) -> None:
     optimizer._trainable_variables_indices = {
         optimizer._var_key(weight): place for place, weight in enumerate(optimizer._trainable_variables)
     }
-
-
-@cache
-def kept_as(kind: type, plain: type) -> type:
-    """Return a class of layers that are `kind`, and say that they are `plain` to who writes or reads files."""
-    return type(kind.__name__, (InFiles, kind), {"__doc__": kind.__doc__, "__class__": property(lambda self: plain)})
-
-
-class InFiles:
-    """A layer over `axis`: take own parts of what is read; refuse to write them as if they were all."""
-
-    axis: Any
-    variables: list[Any]
-    whole_by = "save gather_model(model), on which all ranks call gather_model and one of them save or export"
-    """What to do instead, for errors."""
-
-    def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file would have one rank's part."""
-        self._check_whole()
-        super().save_own_variables(store)  # type: ignore[misc]
-
-    def check_export(self) -> None:
-        """Raise UsageError where what is exported, to be served by one process, would have one rank's part."""
-        self._check_whole()
-
-    def _check_whole(self) -> None:
-        if self.axis.size > 1:
-            whose = f"rank {self.axis.rank} of {self.axis.comm.name}"
-            raise UsageError(f"{whose} has a part of this model: {self.whole_by}")
-
-    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
-        if save_type == "savedmodel":  # tf.saved_model.save
-            self.check_export()
-        return super()._trackable_children(save_type, **options)  # type: ignore[misc]
-
-    def load_own_variables(self, store: Any) -> None:
-        """Read a whole layer."""
-        super().load_own_variables(_Parts(store, self.variables))  # type: ignore[misc]
-
-
-class _Parts(Mapping[str, Any]):
-    """A file's values for one layer, by their numbers, of which this rank takes its parts."""
-
-    def __init__(self, store: Any, variables: Sequence[Any]) -> None:
-        self._store, self._variables = store, variables
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._store[key]
-        return own_of(self._variables[int(key)], value) if key.isdigit() else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._store.keys())
-
-    def __len__(self) -> int:
-        return len(self._store.keys())
 
 
 def _whole_state(optimizer: Any) -> tuple[dict[str, Array], dict[str, list[Array | None]]]:

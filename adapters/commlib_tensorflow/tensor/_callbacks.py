@@ -1,0 +1,174 @@
+"""Callbacks that keep a divided model: rank 0 of the axis runs Keras' own, with a model whose files are whole.
+
+The other ranks do what it asks for: give their parts, read what it reads, and set what it sets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.functional.agreement import together
+from commlib.horovod.callbacks import BestModel
+from commlib.tensor.sharding import Sharding
+from commlib_tensorflow._keras_reduction import replace
+from commlib_tensorflow._shards import shards_in
+from commlib_tensorflow.tensor.state import gather_model
+
+_KEEPERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+_HOOKS = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_train_batch_end")
+_PLAIN = (bool, int, float, str, np.generic, type(None))
+
+
+def watch_callbacks() -> None:
+    """Let Keras' callbacks that save models know, from now on, of those that are divided."""
+    replace(keras.callbacks.CallbackList, "set_model", _keeping)
+
+
+def _keeping(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_model(self: Any, model: Any) -> None:
+        comm = _divided_over(model)
+        if comm is not None:
+            names = [type(one).__name__ for one in self.callbacks if _keeps(one)]
+            every = comm.all_gather_object(names)
+            if any(other != every[0] for other in every):
+                raise UsageError(
+                    f"fit: callbacks that keep a divided model are {every} on the ranks of {comm.name}: give the same "
+                    "to all of them, of which one writes"
+                )
+            self.callbacks[:] = [OneForAll(one, comm) if _keeps(one) else one for one in self.callbacks]
+        original(self, model)
+
+    return set_model
+
+
+def _keeps(callback: Any) -> bool:
+    return type(callback) in _KEEPERS or isinstance(callback, BestModel)
+
+
+def _divided_over(model: Any) -> Communicator | None:
+    """Return the ranks that have the parts of a model, if it is divided over one axis, and `save` is Keras' own."""
+    if not isinstance(model, keras.Model) or type(model).save is not keras.Model.save:
+        return None
+    shards = [shard for _, shard in shards_in(model) if shard.axis.size > 1]
+    axes = list(dict.fromkeys(shard.axis for shard in shards))
+    if len({axis.comm for axis in axes}) != 1 or not all(isinstance(shard.sharding, Sharding) for shard in shards):
+        return None
+    return axes[0].comm
+
+
+class OneForAll(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Lets rank 0 run a callback of Keras for all ranks."""
+
+    def __init__(self, callback: Any, comm: Communicator) -> None:
+        super().__init__()
+        self.callback, self.comm = callback, comm
+
+    def set_model(self, model: Any) -> None:
+        """Take the model."""
+        super().set_model(model)
+        self.callback.set_model(WholeInFiles(model, self.comm) if self.comm.rank == 0 else model)
+
+    def set_params(self, params: Any) -> None:
+        """Take what `fit` was told."""
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def run(self, hook: str, *args: Any, **options: Any) -> None:
+        """Run a hook on rank 0, and serve it on the others; all know afterwards what the callback knows. Collective."""
+        if hook == "on_train_batch_end" and getattr(self.callback, "save_freq", None) == "epoch":
+            return  # it has nothing to do then
+        raised = self._lead(hook, *args, **options) if self.comm.rank == 0 else self._follow()
+        if raised is not None:
+            raise raised
+
+    def _lead(self, hook: str, *args: Any, **options: Any) -> Exception | None:
+        raised = None
+        try:
+            getattr(self.callback, hook)(*args, **options)
+        except Exception as error:
+            raised = error
+        known = {name: value for name, value in vars(self.callback).items() if isinstance(value, _PLAIN)}
+        self.comm.broadcast_object(("", known, "" if raised is None else f"{type(raised).__name__}: {raised}"))
+        return raised
+
+    def _follow(self) -> Exception | None:
+        raised: Exception | None = None
+        while True:
+            what, *given = self.comm.broadcast_object(None)
+            if not what:
+                break
+            try:
+                _ACTIONS[what](self.model, self.comm, *given)
+            except Exception as error:
+                raised = error
+        known, text = given
+        vars(self.callback).update(known)
+        if not text:
+            return None
+        return raised or UsageError(f"{type(self.callback).__name__}, which rank 0 of {self.comm.name} runs: {text}")
+
+
+def _hook(name: str) -> Callable[..., None]:
+    def run(self: OneForAll, *args: Any, **options: Any) -> None:
+        self.run(name, *args, **options)
+
+    run.__name__, run.__doc__ = name, "Do what the callback does, if it does anything then."
+    return run
+
+
+for _name in _HOOKS:
+    setattr(OneForAll, _name, _hook(_name))
+
+
+class WholeInFiles:
+    """A divided model on rank 0, for a callback: what it saves is the whole, to which all ranks give their parts."""
+
+    def __init__(self, model: Any, comm: Communicator) -> None:
+        vars(self).update(_model=model, _comm=comm)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def save(self, *args: Any, **options: Any) -> None:
+        """Save the whole model as Keras does."""
+        self._ask("gather").save(*args, **options)
+
+    def save_weights(self, *args: Any, **options: Any) -> None:
+        """Save the weights of the whole model as Keras does."""
+        self._ask("gather").save_weights(*args, **options)
+
+    def load_weights(self, *args: Any, **options: Any) -> None:
+        """Load weights of the whole model, on all ranks."""
+        self._ask("load", args, options)
+
+    def _ask(self, what: str, *given: Any) -> Any:
+        self._comm.broadcast_object((what, *given))
+        return _ACTIONS[what](self._model, self._comm, *given)
+
+
+def _gather(model: Any, comm: Communicator) -> Any:
+    return gather_model(model)
+
+
+def _load(model: Any, comm: Communicator, args: Any, options: Any) -> None:
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    together(comm, lambda: model.load_weights(*args, **options))
+
+
+def _set(model: Any, comm: Communicator, name: str, value: Any) -> None:
+    setattr(model, name, value)
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {"gather": _gather, "load": _load, "set": _set}
