@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.communicator import Communicator
+from commlib.functional.shards import Shard
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib_torch._bridge import to_array
@@ -68,10 +69,14 @@ def powers_of(
     """Yield as `powers_by_axis` does for (gradient, whose it is); that of nobody is whole."""
     pairs = list(given)
     shards = [None if owner is None else shard_of(owner) for _, owner in pairs]
+    gradients = [
+        gradient if gradient is None or shard is None else _counted(gradient, shard)
+        for shard, (gradient, _) in zip(shards, pairs, strict=True)
+    ]
     squares: Iterator[float] = iter(())
     if norm_type == 2:
-        squares = squares_of([values_of(gradient) for gradient, _ in pairs if gradient is not None])
-    for shard, (gradient, _) in zip(shards, pairs, strict=True):
+        squares = squares_of([values_of(gradient) for gradient in gradients if gradient is not None])
+    for shard, gradient in zip(shards, gradients, strict=True):
         power = 0.0
         if gradient is not None and norm_type == 2:
             power = next(squares)
@@ -81,7 +86,15 @@ def powers_of(
         if shard is None:
             yield None, power
         else:
-            yield shard.axis.comm, power if shard.is_counted else 0.0
+            yield shard.axis.comm, power
+
+
+def _counted(gradient: Tensor, shard: Shard) -> Tensor:
+    """Return what of a part's gradient counts here: what several ranks have, on one of them."""
+    dim, pieces = shard.counted
+    if pieces is None:
+        return gradient
+    return torch.cat([gradient.narrow(dim, first, last - first) for first, last in pieces or ((0, 0),)], dim)
 
 
 def _sizes(gradient: Tensor) -> Tensor:

@@ -70,7 +70,10 @@ def taken(step: Step, style: Style | None, rank: int) -> State:
 
 def sharding_of(shape: tuple[int, ...], state: State, style: Style | None) -> Sharding:
     """Return which parts of a divided value ranks have; style: of the layer that has made it."""
+    if state.fused and sum(length for length, _ in state.fused) == shape[state.dim]:  # they may be heads by now
+        lengths, units = zip(*state.fused, strict=True)
+        return Sharding(shape, state.dim, lengths, units, shared=isinstance(style, Column) and style.shares)
     if state.name == "features" and isinstance(style, Column):
         parts = parts_of(state.by, style.parts, shape[state.dim])
-        return Sharding(shape, state.dim, parts, style.units, shared=not parts)
+        return Sharding(shape, state.dim, parts, style.units, shared=style.shares)
     return Sharding(shape, state.dim)

@@ -105,7 +105,7 @@ def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> It
             elif state.parts == 1:
                 yield Pair(step.where, *arrays, dim=state.dim)
             elif given := own.shardings.get(step.layer):
-                features = Sharding(arrays[1].shape, state.dim, given.parts, given.units)
+                features = Sharding(arrays[1].shape, state.dim, given.parts, given.units, shared=given.shared)
                 yield Pair(step.where, *arrays, shard=Shard(axis, features))
 
 

@@ -38,9 +38,17 @@ class Shard:
         return f"{self.axis.comm.name}, replicas" if self.replicas is None else self.replicas.name
 
     @property
-    def is_counted(self) -> bool:
-        """Whether this rank's part counts in sums over the axis: of ranks that share one, the first."""
-        return not isinstance(self.sharding, Sharding) or self.axis.rank % self.sharding.copies(self.axis.size) == 0
+    def counted(self) -> tuple[int, tuple[tuple[int, int], ...] | None]:
+        """What of this rank's part counts in sums over the axis: of ranks that share some of it, the first has that.
+
+        Returns the dimension, and where the pieces begin and end along it; None for all of it.
+        """
+        rank, size = self.axis.rank, self.axis.size
+        if not isinstance(self.sharding, Sharding) or not self.sharding.may_share(size):
+            return 0, None
+        sharing = self.sharding.sharing(rank, size)
+        own = tuple((first, last) for copies, first, last in sharing if rank % copies == 0)
+        return self.sharding.dim, None if len(own) == len(sharing) else own
 
     def scale(self, op: str, ranks: int) -> float:
         """Return what a gradient is multiplied by, once it is reduced by `op`; ranks: those that train together.

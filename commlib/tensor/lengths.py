@@ -62,6 +62,9 @@ class Length(int):
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)  # what leaves the process, or is copied, is a number like others
 
+    def __neg__(self) -> Any:
+        return 0 - self
+
     def __float__(self) -> float:
         self.note_use()
         return int.__float__(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations, product
 
 from commlib.schedule.layout import even
 from commlib.tensor.equations import UNKNOWN_LENGTH
@@ -41,6 +41,13 @@ class Part:
     units: int
     size: int
 
+    @property
+    def shared(self) -> set[int]:
+        """Numbers of heads that are fewer than the ranks."""
+        divided = [state for state in self.states.values() if state.is_divided]
+        found = {state.units for state in divided} | {units for state in divided for _, units in state.fused}
+        return {units for units in found if 1 < units < self.size and self.size % units == 0}
+
     def own(self, value: int, dim: int, rank: int) -> int:
         """Return the length of a value's dimension on a rank."""
         length, state = self.model.shapes[value][dim], self.states.get(value)
@@ -48,6 +55,8 @@ class Part:
             return length // state.copies(self.size)
         if state is None or not state.is_divided or state.dim != dim:
             return length
+        if state.fused:
+            return sum(stop - start for start, stop in self._spans(state, rank))
         if state.copies(self.size) > 1:
             return length // state.units
         if self.units:
@@ -57,6 +66,27 @@ class Part:
         if isinstance(style, Column) and length == outputs:
             return Sharding((length,), 0, parts_of(state.by, style.parts, length)).length(rank, self.size)
         return even(length, self.size).counts[rank]
+
+    def _spans(self, state: State, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return where the pieces of a rank begin and end in the whole, along what is fused."""
+        parts, units = zip(*state.fused, strict=True)
+        whole = Sharding((sum(parts),), 0, parts, tuple(count or self.units for count in units), shared=True)
+        return whole.spans(rank, self.size)
+
+    def ends(self, step: Step, rank: int) -> tuple[int, int]:
+        """Return what a piece has to ask for on a rank, as it says that in the whole: from the end, too."""
+        (first, last), state = step.asked, self.states.get(step.inputs[0])
+        if state is None or not (state.fused and state.is_divided and state.dim == step.dim):
+            return int(first), int(last)
+        parts = [0, *accumulate(part for part, _ in state.fused)]
+        own = [0, *accumulate(stop - start for start, stop in self._spans(state, rank))]
+
+        def at(place: int) -> int:
+            if place > parts[-1]:
+                return place
+            return own[parts.index(place % parts[-1] if place < 0 else place)] - (own[-1] if place < 0 else 0)
+
+        return at(int(first)), at(int(last))
 
 
 def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerRank]:
@@ -78,14 +108,18 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
     first = {one for step in wrong for asked, _ in _misfits(part, step, given) for one in _attributes_of(asked)}
     able = {one for step in part.trace.steps for one in _attributes(step)}.difference(given, _used(part.trace))
     tried = sorted(able, key=lambda name: (name not in first, name))[:_MOST]
+    options = [PerRank(part.units), *(PerRank(among=count) for count in sorted(part.shared))]
     for names in (some for count in range(len(tried)) for some in combinations(tried, count + 1)):
-        if first.isdisjoint(names) or any(part.model.numbers[name] % (part.units or 1) for name in names):
+        if first.isdisjoint(names):
             continue
-        more = dict.fromkeys(names, PerRank(part.units))
-        if not any(_misfit(part, step, {**given, **more}) for step in part.trace.steps) and not any(
-            _misfit(part, step, more) for step in part.model.steps if _is_elsewhere(part, step, names)
-        ):
-            return more
+        for styles in product(options, repeat=len(names)):
+            more = dict(zip(names, styles, strict=True))
+            if any(part.model.numbers[name] % (one.units or one.among or 1) for name, one in more.items()):
+                continue
+            if not any(_misfit(part, step, {**given, **more}) for step in part.trace.steps) and not any(
+                _misfit(part, step, more) for step in part.model.steps if _is_elsewhere(part, step, names)
+            ):
+                return more
     raise NotPossible(_misfit(part, wrong[0], given))
 
 
@@ -94,6 +128,8 @@ def _misfit(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> str:
     for asked, dim in _misfits(part, step, numbers):
         if step.kind == "split":
             return f"{step.where} splits features into {list(step.asked)}: let it say how many pieces"
+        if step.kind == "piece":
+            return f"{step.where} picks features {step.asked[0]}:{step.asked[1]}, and on a rank {asked} is another one"
         shape = f"{step.where} asks for the shape {list(step.asked)}"
         return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {asked}"
     return ""
@@ -122,6 +158,9 @@ def _expected(part: Part, step: Step, rank: int) -> Iterator[tuple[int, int, int
         for asked, value in zip(step.asked, step.outputs, strict=False):
             if dim < len(part.model.shapes[value]) and part.model.shapes[value][dim] == asked:
                 yield dim, asked, part.own(value, dim, rank)
+        return
+    if step.kind == "piece":
+        yield from ((step.dim, asked, own) for asked, own in zip(step.asked, part.ends(step, rank), strict=True))
         return
     shape = part.model.shapes[step.outputs[0]]
     for dim, asked in enumerate(step.asked if len(step.asked) == len(shape) else ()):

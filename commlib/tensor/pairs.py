@@ -9,6 +9,7 @@ from math import gcd
 from commlib.tensor.lengths import attribute, sources_of
 from commlib.tensor.numbers import NotPossible, Part, numbers_per_rank
 from commlib.tensor.rules import PlanError, check
+from commlib.tensor.sharding import parts_of
 from commlib.tensor.states import SETTLED, State
 from commlib.tensor.styles import Column, PerRank, Replicate, Row, Sequence, Slice, Style
 from commlib.tensor.trace import Step, Trace
@@ -36,16 +37,19 @@ def divided_pair(
     part = _between(trace, undivided, {*firsts, last})
     styles, states = _accepted(part, {**given, **dict.fromkeys(firsts, Column()), last: Row()}, firsts)
     heads = {name: _heads(part, states, name) for name in firsts}
-    one = [name for name in firsts if heads[name] == 1]
-    if one and max(heads.values()) >= size:  # it serves the queries of all ranks
-        styles, states = _accepted(part, styles | dict.fromkeys(one, Replicate(into_sharded=True)), firsts)
-        heads = {name: count for name, count in heads.items() if count != 1}
-    shared = {name: count for name, count in heads.items() if 0 < count < size and size % count == 0}
-    units = gcd(*(count for name, count in heads.items() if name not in shared))
+    most = max((max(counts) for counts in heads.values()), default=0)
+    one = [name for name in firsts if 1 in heads[name]]
+    if one and most >= size:  # it serves the queries of all ranks
+        changes = {name: _with_one_head(styles[name], heads[name]) for name in one}
+        styles, states = _accepted(part, styles | changes, firsts, size)
+        heads = {name: tuple(0 if count == 1 else count for count in counts) for name, counts in heads.items()}
+    few = {name: [count for count in counts if _are_few(count, size)] for name, counts in heads.items()}
+    shared = {name: min(counts) for name, counts in few.items() if counts}
+    units = gcd(*(count for counts in heads.values() for count in counts if not _are_few(count, size)))
     if shared and (units == 0 or units % size):
         raise NotPossible(f"{min(shared.values())} heads for {size} ranks")
     if shared:
-        styles = styles | {name: Column(units=count) for name, count in shared.items()}
+        styles = styles | {name: _with_units(styles[name], heads[name], units, size) for name in shared}
         styles |= {name: PerRank(among=size // min(shared.values())) for name in _repeats(part, states, set(shared))}
         styles, states = _accepted(part, styles, firsts, size)
     if units and units < size:
@@ -53,7 +57,8 @@ def divided_pair(
     for name, style in styles.items():
         if isinstance(style, Column) and name not in shared:
             _refuse_few(_call(part, name), style, units, size)
-            styles[name] = Column(style.parts, units)
+            own = units if isinstance(style.units, int) else tuple(count or units for count in style.units)
+            styles[name] = Column(style.parts, own)
         elif isinstance(style, PerRank) and name not in given and not style.among:
             styles[name] = PerRank(units)
     for name, style in styles.items():
@@ -62,6 +67,25 @@ def divided_pair(
     numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
     more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
     return {name: style for name, style in styles.items() if name not in given} | {last: Row(units=units)} | more
+
+
+def _are_few(heads: int, size: int) -> bool:
+    return 0 < heads < size and size % heads == 0
+
+
+def _with_one_head(style: Style, heads: tuple[int, ...]) -> Style:
+    """Return the style of a layer whose one head, or that of some of its parts, is for all others."""
+    if isinstance(style, Column) and len(heads) > 1:
+        return Column(style.parts, tuple(int(count == 1) for count in heads))
+    return Replicate(into_sharded=True)
+
+
+def _with_units(style: Style, heads: tuple[int, ...], units: int, size: int) -> Style:
+    """Return the style of a layer whose heads, or those of some of its parts, are fewer than the ranks."""
+    given = style.units if isinstance(style, Column) and not isinstance(style.units, int) else (0,) * len(heads)
+    own = [count if _are_few(count, size) else units for count in heads]
+    found = tuple(one or count for one, count in zip(given, own, strict=True))
+    return Column(style.parts, found) if isinstance(style, Column) and len(found) > 1 else Column(units=found[0])
 
 
 def _accepted(
@@ -97,18 +121,37 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
         norms = {one.layer for one in makers if one.kind == "weight" and one.layer} - styles.keys()
         return dict.fromkeys(norms, Sequence(state.dim))
     if isinstance(first, Column) and first.parts == 1:
+        if error.rule == "parts" and step.kind == "piece" and (lengths := _fused(part, step, state)):
+            return {state.by: Column(lengths if len(set(lengths)) > 1 else len(lengths))}
         if error.rule == "parts" and step.kind == "split":
             fused = len(part.shapes[step.outputs[0]]) == len(part.shapes[step.inputs[0]])
             lengths = tuple(part.shapes[value][step.dim] for value in step.outputs) if fused else ()
             return {state.by: Column(lengths if len(set(lengths)) > 1 else len(step.outputs))}
         if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a dimension of their own
             return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
+    if isinstance(first, Column) and error.rule in ("needs", "meet") and state.parts == 1 != first.parts:
+        parts = parts_of(state.by, first.parts, _call(part, state.by).size[1])
+        one_head = Column(parts, tuple(int(length < max(parts)) for length in parts))
+        if len(set(parts)) > 1 and one_head != first:  # of keys and values, for all of queries
+            return {state.by: one_head}
     if error.rule == "meet":
         if of_heads := _of_heads(part, styles, step, state) or _arguments(part, styles, step, state):
             return of_heads
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
         return {name: Replicate(into_sharded=True) for name, width in widths.items() if width < max(widths.values())}
     return {}
+
+
+def _fused(part: Trace, step: Step, state: State) -> tuple[int, ...]:
+    """Return the lengths of what is fused in features, of which pieces are picked; () if these are not all of it."""
+    value, length = step.inputs[0], part.shapes[step.inputs[0]][step.dim]
+    users = [part.steps[at] for at in part.users[value]]
+    picked = {slice(*one.asked).indices(length)[:2] for one in users if one.kind == "piece" and one.dim == step.dim}
+    ends = sorted(picked)
+    if [0, *(last for _, last in ends)] != [*(first for first, _ in ends), length] or len(ends) < 2:
+        return ()
+    features = _call(part, state.by).size[1]
+    return tuple((last - first) * features // length for first, last in ends) if features % length == 0 else ()
 
 
 def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State) -> dict[str, Style]:
@@ -212,18 +255,26 @@ def _call(part: Trace, name: str) -> Step:
     return next(step for step in part.steps if step.layer == name and step.kind in ("product", "table"))
 
 
-def _heads(part: Trace, states: States, name: str) -> int:
-    """Return how many heads the features of a layer become; 0 if they become none."""
+def _heads(part: Trace, states: States, name: str) -> tuple[int, ...]:
+    """Return how many heads the features of a layer, or of each of its parts, become; 0 of those that become none."""
+    made = next(states[step.outputs[0]] for step in part.steps if step.layer == name and step.kind == "product")
+    found = [0] * max(1, len(made.fused))
     for step in part.steps:
         if step.kind == "reshape":
             before, after = states[step.inputs[0]], states[step.outputs[0]]
             if before.by == after.by == name and before.unit != SETTLED and after.unit == SETTLED:
-                return part.shapes[step.outputs[0]][after.dim]
-    return 0
+                if after.fused:
+                    return tuple(length for length, _ in after.fused)
+                if before.parts > 1:
+                    return (part.shapes[step.outputs[0]][after.dim],)
+                found[before.place] = found[before.place] or part.shapes[step.outputs[0]][after.dim]
+    return tuple(found)
 
 
 def _refuse_few(step: Step, style: Column, units: int, size: int) -> None:
-    parts = (step.size[1] // style.parts,) * style.parts if isinstance(style.parts, int) else style.parts
+    parts = parts_of(step.layer, style.parts, step.size[1]) or (step.size[1],)
+    if not isinstance(style.units, int):
+        parts = tuple(part for part, count in zip(parts, style.units, strict=True) if count != 1)
     if min(parts) < size:
         raise NotPossible(f"{min(parts)} features for {size} ranks")
     if units and any(part % units for part in parts):

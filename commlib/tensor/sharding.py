@@ -16,16 +16,18 @@ class Sharding:
 
     shape: of the whole array. dim: the dimension, from 0. parts: its lengths that are divided each by itself, one after
     another, such as those of Q, K and V in one weight. units: how many pieces of a part stay whole, such as heads; the
-    first ranks have one more where they do not go up. By default every element may stand alone. shared: units may be
-    fewer than the ranks, and divide their number: as many ranks, one after another, have the same unit.
+    first ranks have one more where they do not go up. By default every element may stand alone; of parts that differ
+    there is a number for each. shared: units may be fewer than the ranks, and divide their number: as many ranks, one
+    after another, have the same unit.
 
         Sharding((1536, 512), 0, parts=(512, 512, 512), units=8): 4 heads of Q, 4 of K and 4 of V on each of 2 ranks
+        Sharding((640, 512), 0, parts=(512, 64, 64), units=(8, 1, 1), shared=True): 4 heads of Q, and K and V whole
     """
 
     shape: tuple[int, ...]
     dim: int
     parts: tuple[int, ...] = ()
-    units: int = 0
+    units: int | tuple[int, ...] = 0
     shared: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -37,26 +39,48 @@ class Sharding:
                 f"parts {list(self.parts)} add up to {sum(self.parts)}, expected positive ones: {length}, "
                 f"dimension {self.dim} of an array of shape {list(self.shape)}"
             )
-        for part in self.parts or (length,):
-            if self.units and part % self.units:
+        if not isinstance(self.units, int) and len(self.units) != len(self.parts or (length,)):
+            raise UsageError(
+                f"units {list(self.units)} of parts {list(self.parts or (length,))}: expected one for each"
+            )
+        for part, units in self._parts():
+            if units and part % units:
                 raise UsageError(
-                    f"a part of length {part} has no {self.units} equal units: dimension {self.dim} of an array of "
+                    f"a part of length {part} has no {units} equal units: dimension {self.dim} of an array of "
                     f"shape {list(self.shape)}"
                 )
 
+    def _parts(self) -> list[tuple[int, int]]:
+        """Return the length of each part, and its units."""
+        parts = self.parts or (self.shape[self.dim],)
+        units = (self.units,) * len(parts) if isinstance(self.units, int) else self.units
+        return list(zip(parts, units, strict=True))
+
+    def may_share(self, size: int) -> bool:
+        """Return whether some of `size` ranks may have the same of a part."""
+        return self.shared and (not isinstance(self.units, int) or 0 < self.units < size)
+
     def copies(self, size: int) -> int:
-        """Return how many of `size` ranks have the same part: 1 unless there are fewer units than ranks."""
-        fewer = self.shared and 0 < self.units < size and size % self.units == 0
-        return size // self.units if fewer else 1
+        """Return how many of `size` ranks have the same part, all of it: 1 unless there are fewer units than ranks."""
+        return min(self.copies_of_parts(size))
+
+    def copies_of_parts(self, size: int) -> tuple[int, ...]:
+        """Return how many of `size` ranks have the same of each of the parts."""
+        fewer = [self.shared and 0 < units < size and size % units == 0 for _, units in self._parts()]
+        return tuple(size // units if one else 1 for one, (_, units) in zip(fewer, self._parts(), strict=True))
+
+    def sharing(self, rank: int, size: int) -> list[tuple[int, int, int]]:
+        """Return (how many ranks have the same, first and last) of what one of `size` ranks has, part by part."""
+        spans, copies = self.spans(rank, size), self.copies_of_parts(size)
+        ends = accumulate(stop - start for start, stop in spans)
+        return [(count, end - stop + start, end) for count, end, (start, stop) in zip(copies, ends, spans, strict=True)]
 
     def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return where the pieces of one of `size` ranks begin and end along the dimension, one for each part."""
-        copies = self.copies(size)
-        rank, size = rank // copies, size // copies
         found, start = [], 0
-        for part in self.parts or (self.shape[self.dim],):
-            units = self.units or part
-            first, last = even(units, size).slice_of(rank)
+        for (part, count), copies in zip(self._parts(), self.copies_of_parts(size), strict=True):
+            units = count or part
+            first, last = even(units, size // copies).slice_of(rank // copies)
             found.append((start + first * part // units, start + last * part // units))
             start += part
         return tuple(found)
@@ -76,20 +100,21 @@ class Sharding:
     def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
         """Return (rank, first and last in its shard, first in the whole) of all pieces, in the order of the whole."""
         found = []
-        for rank in range(0, size, self.copies(size)):
-            spans = self.spans(rank, size)
-            starts = accumulate((stop - start for start, stop in spans), initial=0)
-            found += [
-                (rank, at, at + stop - start, start)
-                for at, (start, stop) in zip(starts, spans, strict=False)
-                if start < stop
-            ]
+        for rank in range(size):
+            for (copies, first, last), (start, stop) in zip(
+                self.sharing(rank, size), self.spans(rank, size), strict=True
+            ):
+                if start < stop and rank % copies == 0:
+                    found.append((rank, first, last, start))
         return sorted(found, key=lambda piece: piece[3])
 
     def check(self, what: str, size: int) -> None:
         """Raise UsageError unless each of `size` ranks gets something."""
-        if min(self.lengths(size)) < 1:
-            units = self.units or min(self.parts or (self.shape[self.dim],))
+        least = [self.length(rank, size) for rank in range(size)]
+        if not isinstance(self.units, int):
+            least = [stop - start for rank in range(size) for start, stop in self.spans(rank, size)]
+        if min(least) < 1:
+            units = min(units or part for part, units in self._parts())
             raise UsageError(
                 f"{what}: {units} units along dimension {self.dim} of shape {list(self.shape)} cannot be divided among "
                 f"{size} ranks: use a smaller axis, or leave it whole (Replicate)"

@@ -20,8 +20,9 @@ class State:
     many stay whole, such as heads, which ranks share if they are fewer; 0 if nobody said. origin, of what is whole:
     "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to be used with
     what is divided. inner: another dimension, which those ranks that share a head divide among them; it will be joined
-    with the one before. learns: it is given, and its gradient goes on to what has made it outside. source, of what is
-    partial: the layer that has divided what it is made of.
+    with the one before. fused: of fused features, (length, units) of each part along `dim`; () if that is not known.
+    place: which of such parts it was. learns: it is given, and its gradient goes on to what has made it outside.
+    source, of what is partial: the layer that has divided what it is made of.
     """
 
     name: str
@@ -32,6 +33,8 @@ class State:
     units: int = 0
     origin: str = ""
     inner: int = 0
+    fused: tuple[tuple[int, int], ...] = ()
+    place: int = 0
     learns: bool = False
     source: str = ""
 
@@ -42,6 +45,14 @@ class State:
     def at(self, dim: int) -> State:
         """Return the same along another dimension."""
         return replace(self, dim=dim)
+
+    def part(self, place: int, dim: int) -> State:
+        """Return one of fused parts by itself. Of one head each rank has all, to be used with its own part of others.
+
+        dim: along which it is divided.
+        """
+        units = self.fused[place][1] if self.fused else 0
+        return SHARED if units == 1 else State("features", dim, self.by, 1, self.unit, units, place=place)
 
     def copies(self, size: int) -> int:
         """Return how many of `size` ranks share each head: 1 unless there are fewer heads than ranks."""
@@ -107,8 +118,14 @@ def reshaped(state: State, old: Shape, new: Shape, asked: Shape = ()) -> State |
         return replace(state, dim=dim, inner=0, units=0) if joined else UNKNOWN
     if state.parts == 1:
         return replace(state, dim=dim, unit=SETTLED if new[dim] < length else state.unit)
+    if len(set(state.fused)) > 1 and new[dim] < length:  # heads of all parts
+        inner = length // new[dim]
+        if any(part % inner for part, _ in state.fused):
+            return None
+        fused = tuple((part // inner, units) for part, units in state.fused)
+        return replace(state, dim=dim, unit=SETTLED, fused=fused)
     if new[dim] == state.parts and dim + 1 < len(new):
-        return replace(state, dim=dim + 1, parts=1, unit=SETTLED if dim + 2 < len(new) else state.unit)
+        return replace(state, dim=dim + 1, parts=1, fused=(), unit=SETTLED if dim + 2 < len(new) else state.unit)
     return state.at(dim) if new[dim] == length else None if new[dim] < length else UNKNOWN
 
 

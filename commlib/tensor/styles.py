@@ -16,18 +16,34 @@ class Column:
     Its input is whole on every rank, or with `sequence` its shards along that dimension are gathered. Its output stays
     divided, for a `Row` to follow, unless `gather`. parts: several weights in one, as fused Q, K and V or gate and up
     are, as a number of equal ones or their lengths; each is divided by itself. units: what stays whole, such as the
-    number of heads (those of K and V, where these have fewer).
+    number of heads (those of K and V, where these have fewer); or a number for each part. What has fewer units than
+    there are ranks, and divides their number, is shared by as many: Column(parts=(512, 64, 64), units=(8, 1, 1)).
     """
 
     parts: int | tuple[int, ...] = 1
-    units: int = 0
+    units: int | tuple[int, ...] = 0
     gather: bool = False
     sequence: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, int):
             object.__setattr__(self, "parts", _lengths("Column", self.parts))
-        _check_units("Column", self.units)
+        if isinstance(self.units, int):
+            _check_units("Column", self.units)
+        else:
+            object.__setattr__(self, "units", tuple(self.units))
+            count = self.parts if isinstance(self.parts, int) else len(self.parts)
+            if len(self.units) != count:
+                raise UsageError(
+                    f"Column: units are {list(self.units)}, expected a number, or one for each of {count} parts"
+                )
+            for units in self.units:
+                _check_units("Column", units)
+
+    @property
+    def shares(self) -> bool:
+        """Whether what has fewer units than there are ranks is shared by some: of one part, or units of each."""
+        return self.parts == 1 or not isinstance(self.units, int)
         _check_dim("Column", self.sequence)
 
 

@@ -40,7 +40,7 @@ def _own(step: Step, style: Style | None, size: int) -> tuple[int, int]:
             return (Sharding((last,), 0).length(0, size),) * 2
         case Column():
             parts = parts_of(step.layer, style.parts, last)
-            return first, Sharding((last,), 0, parts, style.units, shared=not parts).length(0, size)
+            return first, Sharding((last,), 0, parts, style.units, shared=style.shares).length(0, size)
         case Vocabulary() if step.kind == "table":
             return Sharding((first,), 0).length(0, size), last
         case Vocabulary():

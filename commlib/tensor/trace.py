@@ -12,6 +12,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
     slice       an argument of a module that has no gradient, of which it may be given this rank's part
     reshape     the same elements in the same order in another shape
     split       pieces along a dimension; `join` puts pieces together
+    piece       neighbours that are picked along a dimension, of which there are more; with an equation, too
     unknown     anything else: of what is whole it makes what is whole, of all else nothing is known
     number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition; or,
                 with a `dim`, the length of that
@@ -36,8 +37,8 @@ class Step:
     in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
     equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
     that a reshape, an expansion or a constant was asked for, -1 included, or the lengths of pieces, if numbers were
-    given: `lengths` where these are known. place: the line that makes the call, as file:line. The last step of a call
-    that failed has no outputs.
+    given: `lengths` where these are known; of a piece where it begins and ends, as a slice says that. place: the line
+    that makes the call, as file:line. The last step of a call that failed has no outputs.
     """
 
     layer: str

@@ -59,6 +59,13 @@ KINDS = {
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "falcon": Kind("FalconForCausalLM", "FalconConfig", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_one_head": Kind("FalconForCausalLM", "FalconConfig", {**SIZES, "bias": True}),
+    "gpt_bigcode": Kind(
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        {"vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 24}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
     "bloom": Kind(
         "BloomForCausalLM",
         "BloomConfig",
@@ -121,8 +128,11 @@ def batch(name: str, rows: int = 2) -> dict[str, Tensor]:
 
 def divided(axis, name: str, plan: Any = "auto", **more: Any) -> Pair:
     """Return a model, whole and divided."""
-    plain = made(name, **more)
-    return Pair(plain, parallelize(copy.deepcopy(plain), axis, plan, example=batch(name), report=lambda text: None))
+    plain, example = made(name, **more), batch(name)
+    if name == "gpt_bigcode":  # with a mask it repeats its head of keys, and that is to be seen
+        example["attention_mask"] = torch.ones_like(example["input_ids"])
+        example["attention_mask"][0, :3] = 0
+    return Pair(plain, parallelize(copy.deepcopy(plain), axis, plan, example=example, report=lambda text: None))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,13 @@ from commlib.errors import UsageError
 from commlib.schedule.layout import even
 from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch.clip import clip_grad_norm_
-from commlib_torch.tensor import gather_state_dict, parallelize, verify
+from commlib_torch.tensor import (
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    parallelize,
+    verify,
+)
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
@@ -314,6 +320,87 @@ def test_ranks_share_heads_of_keys(tp, auto, repeats):
     assert all(
         torch.allclose(value, gathered, rtol=0, atol=1e-12)
         for value, gathered in zip(plain.state_dict().values(), gather_state_dict(model).values(), strict=True)
+    )
+
+
+class FusedHeads(nn.Module):
+    """Queries, and fewer heads of keys and values, are made by one weight: as Falcon, GPTBigCode and Phi-3 have it."""
+
+    def __init__(self, heads: int, keys: int, way: str) -> None:
+        super().__init__()
+        self.heads, self.keys, self.way = heads, keys, way
+        self.qkv, self.o = nn.Linear(WIDTH, 4 * (heads + 2 * keys)), nn.Linear(4 * heads, WIDTH)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        fused = self.qkv(x)
+        if self.way == "heads":
+            fused = fused.view(*x.shape[:2], self.heads + 2 * self.keys, 4)
+            keys = [slice(-2 * self.keys, -self.keys), slice(-self.keys, None)]
+            if self.keys == 1:
+                return [fused[..., :-2, :], fused[..., [-2], :], fused[..., [-1], :]]
+            return [fused[:, :, : -2 * self.keys], *(fused[:, :, one] for one in keys)]
+        if self.way == "split":
+            found = fused.split((4 * self.heads, 4 * self.keys, 4 * self.keys), -1)
+        else:
+            first, last = 4 * self.heads, 4 * (self.heads + self.keys)
+            found = (fused[..., :first], fused[..., first:last], fused.narrow(-1, last, 4 * self.keys))
+        return [one.unflatten(2, (-1, 4)) for one in found]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.transpose(1, 2) for one in self.parts(x))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return found
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("heads", "keys", "way"),
+    [
+        (8, 1, "split"),
+        (7, 1, "heads"),
+        (8, 2, "heads"),
+        (8, 2, "pieces"),
+        *(pytest.param(8, keys, "heads" if keys == 1 else "split", marks=pytest.mark.long) for keys in (1, 2)),
+        *(pytest.param(7, 1, way, marks=pytest.mark.long) for way in ("split", "pieces")),
+    ],
+)
+def test_ranks_share_heads_that_are_fused(tp, heads, keys, way):
+    """One weight was all divided or all whole: a head of keys for all queries left it, and the output, whole."""
+    if keys > 1 and heads % tp.size:
+        pytest.skip("8 heads")
+    model: Any = made(FusedHeads, heads, keys, way)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
+    own = even(heads, tp.size).counts[tp.rank]
+    assert model.qkv.weight.shape == (4 * (own + 2 * max(1, keys // tp.size)), WIDTH)
+    state = gather_state_dict(model)
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    model.load_state_dict(state)
+    for one in (plain, model):
+        one(rows()).square().mean().backward()
+    for kind in (2.0, 3.0, float("inf")):
+        norms = [
+            float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters()], kind)) for one in (model, plain)
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    same_losses(plain, model, rows())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (plain, model)]
+    for one, optimizer in zip((plain, model), optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(rows()).square().mean().backward()
+            clip_grad_norm_(one.parameters(), 1e-3)
+            optimizer.step()
+    gathered = gather_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(gathered[name], value, rtol=0, atol=1e-10)
+    kept = gather_optimizer_state(optimizers[1], model.named_parameters())
+    load_optimizer_state(optimizers[1], model.named_parameters(), kept)
+    torch.testing.assert_close(
+        kept["state"]["qkv.weight"]["exp_avg"], optimizers[0].state[plain.qkv.weight]["exp_avg"], rtol=0, atol=1e-12
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commlib.tensor import equations
-from commlib.tensor.equations import Equation, Shape
+from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
 
 Found = dict[str, Any]
 """The fields of a step: its kind, and what goes with that."""
@@ -183,7 +183,11 @@ def _squeeze(called: Called) -> Found | None:
 def _selected(called: Called) -> Found | None:
     dims = list(range(len(called.shape)))
     dim = called.argument(1, "dim") % len(dims)
-    return _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
+    found = _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
+    start, length = called.argument(2, "start"), called.argument(3, "length")
+    if found is None or called.name != "narrow" or not (isinstance(start, int) and isinstance(length, int)):
+        return found
+    return {**found, "kind": "piece", "dim": dim, "asked": (start, start + length)}
 
 
 def _picked(called: Called) -> Found | None:
@@ -199,7 +203,7 @@ def _picked(called: Called) -> Found | None:
     missing = len(called.shape) - sum(part is not None and part is not ... for part in index)
     if not any(part is ... for part in index):
         index = (*index, ...)
-    dims, at = list[int](), 0
+    dims, at, pieces = list[int](), 0, list[tuple[int, int, int]]()
     for part in index:
         if part is None:
             dims.append(-1)
@@ -212,8 +216,24 @@ def _picked(called: Called) -> Found | None:
             elif isinstance(part, slice):
                 length = called.shape[at]
                 dims.append(at if len(range(*part.indices(length))) == length and part.step in (None, 1) else -1)
+            if ends := _ends(part):
+                pieces.append((at, *ends))
             at += 1
-    return _viewed(called, dims)
+    found = _viewed(called, dims)
+    own = [(dim, first, last) for dim, first, last in pieces if dim not in dims]
+    if found is None or len(own) != 1 or dims.count(-1) != 1 or len(dims) != len(called.shape):
+        return found
+    return {**found, "kind": "piece", "dim": own[0][0], "asked": own[0][1:]}
+
+
+def _ends(part: Any) -> tuple[int, int] | None:
+    """Return where neighbours begin and end that a part of an index picks, as a slice says that; None of others."""
+    if isinstance(part, list) and len(part) == 1:
+        return part[0], UNKNOWN_LENGTH if part[0] == -1 else part[0] + 1
+    if isinstance(part, slice) and part.step in (None, 1):
+        first, last = 0 if part.start is None else part.start, UNKNOWN_LENGTH if part.stop is None else part.stop
+        return (first, last) if isinstance(first, int) and isinstance(last, int) else None
+    return None
 
 
 def _is_many(part: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
 
+Sharers = tuple[tuple[int, Axis | None], ...]
+"""The lengths of parts of a weight on this rank, and the ranks that share each with it, if any do."""
+
 
 class ColumnLinear(KeepsShards, nn.Linear):
     """A linear layer whose outputs are divided: each rank has some rows of the weight.
@@ -31,7 +35,7 @@ class ColumnLinear(KeepsShards, nn.Linear):
     style: Column | Vocabulary
     axis: Axis
     sharding: Sharding
-    sharers: Axis | None
+    sharers: Sharers
 
     def __init__(
         self,
@@ -49,8 +53,8 @@ class ColumnLinear(KeepsShards, nn.Linear):
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         parts = parts_of(what, style.parts, self.out_features)
-        weight = Sharding((self.out_features, self.in_features), 0, parts, style.units, shared=not parts)
-        bias = Sharding((self.out_features,), 0, parts, style.units, shared=not parts)
+        weight = Sharding((self.out_features, self.in_features), 0, parts, style.units, shared=style.shares)
+        bias = Sharding((self.out_features,), 0, parts, style.units, shared=style.shares)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
@@ -144,7 +148,8 @@ def become_column(layer: Any, what: str, axis: Axis, style: Column, shardings: d
 
 def outputs_of_column(layer: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
     """Return this rank's outputs of a layer, or all of them. transposed: its weight is (inputs, outputs)."""
-    weight, bias = for_sharers(layer.sharers, layer.weight, layer.bias)
+    weight = for_sharers(layer.sharers, layer.weight, 1 if transposed else 0)
+    bias = None if layer.bias is None else for_sharers(layer.sharers, layer.bias, 0)
     out = product(x, weight.t() if transposed else weight, bias, layer.axis, layer.style.sequence)
     return gathered(out, layer.axis, layer.sharding) if layer.style.gather else out
 
@@ -164,17 +169,22 @@ def outputs_of_row(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     return out + (layer.bias if sequence is None else copy(layer.bias, axis)).to(out.dtype)
 
 
-def sharers_of(axis: Axis, sharding: Sharding) -> Axis | None:
-    """Return the ranks that have the same part of a weight as this one, if there are any. Collective."""
-    copies = sharding.copies(axis.size)
-    return axis.sharers(copies) if copies > 1 else None
+def sharers_of(axis: Axis, sharding: Sharding) -> Sharers:
+    """Return which ranks have the same of each part of a weight as this one; () if none has. Collective."""
+    alike = groupby(sharding.sharing(axis.rank, axis.size), key=lambda part: part[0])  # K and V have one reduction
+    found = [(copies, sum(last - first for _, first, last in parts)) for copies, parts in alike]
+    if found[0][0] == 1 and len(found) == 1:
+        return ()
+    return tuple((length, axis.sharers(copies) if copies > 1 else None) for copies, length in found)
 
 
-def for_sharers(axis: Axis | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a weight and a bias whose gradients are added up over the ranks that share them."""
-    if axis is None:
-        return weight, bias
-    return copy(weight, axis), None if bias is None else copy(bias, axis)
+def for_sharers(sharers: Sharers, weight: Tensor, dim: int) -> Tensor:
+    """Return a weight whose gradient is added up over the ranks that share it, or parts of it along a dimension."""
+    if not (sharers and weight.requires_grad and torch.is_grad_enabled()):
+        return weight
+    pieces = weight.split([length for length, _ in sharers], dim)
+    copied = [one if axis is None else copy(one, axis) for one, (_, axis) in zip(pieces, sharers, strict=True)]
+    return copied[0] if len(copied) == 1 else torch.cat(copied, dim)
 
 
 def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1) -> Tensor:

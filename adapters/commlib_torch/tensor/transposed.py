@@ -22,8 +22,8 @@ class ColumnTransposed(KeepsShards, nn.Module):
         """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         shape = tuple(self.weight.shape)
         parts = parts_of(what, style.parts, shape[1])
-        weight = Sharding(shape, 1, parts, style.units, shared=not parts)
-        return {"weight": weight, "bias": Sharding(shape[1:], 0, parts, style.units, shared=not parts)}
+        weight = Sharding(shape, 1, parts, style.units, shared=style.shares)
+        return {"weight": weight, "bias": Sharding(shape[1:], 0, parts, style.units, shared=style.shares)}
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""

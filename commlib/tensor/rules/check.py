@@ -73,7 +73,7 @@ def _returned(following: Following, value: int) -> None:
         raise counted(step, state)
 
 
-_KINDS: dict[str, Callable[[Following, Step], State]] = {
+_KINDS: dict[str, Callable[[Following, Step], State | tuple[State, ...]]] = {
     "given": operations.given,
     "constant": operations.given,
     "weight": operations.given,
@@ -85,6 +85,7 @@ _KINDS: dict[str, Callable[[Following, Step], State]] = {
     "slice": operations.sliced,
     "reshape": shapes.reshape,
     "split": shapes.split,
+    "piece": shapes.piece,
     "join": shapes.join,
     "unknown": operations.unknown,
     "number": operations.number,

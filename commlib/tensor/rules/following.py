@@ -43,10 +43,11 @@ class Following:
     came_in_parts: bool = False
     """An argument of the model is a part already, of whatever kind."""
 
-    def follow(self, step: Step, result: State) -> None:
-        """Keep the state of what a step gives."""
+    def follow(self, step: Step, results: State | tuple[State, ...]) -> None:
+        """Keep the state of what a step gives, or of each of its results."""
         of_part = any(value in self.unknown or self._is_of_part(self.of(value)) for value in step.inputs)
-        for value in step.outputs:
+        each = (results,) * len(step.outputs) if isinstance(results, State) else results
+        for value, result in zip(step.outputs, each, strict=True):
             is_free = result in (COMPUTED, SHARED, WEIGHT) and value in self.trace.discrete
             self.states[value] = CONSTANT if is_free else result
             if of_part and result == UNKNOWN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commlib.tensor.rules.broken import PlanError, counted, refuse_partial
 from commlib.tensor.rules.following import Following
+from commlib.tensor.sharding import parts_of
 from commlib.tensor.states import COMPUTED, SHARED, UNKNOWN, State
 from commlib.tensor.styles import Column, Replicate, Row, Vocabulary
 from commlib.tensor.trace import Step
@@ -34,9 +35,31 @@ def product(following: Following, step: Step) -> State:
         return COMPUTED
     parts = style.parts if isinstance(style, Column) else 1
     count = parts if isinstance(parts, int) else len(parts)
-    units = style.units if isinstance(style, Column) else 0
+    units = style.units if isinstance(style, Column) and isinstance(style.units, int) else 0
     unit = step.size[1] // count // units if units and isinstance(parts, int) else 0
-    return State("features", out, step.layer, count, unit, units if count == 1 else 0)
+    fused = _fused(following, step, style, out) if isinstance(style, Column) and count > 1 else ()
+    return State("features", out, step.layer, count, unit, units if count == 1 else 0, fused=fused)
+
+
+def _fused(following: Following, step: Step, style: Column, out: int) -> tuple[tuple[int, int], ...]:
+    """Return the length here, and the units, of each part of the outputs of a layer that has several.
+
+    In a model that is divided these are a rank's: what has fewer units than there are ranks has one of them, and the
+    others have their share of the rest. () where that is not known.
+    """
+    if not step.outputs:
+        return ()
+    lengths = parts_of(step.layer, style.parts, step.size[1])
+    units = (style.units,) * len(lengths) if isinstance(style.units, int) else style.units
+    if not following.trace.whole:
+        shared = [style.shares and 0 < count < following.size for count in units]
+        here = [length // count if one else 0 for one, length, count in zip(shared, lengths, units, strict=True)]
+        left = following.shape(step.outputs[0])[out] - sum(here)
+        rest = sum(length for one, length in zip(shared, lengths, strict=True) if not one)
+        if any(not own and length * left % rest for own, length in zip(here, lengths, strict=True)):
+            return ()
+        lengths = tuple(own or length * left // rest for own, length in zip(here, lengths, strict=True))
+    return tuple(zip(lengths, units, strict=True))
 
 
 def _enters(following: Following, step: Step, sequence: int | None, value: int) -> None:

@@ -79,7 +79,7 @@ def equation(following: Following, step: Step) -> State:
     if isinstance(style, Sequence) and (step.weights or step.draws):
         _sequence(following, step, style)
     found = [following.of(value) for value in step.inputs]
-    if step.asked and (expanded := _expanded(following, step, found[0])) is not None:
+    if step.asked and step.kind != "piece" and (expanded := _expanded(following, step, found[0])) is not None:
         return expanded
     if any(state.inner for state in found):
         return UNKNOWN

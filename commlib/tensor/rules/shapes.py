@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from commlib.tensor.rules.broken import PlanError
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.rules.operations import of_whole, refuse_unlike
+from commlib.tensor.rules.operations import equation, of_whole, refuse_unlike
 from commlib.tensor.states import UNKNOWN, State, reshaped
 from commlib.tensor.trace import Step
 
@@ -46,7 +48,7 @@ def _heads(following: Following, step: Step, state: State, length: int, count: i
         following.doubts.append(Doubt(step, state, why))
 
 
-def split(following: Following, step: Step) -> State:
+def split(following: Following, step: Step) -> State | tuple[State, ...]:
     """Follow what is split into pieces."""
     state, value = following.of(step.inputs[0]), step.inputs[0]
     if not state.is_divided or not step.outputs:
@@ -56,12 +58,35 @@ def split(following: Following, step: Step) -> State:
     if dim != state.dim:
         return state.at(state.dim - 1) if dropped and dim < state.dim else state
     if state.name == "features" and state.parts == len(step.outputs) and not dropped:
-        return State("features", dim, state.by, 1, state.unit)
+        lengths = [following.shape(piece)[dim] for piece in step.outputs]
+        if following.trace.whole and state.fused and lengths != (own := [length for length, _ in state.fused]):
+            came = f"{state.by} has parts of {own}, and its features become {lengths}"
+            raise PlanError(step, "parts", came, f"give it Column(parts={tuple(lengths)})", state)
+        return tuple(state.part(place, dim) for place in range(state.parts))
     if state.name == "sequence":
         return UNKNOWN
     came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
     todo = f"give it Column(parts={len(step.outputs)})"
     raise PlanError(step, "parts", came, todo, state)
+
+
+def piece(following: Following, step: Step) -> State:
+    """Follow neighbouring elements that are picked along one dimension: of fused parts, one of them."""
+    state, value = following.of(step.inputs[0]), step.inputs[0]
+    dim, length = step.dim, following.shape(value)[step.dim]
+    if not state.is_divided or dim != state.dim:
+        return equation(following, step)
+    ends = list(accumulate((part for part, _ in state.fused), initial=0))
+    first, last, _ = slice(*step.asked).indices(length)
+    if (first, last) in (places := list(pairwise(ends))) and ends[-1] == length:
+        return state.part(places.index((first, last)), dim)
+    if state.parts > 1 and not state.fused:
+        following.doubt(step, "it is not known which part of several it picks, and its input is {}")
+        return UNKNOWN
+    if state.name != "features":
+        return equation(following, step)
+    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and {first}:{last} of {length} is picked here"
+    raise PlanError(step, "parts", came, "give it Column(parts=), the lengths of what is fused", state)
 
 
 def join(following: Following, step: Step) -> State:

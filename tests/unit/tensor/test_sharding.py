@@ -66,3 +66,20 @@ def test_ranks_share_what_there_is_less_of() -> None:
     assert [sharding.copies(size) for size in (1, 2, 3, 4, 6)] == [1, 1, 1, 2, 3]
     with pytest.raises(UsageError, match="cannot be divided among 3 ranks"):
         sharding.check("k", 3)
+
+
+def test_ranks_share_one_part_and_divide_another() -> None:
+    """Heads of Q beside one of K and one of V in one weight: all or none of it was shared."""
+    sharding = Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1, 1), shared=True)
+    assert sharding.spans(1, 2) == ((4, 8), (8, 10), (10, 12))
+    assert sharding.lengths(3) == (8, 6, 6)
+    assert sharding.copies_of_parts(2) == (1, 2, 2)
+    assert sharding.sharing(1, 2) == [(1, 0, 4), (2, 4, 6), (2, 6, 8)]
+    assert sharding.pieces(2) == [(0, 0, 4, 0), (1, 0, 4, 4), (0, 4, 6, 8), (0, 6, 8, 10)]
+    sharding.check("qkv", 4)
+    with pytest.raises(UsageError, match=r"qkv: 1 units along dimension 0 .* cannot be divided among 5 ranks"):
+        sharding.check("qkv", 5)
+    with pytest.raises(UsageError, match=r"qkv: 1 units .* cannot be divided among 2 ranks"):
+        Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1, 1)).check("qkv", 2)
+    with pytest.raises(UsageError, match=r"units \[4, 1\] of parts \[8, 2, 2\]: expected one for each"):
+        Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1))
