@@ -191,7 +191,7 @@ class Reduction:
 
     def shared(self, variables: Sequence[Any]) -> list[int]:
         """Return the numbers of the variables that all ranks of the set have."""
-        local, apart = self._local_keys(), set(places_of(variables))
+        local, apart = self.local_keys(), set(places_of(variables))
         return [n for n, variable in enumerate(variables) if n not in apart and key_of(variable) not in local]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -226,11 +226,11 @@ class Reduction:
     @property
     def has_local(self) -> bool:
         """Whether gradients of some variables stay on this rank."""
-        return bool(self._local_keys())
+        return bool(self.local_keys())
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
         """Return whether gradients that are to be applied are those that `compute` returned. Asked once for them."""
-        averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self._local_keys()
+        averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self.local_keys()
         return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
 
     def clip(self, gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
@@ -238,7 +238,7 @@ class Reduction:
 
         Those of this rank's own variables are clipped by a norm of their own: in that of all, ranks would differ.
         """
-        local = self._local_keys()
+        local = self.local_keys()
         results: list[Any] = [None] * len(gradients)
         for here in (False, True):
             places = [number for number, variable in enumerate(variables) if (key_of(variable) in local) == here]
@@ -265,7 +265,8 @@ class Reduction:
         # them, for example, loaded its model from a file.
         return f"variable {self._places.setdefault(key_of(variable), len(self._places))}"
 
-    def _local_keys(self) -> set[Any]:
+    def local_keys(self) -> set[Any]:
+        """Return what stands for the variables whose gradients are left on this rank, as `key_of` says it."""
         return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
 
 

@@ -13,6 +13,7 @@ from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 
 _MARK = "commlib_shard"
+_OWN = "commlib_own"
 
 
 def shard_of(variable: Any) -> Shard | None:
@@ -25,6 +26,16 @@ def mark(variable: Any, shard: Shard) -> None:
     setattr(variable, _MARK, shard)
     if not isinstance(variable, tf.Variable):  # who differentiates by hand may give that of TensorFlow
         setattr(variable.value, _MARK, shard)
+
+
+def leave_here(variable: Any) -> None:
+    """Note that a variable is this rank's own, and its gradient is not reduced."""
+    setattr(variable, _OWN, True)
+
+
+def is_left_here(variable: Any) -> bool:
+    """Return whether a variable of Keras is this rank's own."""
+    return hasattr(variable, _OWN) or hasattr(variable.value, _OWN)
 
 
 def mark_gradient(gradient: Any, variable: Any) -> None:

@@ -18,7 +18,7 @@ from commlib.mesh_groups import Mesh
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduced as reduced_apart
-from commlib_tensorflow._shards import mark_gradient, shard_of
+from commlib_tensorflow._shards import leave_here, mark_gradient, shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import Gradients, scaled
 
@@ -56,6 +56,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def register_local_source(self, source: Any) -> None:
         """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""
         self._local[_identity(source)] = source
+        leave_here(source)
 
     @no_autograph
     def gradient(

@@ -36,24 +36,34 @@ def check_whole(what: str, axis: Axis, names: Sequence[str], squares: Sequence[f
     """
     if axis.size == 1 or not names:
         return
-    everyone: Array = np.sqrt(axis.comm.all_gather(np.array([squares], np.float64)))
-    if not np.isfinite(everyone).all():
+    everyone: Array = axis.comm.all_gather(np.array([squares], np.float64))
+    if (found := worst_of(everyone, dtypes, axis.codec is not None)) is None:
         return
-    low, high = everyone.min(0), everyone.max(0)
-    tolerance = max(_TOLERANCES.get(dtype, _OF_HALVES) for dtype in dtypes)
-    if axis.codec is not None:
-        tolerance = _OF_A_CODEC
+    worst, least, most = found
+    norms = np.sqrt(everyone[:, worst])
+    raise MismatchError(
+        f"{what} on rank {axis.rank} of {axis.comm.name}: ranks have different gradients of a weight that is whole on "
+        f"each, and would part: that of {names[worst]} has norm {norms[least]:.3g} on rank {least} and "
+        f"{norms[most]:.3g} on rank {most}. Ranks of an axis of divided layers need the same batches and seeds; "
+        "clip by the norm of whole weights (clip_grad_norm, clip_by_global_norm with variables=), not by one of this "
+        "rank's parts; and let values of which gradients are needed enter divided layers through a Column, or "
+        "Replicate(into_sharded=True)"
+    )
+
+
+def worst_of(squares: Array, dtypes: Sequence[str], has_codec: bool = False) -> tuple[int, int, int] | None:
+    """Return which gradient differs most, and the ranks with the least and the largest; None if all are the same.
+
+    squares: [ranks, gradients]. Nothing is said of what is not finite.
+    """
+    if not squares.size or not np.isfinite(squares).all():
+        return None
+    norms = np.sqrt(squares)
+    low, high = norms.min(0), norms.max(0)
+    tolerance = _OF_A_CODEC if has_codec else max(_TOLERANCES.get(dtype, _OF_HALVES) for dtype in dtypes)
     # What is zero but for rounding differs by as much as it has.
     apart = (high - low) / np.maximum(high, max(high.max() / 100, np.finfo(np.float64).tiny))
     worst = int(apart.argmax())
     if apart[worst] <= tolerance:
-        return
-    least, most = int(everyone[:, worst].argmin()), int(everyone[:, worst].argmax())
-    raise MismatchError(
-        f"{what} on rank {axis.rank} of {axis.comm.name}: ranks have different gradients of a weight that is whole on "
-        f"each, and would part: that of {names[worst]} has norm {low[worst]:.3g} on rank {least} and {high[worst]:.3g} "
-        f"on rank {most}. Ranks of an axis of divided layers need the same batches and seeds; clip by the norm of "
-        "whole weights (clip_grad_norm, clip_by_global_norm with variables=), not by one of this rank's parts; and "
-        "let values of which gradients are needed enter divided layers through a Column, or "
-        "Replicate(into_sharded=True)"
-    )
+        return None
+    return worst, int(norms[:, worst].argmin()), int(norms[:, worst].argmax())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commlib import Communicator, Mesh
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
 from commlib.tensor import Column, Row
 from commlib_torch import (
     DistributedOptimizer,
+    allreduce,
     broadcast_optimizer_state,
     broadcast_parameters,
     clip_grad_norm_,
@@ -375,3 +378,55 @@ def test_beside_divided_layers(comm: Communicator, checked: str) -> None:
     near(torch.from_numpy(mean), torch.stack(expected), "losses")
     compare(comm, gather_state_dict(own), whole)
     mesh.close()
+
+
+def by_hand(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name and parameter.grad is not None:
+            parameter.grad = allreduce(parameter.grad)
+
+
+def mixed(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = allreduce(parameter.grad)
+
+
+def clipped(model: nn.Module) -> None:
+    by_hand(model)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.div_(norm)
+
+
+@pytest.mark.parametrize("way", [None, by_hand, clipped, mixed])
+def test_steps_that_nobody_reduces_are_told(comm: Any, way: Any) -> None:
+    """Ranks with a plain optimizer parted without a word, and who reduced all gradients mixed other experts."""
+    if comm.size == 1:
+        return
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), anew(comm)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected: Any = contextlib.nullcontext()
+    if way is mixed:
+        expected = pytest.raises(MismatchError, match=r"SGD.step .* parameter \d of group 0.*which mixes these")
+    elif way is not by_hand:
+        expected = pytest.warns(UserWarning, match=r"SGD.step .* part: that of parameter \d of group 0.*mesh=mesh")
+    with expected, warnings.catch_warnings():
+        if way is by_hand:
+            warnings.simplefilter("error")
+        for step in range(2):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * step + comm.rank))
+            (model(x).square().sum() + auxiliary_loss(model)).backward()
+            if way is not None:
+                way(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def anew(comm: Any) -> Any:
+    """Return other ranks of the same: what is warned of once for these is warned of again."""
+    found = comm.split(0, name="together")
+    assert found is not None
+    return found

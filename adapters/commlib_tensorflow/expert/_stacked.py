@@ -19,6 +19,7 @@ from commlib.functional.shards import Shard, part
 from commlib.tensor.sharding import Nested
 from commlib.tensor.streams import fold
 from commlib_tensorflow._shards import mark
+from commlib_tensorflow.expert._after_step import watch_updates
 from commlib_tensorflow.expert._keepers import watch_steps
 from commlib_tensorflow.expert._of_each import (
     ConstraintOfEach,
@@ -83,6 +84,7 @@ def stacked(
         stacks.append(_stack(owner, name, values, shard, ranks, **_settings(first, variable, ranks)))
     watch_optimizers()
     watch_steps()
+    watch_updates()
     return Expert(owner.name, first), stacks
 
 

@@ -20,6 +20,7 @@ from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import describe, shards_of
 from commlib_torch.expert._grouped import grouped_linear
+from commlib_torch.expert._stepped import watch_gradients
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
 
@@ -59,6 +60,7 @@ def stacked(
     for module in whole.modules():
         take_own_when_loaded(module)
     watch_optimizers()
+    watch_gradients()
     return whole
 
 

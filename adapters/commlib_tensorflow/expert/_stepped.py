@@ -1,0 +1,51 @@
+"""Before optimizers of Keras update: gradients that let ranks part, or have mixed experts, are told now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.expert.shared_gradients import check_step, has_experts
+from commlib.functional.whole_weights import EVERY, MOST, is_due
+from commlib.kernels.host.norm import sum_of_squares
+from commlib_tensorflow._bridge import Array
+from commlib_tensorflow._graph import Spec, call, ordered
+from commlib_tensorflow._keras_reduction import Distributed, key_of
+from commlib_tensorflow._shards import is_left_here, shard_of
+from commlib_tensorflow.clip import values_of
+
+
+def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Compare the gradients that an optimizer is about to step with, where that is due; return what to wait for."""
+    left = optimizer._commlib.local_keys() if isinstance(optimizer, Distributed) else ()
+    found = [
+        (variable, gradient, shard_of(variable))
+        for variable, gradient in zip(variables, grads, strict=True)
+        if gradient is not None and key_of(variable) not in left and not is_left_here(variable)
+    ]
+    if not has_experts(shard for *_, shard in found) or not ordered():
+        return []
+    found = [one for one in found if one[2] is None or one[2].is_local]
+
+    def measure(*arrays: Array) -> list[Array]:
+        squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in arrays]
+        gradients = [
+            (variable.path, shard, one, str(variable.dtype))
+            for (variable, _, shard), one in zip(found, squares, strict=True)
+        ]
+        check_step(f"{type(optimizer).__name__} of Keras", gradients)
+        return [np.zeros((), np.int32)]
+
+    def compare() -> Any:
+        return call(measure, [values_of(gradient) for _, gradient, _ in found], [Spec(tf.int32, ())])[0]
+
+    passes = optimizer.gradient_accumulation_steps or 1
+    step = tf.cast(optimizer._iterations.value, tf.int64) // passes + 1
+    if tf.executing_eagerly():
+        return [compare()] if is_due(int(step)) else []
+    few = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
+    due = tf.where(step > EVERY, tf.equal(step % EVERY, 0), few)
+    return [tf.cond(due, compare, lambda: tf.zeros((), tf.int32))]

@@ -1,0 +1,51 @@
+"""After an optimizer's steps: gradients that let ranks part, or have mixed experts, are told now and then."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from commlib.expert.shared_gradients import check_step, has_experts
+from commlib.functional.whole_weights import MOST, is_due
+from commlib_torch._bridge import dtype_name
+from commlib_torch._shards import shard_of
+from commlib_torch._uncompiled import uncompiled
+from commlib_torch.clip import squares_of, values_of
+
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch_gradients() -> None:
+    """Compare what optimizers of experts have stepped with, from now on: by then it is reduced, whoever does so."""
+    register_optimizer_step_post_hook(_look)
+
+
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _count(optimizer)
+
+
+@uncompiled
+def _count(optimizer: Optimizer) -> None:
+    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if not is_due(step):
+        return
+    found = [
+        (f"parameter {place} of group {number}, of shape {list(one.shape)},", one, shard_of(one))
+        for number, group in enumerate(optimizer.param_groups)
+        if group.get("lr") != 0  # nothing parts
+        for place, one in enumerate(group["params"])
+    ]
+    if not has_experts(shard for *_, shard in found):
+        return
+    squares = squares_of([values_of(one.grad)[:MOST] for _, one, _ in found if one.grad is not None])
+    gradients = [
+        (name, shard, 0.0 if one.grad is None else next(squares), dtype_name(one.dtype)) for name, one, shard in found
+    ]
+    check_step(f"{type(optimizer).__name__}.step", [one for one in gradients if one[1] is None or one[1].is_local])

@@ -1,0 +1,82 @@
+"""Gradients of a step beside experts: of weights that all ranks have they are the same, of other experts they are not.
+
+Nobody reduces them for an optimizer that is on its own, and what is clipped by a norm of this rank's experts is scaled
+by another factor on each. Who reduces the gradients of experts, too, as if all ranks had the same ones, mixes them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array
+from commlib.errors import MismatchError
+from commlib.functional.shards import Shard
+from commlib.functional.whole_weights import worst_of
+
+Gradient = tuple[str, Shard | None, float, str]
+"""The name of a weight, what it is a part of, the sum of squares of its gradient, and its dtype."""
+
+
+def has_experts(shards: Iterable[Shard | None]) -> bool:
+    """Return whether some of the weights are of experts that other ranks have not."""
+    return any(shard is not None and shard.is_local and shard.axis.size > 1 for shard in shards)
+
+
+def check_step(what: str, gradients: Sequence[Gradient]) -> None:
+    """Compare the gradients of a step among ranks with other experts, and with copies of them.
+
+    One small message each. what: the step. Nothing is said of what is not finite. Warns on all ranks that part, and
+    raises MismatchError on all whose experts are mixed.
+    """
+    for comm, is_axis in _comms(gradients):
+        whole = [one for one in gradients if one[1] is None]
+        stacks = [one for one in gradients if is_axis and one[1] is not None and one[1].axis.comm is comm]
+        everyone = comm.all_gather(np.array([[squares for _, _, squares, _ in (*whole, *stacks)]], np.float64))
+        if not np.isfinite(everyone).all():
+            continue
+        _look_at_shared(what, comm, whole, everyone[:, : len(whole)])
+        _check_mixed(what, comm, stacks, everyone[:, len(whole) :])
+
+
+def _comms(gradients: Sequence[Gradient]) -> Iterator[tuple[Communicator, bool]]:
+    """Yield the ranks that have other experts, and those with copies, each once; whether they are the former."""
+    found: dict[int, tuple[Communicator, bool]] = {}
+    for _, shard, _, _ in gradients:
+        if shard is not None and shard.is_local:
+            found.setdefault(id(shard.axis.comm), (shard.axis.comm, True))
+            if shard.replicas is not None:
+                found.setdefault(id(shard.replicas), (shard.replicas, False))
+    yield from (pair for pair in found.values() if pair[0].size > 1)
+
+
+def _look_at_shared(what: str, comm: Communicator, whole: Sequence[Gradient], squares: Array) -> None:
+    """Warn, once, where ranks part. Who averages weights, and not gradients, may mean it."""
+    if ("parting", what) in comm.kept or (found := worst_of(squares, [dtype for *_, dtype in whole])) is None:
+        return
+    comm.kept["parting", what] = True
+    place, low, high = found
+    norms = np.sqrt(squares[:, place])
+    warnings.warn(
+        f"{what} on rank {comm.rank} of {comm.name}: ranks step with different gradients of a weight that all of them "
+        f"have beside their experts, and part: that of {whole[place][0]} has norm {norms[low]:.3g} on rank {low} and "
+        f"{norms[high]:.3g} on rank {high}. Let a DistributedOptimizer(..., mesh=mesh) reduce gradients (it leaves "
+        "those of other experts apart), and clip by the norm of all experts (clip_grad_norm, clip_by_global_norm with "
+        "variables=), not by one of this rank's own",
+        stacklevel=2,
+    )
+
+
+def _check_mixed(what: str, comm: Communicator, stacks: Sequence[Gradient], squares: Array) -> None:
+    """Raise where different experts have one gradient on all ranks: somebody has reduced those, too."""
+    if not stacks or not squares.any() or (squares != squares[0]).any():
+        return
+    raise MismatchError(
+        f"{what} on rank {comm.rank} of {comm.name}: gradients of different experts are the same on all ranks, such as "
+        f"those of {stacks[int(squares[0].argmax())][0]}: they have been reduced over ranks that have other experts, "
+        "which mixes these. Leave the gradients of experts out, which have those of all tokens already, or let a "
+        "DistributedOptimizer(..., mesh=mesh) reduce all of them"
+    )

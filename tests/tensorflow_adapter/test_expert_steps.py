@@ -1,0 +1,58 @@
+"""Steps of Keras' optimizers beside experts: gradients by which ranks part, or experts are mixed, are told."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import MismatchError
+from commlib.expert import Experts
+from commlib_tensorflow import DistributedGradientTape, allreduce, clip_by_global_norm
+from commlib_tensorflow.expert import MoE
+
+WIDTH = 4
+
+
+@pytest.mark.parametrize(
+    ("way", "graph"), [("plain", True), ("their norm", False), ("our norm", False), ("mixed", False), ("mixed", True)]
+)
+def test_steps_that_nobody_reduces_are_told(comm: Any, way: str, graph: bool) -> None:
+    """Ranks with a plain optimizer, or TensorFlow's own norm, parted in silence; all reduced, experts were mixed."""
+    if comm.size == 1:
+        return
+    ranks = comm.split(0, name="together")  # what is warned of once for these is warned of again
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((WIDTH,)), MoE(Experts(2 * comm.size, hidden=4), ranks)])
+    optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2 if way == "plain" else None)
+    x = np.random.default_rng(comm.rank).standard_normal((6, WIDTH)).astype(np.float32)
+
+    def step() -> None:
+        plain = tf.GradientTape()
+        with DistributedGradientTape(plain) if "norm" in way else plain as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2) + tf.add_n(model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if way == "mixed":
+            gradients = [allreduce(gradient) for gradient in gradients]
+        elif way == "their norm":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        elif way == "our norm":
+            gradients, _ = clip_by_global_norm(gradients, 0.5)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    expected: Any = contextlib.nullcontext()
+    if way == "mixed":
+        expected = pytest.raises(MismatchError, match=r"SGD of Keras .* which mixes these")
+    elif way != "our norm":
+        expected = pytest.warns(UserWarning, match=r"SGD of Keras .* part: that of .*/router .*mesh=mesh")
+    run = tf.function(step) if graph else step
+    with expected, warnings.catch_warnings():
+        if way == "our norm":
+            warnings.simplefilter("error")
+        for _ in range(2):
+            run()
