@@ -18,7 +18,7 @@ from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_o
 from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
 from commlib.tensor.plan import Plan
-from commlib.tensor.rules import Checked, Doubt, check, compare
+from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
 from commlib.tensor.styles import Style
 from commlib.tensor.table import plan_table
 from commlib.tensor.trace import Trace
@@ -46,8 +46,13 @@ class Model(Protocol):
         """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""
 
 
-def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object]) -> Plan:
-    """Return the plan that "auto" finds for a model, and report it as a table, on rank 0. Raises UsageError."""
+def found_plan(
+    model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object], others: Sequence[Model] = ()
+) -> Plan:
+    """Return the plan that "auto" finds for a model, and report it as a table, on rank 0. Raises UsageError.
+
+    others: the same model in other modes, where it may do something else.
+    """
 
     def able(name: str, style: Style) -> bool:
         try:
@@ -66,6 +71,8 @@ def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[
 
     trace, found = together(axis.comm, find)
     _leave_what_differs(model, axis, call, trace, found)
+    for other in others:
+        _leave_what_breaks(other, axis, call, trace, found)
     if axis.rank == 0:
         report(plan_table(found.plan, found.reasons, trace, axis.size))
     if not found.plan:
@@ -83,6 +90,21 @@ def _leave_what_differs(model: Model, axis: Axis, call: Any, trace: Trace, found
             leave_whole(trace, found, verdict.failed.step, verdict.failed.state, verdict.failed.said)
         else:
             return
+
+
+def _leave_what_breaks(other: Model, axis: Axis, call: Any, trace: Trace, found: Found) -> None:
+    """Leave whole what breaks a rule, or differs, in a mode in which the model does not what its trace says."""
+    does, error = other.attempt(call, ())
+    if any(axis.comm.all_gather_object(error is not None or does.steps == trace.steps)):
+        return  # a model that fails so cannot be called so
+    while found.plan:
+        try:
+            check(does, found.plan, divided_output=False, size=axis.size)
+        except PlanError as broken:
+            leave_whole(does, found, broken.step, broken.state, f"{broken}")
+        else:
+            break
+    _leave_what_differs(other, axis, call, does, found)
 
 
 class Checks:

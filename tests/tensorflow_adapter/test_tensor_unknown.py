@@ -192,6 +192,12 @@ def test_what_a_model_does_in_training_is_checked(comm: Any) -> None:
         functional = sequential(L.Dense(8, name="up"), Centred(), L.Dense(4, name="down"), shape=(6,))
         with pytest.raises(UsageError, match="entred"):
             parallelize(functional, comm, plan, **options)
+    both = sequential(
+        L.Dense(8, name="up"), Centred(), L.Dense(4, name="down"), L.Dense(8, name="other_up"), L.Dense(4), shape=(6,)
+    )
+    parallelize(both, comm, "auto", report=lambda table: None)  # it raised, and now leaves the pair whole
+    assert not hasattr(both.get_layer("up"), "style")
+    assert hasattr(both.get_layer("other_up"), "style")
     subclassed = Branching()
     subclassed(x)
     parallelize(subclassed, comm, plan)

@@ -50,10 +50,15 @@ class Traced:
 
         So it does if nobody but Keras has written it, or where it cannot be called so: then it cannot be trained.
         """
-        if all(_is_of_keras(layer) for layer in (self._model, *self._layers.values())):
+        if self.is_of_keras:
             return True
         trained, error = attempted(self._model, self._layers, call, styles, training=True)
         return error is not None or trained.steps == trace.steps
+
+    @property
+    def is_of_keras(self) -> bool:
+        """Whether nobody but Keras has written the model."""
+        return all(_is_of_keras(layer) for layer in (self._model, *self._layers.values()))
 
     def warn(self) -> None:
         """Warn of layers that the rules have not seen, once."""

@@ -77,7 +77,9 @@ def parallelize(
     layers = {name: same[0] for name, same in named.items()}
     traced, call = Traced(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
-    wanted: Any = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
+    trained = Traced(model, layers, shared, training=True)
+    others = () if traced.is_of_keras else (trained,)
+    wanted: Any = found_plan(traced, shared, plan, call, report, others) if isinstance(plan, str) else plan
     known = numbers_in(model, layers)
     found, numbers = together(axis, lambda: _layers(model, named, known, wanted))
     styles = {name: style for name, _, style, _ in found}
@@ -101,7 +103,6 @@ def parallelize(
             else:
                 checks.keep_numbers()
             if not all(axis.all_gather_object(traced.trains_alike(checks.whole, call, given))):
-                trained = Traced(model, layers, shared, training=True)
                 Checks(trained, shared, given, call, divided_output=divided_output).compare_numbers()
     draw_alike(axis)
     watch_earlier_optimizers()
