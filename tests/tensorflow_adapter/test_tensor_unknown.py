@@ -61,10 +61,20 @@ RIGHT: dict[str, Any] = {
     "elementwise": lambda h: ops.celu(h) + tf.math.erf(h) + ops.logaddexp(h, h),
     "a function": tf.function(lambda h: tf.tanh(h) * 2),
     "map_fn": lambda h: tf.map_fn(tf.tanh, h),
-    "a branch": lambda h: tf.cond(tf.reduce_all(tf.math.is_finite(h)), lambda: h, lambda: h * 0),
+    "a branch": lambda h: tf.cond(tf.constant(True), lambda: h, lambda: h * 0),
     "over rows": lambda h: h - ops.median(h, 1, keepdims=True),
     "pooling of rows": lambda h: ops.average_pool(h, 3, 1, "same"),
 }
+
+
+DECIDED: dict[str, Any] = {
+    "if": lambda h: h * 0 if ops.any(h > 1e9) else h,
+    "int": lambda h: h * int(ops.max(h * 0 + 1)),
+    "cond": lambda h: tf.cond(tf.reduce_all(tf.math.is_finite(h)), lambda: h, lambda: h * 0),
+    "switch": lambda h: tf.switch_case(tf.cast(tf.reduce_any(h > 1e9), tf.int32), [lambda: h, lambda: h * 2]),
+    "while": lambda h: ops.while_loop(lambda x: ops.max(x) > 1e9, lambda x: (x / 2,), (h,))[0],
+}
+GRAPHS = ("cond", "switch", "while")
 
 
 class Mlp(keras.Model):  # type: ignore[misc]
@@ -74,6 +84,11 @@ class Mlp(keras.Model):  # type: ignore[misc]
 
     def call(self, x: Any) -> Any:
         return self.down(self.function(self.up(x)))
+
+
+class Asking(Mlp):
+    def call(self, x: Any) -> Any:
+        return self.down(self.up(x)) if float(ops.max(x)) < 1e9 else x
 
 
 def made(function: Any) -> Any:
@@ -94,7 +109,7 @@ def rows() -> Any:
     return tf.constant(values(4, 5, 8))
 
 
-SOME = ("a function", "a length", "a gradient")
+SOME = ("a function", "a length", "a gradient", "if", "while")
 
 
 def some(cases: dict[str, Any]) -> Any:
@@ -140,6 +155,28 @@ class TestWrong:
         told = [str(one.message) for one in said if "the rules do not know" in str(one.message)]
         assert len(told) == (comm.rank == 0)
         assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in told)
+
+    @pytest.mark.parametrize("name", some(DECIDED))
+    def test_a_condition_on_a_part(self, comm: Any, name: str) -> None:
+        """One that agreed on the first batch was taken for right, and a later batch went another way on some ranks."""
+        model, plain = made(DECIDED[name]), made(DECIDED[name])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parallelize(model, comm, PLAN, example=rows() if name in GRAPHS else None)
+            near(model(rows()), plain(rows()))
+        told = [str(one.message) for one in said if "numbers leave the tensors here" in str(one.message)]
+        assert len(told) == (comm.rank == 0)
+        assert all("test_tensor_unknown.py:" in text for text in told)
+
+    def test_what_asks_for_elements(self, comm: Any) -> None:
+        """A model that has no graph was checked up to there, without a word that the rest is not."""
+        model = Asking(None)
+        model(rows())
+        parallelize(filled(model), comm, PLAN)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            near(model(rows()), made(lambda h: h)(rows()))
+        assert sum("cannot be followed" in str(one.message) for one in said) == (comm.rank == 0)
 
     def test_divided_layers_in_a_loop(self, comm: Any) -> None:
         class Looped(Mlp):

@@ -40,10 +40,13 @@ class Traced:
     def __init__(self, model: Any, layers: Layers, axis: Axis | None = None, *, training: bool = False) -> None:
         self._model, self._layers, self._axis, self._training = model, layers, axis, training
         self._hidden: list[str] = []
+        self._stopped: UsageError | None = None
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
-        return attempted(self._model, self._layers, call, styles, self._hidden, training=self._training)
+        trace, error = attempted(self._model, self._layers, call, styles, self._hidden, training=self._training)
+        self._stopped = error if isinstance(error, UsageError) else None
+        return trace, error
 
     def trains_alike(self, trace: Trace, call: Any, styles: Collection[str]) -> bool:
         """Return whether the model does in training what it does in evaluation: `trace`, for a call and styles.
@@ -53,6 +56,7 @@ class Traced:
         if self.is_of_keras:
             return True
         trained, error = attempted(self._model, self._layers, call, styles, training=True)
+        self._stopped = error if isinstance(error, UsageError) else None
         return error is not None or trained.steps == trace.steps
 
     @property
@@ -61,7 +65,10 @@ class Traced:
         return all(_is_of_keras(layer) for layer in (self._model, *self._layers.values()))
 
     def warn(self) -> None:
-        """Warn of layers that the rules have not seen, once."""
+        """Warn of layers that the rules have not seen, and of a call that they could not follow to its end, once."""
+        if self._stopped is not None:
+            said, self._stopped = f"{self._stopped}", None
+            warnings.warn(said, stacklevel=3)
         if self._hidden:
             names, self._hidden = ", ".join(dict.fromkeys(self._hidden)), []
             warnings.warn(

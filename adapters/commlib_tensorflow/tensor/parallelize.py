@@ -98,11 +98,12 @@ def parallelize(
             checks = Checks(traced, shared, given, call, divided_output=divided_output)
             if verify is None:
                 checks.compare_numbers()
-                if axis.rank == 0:
-                    traced.warn()
             else:
                 checks.keep_numbers()
-            if not all(axis.all_gather_object(traced.trains_alike(checks.whole, call, given))):
+            alike = all(axis.all_gather_object(traced.trains_alike(checks.whole, call, given)))
+            if axis.rank == 0:
+                traced.warn()
+            if not alike:
                 Checks(trained, shared, given, call, divided_output=divided_output).compare_numbers()
     draw_alike(axis)
     watch_earlier_optimizers()

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 import commlib
+from commlib.errors import UsageError
 from commlib.functional.per_rank import changed_numbers
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
@@ -21,6 +22,7 @@ from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
+from commlib_tensorflow.tensor._conditions import asking, decided_by
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
 from commlib_tensorflow.tensor._numbers import numbers_in
@@ -70,6 +72,13 @@ def attempted(
             graph_of(once, inputs)
         if recorder.error is None:
             break
+    if recorder.error is not None and recorder.asked:
+        said = (
+            f"it asks for elements of a tensor at {recorder.asked}, which has none in a graph, and what comes after "
+            "that cannot be checked: use keras.ops.where or cond; or leave example= and verify= out"
+        )
+        error = UsageError(f"plan: {type(model).__name__} cannot be followed: {said}")
+        error.__cause__, recorder.error = recorder.error, error
     if recorder.hidden and hidden is not None:
         hidden.extend(recorder.hidden)
     return recorder.trace(), recorder.error
@@ -112,6 +121,7 @@ class _Call:
     last: int = -1
     place: str = ""
     found: Mapping[str, Any] | None = None
+    text: str = "a function"
     results: list[Any] = field(default_factory=list)
 
 
@@ -141,6 +151,8 @@ class Recorder:
         self._guided = guided
         self.communicates = False
         """Ranks did so outside of layers."""
+        self.asked = ""
+        """Where a tensor was asked for its elements, which there are outside of graphs alone."""
         self.is_custom = False
         """A function between layers has a gradient of its own."""
         self.hidden: list[str] = []
@@ -222,6 +234,7 @@ class Recorder:
 
         with ExitStack() as stack:
             stack.enter_context(replaced(keras.layers.Layer, "__call__", noted))
+            stack.enter_context(asking(self._graph, self._number))
             # Keras cannot compute layers again in graphs; what they compute is the same without.
             stack.enter_context(
                 replaced(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
@@ -238,6 +251,16 @@ class Recorder:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
+
+    def _number(self, tensor: Any) -> None:
+        """Note that elements of a tensor are asked for, such as a condition in Python."""
+        place = running_line(_PACKAGES)
+        if not self._inside and tensor.graph is self._graph and place:
+            self.asked = place
+            found = {"kind": "number", "inputs": (tensor,)}
+            call = _Call("", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python")
+            call.last = self._count()
+            self._calls.append(call)
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -370,7 +393,7 @@ class Recorder:
 
     def _leaf(self, call: _Call) -> None:
         if call.found is not None:
-            self._recording.add("", outputs=call.results, text="a function", place=call.place, **call.found)
+            self._recording.add("", outputs=call.results, text=call.text, place=call.place, **call.found)
             return
         if call.layer is None:
             self.communicates = True
@@ -394,6 +417,10 @@ class Recorder:
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
                 self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
             return
+        for tensor in decided_by(op):
+            counter = [one for one in op.inputs if _is_discrete(one)][:1]  # what decides is one: of floats, too
+            text = f"the condition of {op.type} in {inside[-1] if inside else 'the model'}"
+            self._recording.add("", "number", (tensor, *counter), (), text=text, place=_line(op))
         found = described(op)
         if op.name in self._asked and found["kind"] != "unknown":
             found["asked"] = self._asked[op.name]
