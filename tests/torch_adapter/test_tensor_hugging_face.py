@@ -52,6 +52,7 @@ KINDS = {
     "mistral": Kind("MistralForCausalLM", "MistralConfig", LLAMA),
     "qwen2": Kind("Qwen2ForCausalLM", "Qwen2Config", LLAMA),
     "qwen3": Kind("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 16}),
+    "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", {**LLAMA, "head_dim": 16}),
     "gpt2": Kind(
         "GPT2LMHeadModel",
         "GPT2Config",

@@ -49,6 +49,36 @@ def test_an_embedding_by_words(tp, padding):
     check(tp, found, words(3, 2).int())
 
 
+class Scaled(nn.Embedding):
+    """As those of Gemma and BART."""
+
+    def forward(self, words):
+        return super().forward(words) * self.embedding_dim**0.5
+
+
+class Centred(nn.Embedding):
+    def forward(self, words):
+        return super().forward(words) - self.weight.mean(0)
+
+
+class OverTheSequence(nn.Embedding):
+    def forward(self, words):
+        return super().forward(words).cumsum(1)
+
+
+def test_an_embedding_that_changes_what_it_finds(tp):
+    """One that scales its rows was refused, and left whole with the logits that share its weight."""
+    for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
+        found = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
+        check(tp, found, words(3, 7), part=part)
+    for kind in (Centred, OverTheSequence):
+        model = kind(WORDS, 5)
+        weight, before = model.weight, set(vars(model))
+        with pytest.raises(UsageError, match="but Vocabulary is for Embedding"):
+            parallelize(model, tp, {"": Vocabulary()})
+        assert type(model) is kind and model.weight is weight and vars(model).keys() == before
+
+
 def test_an_embedding_by_features(tp):
     for style, part in (
         (Column(), own_head(tp)),

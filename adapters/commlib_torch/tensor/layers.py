@@ -13,6 +13,7 @@ from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocab
 from commlib_torch.tensor._dividing import check_division
 from commlib_torch.tensor._leaves import is_transposed
 from commlib_torch.tensor._linear import is_plain_linear
+from commlib_torch.tensor._looking_up import beneath, goes_on_with_rows
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
@@ -63,6 +64,8 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         return mixed(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear) and (known := _LAYERS.get((nn.Linear, type(style)))) and is_plain_linear(module):
         return mixed(known, plain)  # type: ignore[arg-type]
+    if isinstance(module, nn.Embedding) and isinstance(style, Vocabulary) and goes_on_with_rows(module):
+        return beneath(plain, VocabularyEmbedding)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and next(module.parameters(), None) is None:
         return mixed(OnShards, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and is_row_wise(module):
