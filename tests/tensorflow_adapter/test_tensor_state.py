@@ -144,3 +144,35 @@ def test_layers_are_divided_in_turn(comm: Any) -> None:
     for own, whole in zip(gather_weights(model), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(own, whole)
     np.testing.assert_allclose(model(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
+class Subclassed(keras.Model):  # type: ignore[misc]
+    """Is built by its first call alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.up, self.down = keras.layers.Dense(HIDDEN, name="up"), keras.layers.Dense(WIDTH, name="down")
+
+    def call(self, inputs: Any) -> Any:
+        return self.down(self.up(inputs["x"]))
+
+
+class BuiltLate(Subclassed):
+    def build(self, shapes: Any) -> None:
+        self.built = True
+
+
+@pytest.mark.ranks(min=2, max=2)
+def test_a_model_that_its_first_call_builds_is_gathered(comm: Any) -> None:
+    """It was refused though Keras keeps with what it was called."""
+    x = {"x": np.random.default_rng(1).standard_normal((ROWS, WIDTH))}
+    for kind in (Subclassed, BuiltLate):
+        keras.utils.set_random_seed(1)
+        model = kind()
+        expected = np.asarray(model(x))
+        parallelize(model, comm, PLAN, example=x)
+        if kind is Subclassed:
+            np.testing.assert_allclose(gather_model(model)(x), expected, rtol=1e-10, atol=1e-12)
+        else:
+            with pytest.raises(UsageError, match="not built by its configuration"):
+                gather_model(model)

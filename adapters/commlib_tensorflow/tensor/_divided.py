@@ -62,7 +62,8 @@ class OwnVariables(InFiles):
         if self.agreement is not None and hasattr(x, "shape") and not isinstance(x, keras.KerasTensor):
             if self.plan_check is not None:
                 self.plan_check.used(self)
-            if not self.agreement.is_settled("first used"):
+            looked_at = self.plan_check is not None and self.plan_check.is_checking  # a rank may fail there alone
+            if not (looked_at or self.agreement.is_settled("first used")):
                 self.compare("first used", input=f"{x.dtype.name}, {len(x.shape)} dimensions")
         return super().__call__(*args, **options)  # type: ignore[misc]
 
@@ -179,7 +180,7 @@ def check_inputs(layer: Any, x: Any, dim: int) -> None:
     got = x.shape[dim]
     if got in (expected, None):
         return
-    hint = "this is the whole: give Row(split=True), or let a Column come before it"
+    hint = "as long as the whole: give Row(split=True), let a Column come before it, or see what shape it is made of"
     raise UsageError(
         f"{layer.name} on rank {layer.axis.rank} of {layer.axis.comm.name}: its input has length {got} along dimension "
         f"{dim}, expected {expected} of {whole}: {hint if got == whole else 'give both the same units'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -138,6 +139,16 @@ class Unchecked:
         """Outermost layers that call some of these, and in which modes they may."""
         self._told: set[str] = set()
 
+    @contextmanager
+    def checking(self, modes: Collection[bool]) -> Iterator[None]:
+        """Let the model be run to check it; it is checked in these modes then."""
+        self.is_checking = True
+        try:
+            yield
+            self.modes |= {*modes}
+        finally:
+            self.is_checking = False
+
     @property
     def done(self) -> bool:
         """The plan was checked, in one mode at least."""
@@ -198,19 +209,17 @@ def check_another(model: Any, axis: Axis, *, training: bool) -> None:
     """Check a functional model, made of layers of one that is divided, at its first call. Collective over the axis."""
     layers = layers_of(model)
     checks = {id(one): one for layer in layers.values() if (one := getattr(layer, "plan_check", None)) is not None}
-    for one in checks.values():
-        one.is_checking = True
     try:
-        with call_of_its_own():
+        with ExitStack() as stack:
+            for one in checks.values():
+                stack.enter_context(one.checking(()))
+            stack.enter_context(call_of_its_own())
             traced = Traced(model, layers, axis, training=training)
             divided_output = all(one.divided_output for one in checks.values())
             call = known_call(model)
             check_first_call(axis, traced, call, divided_output=divided_output, warns=axis.rank == 0)
     except UsageError as error:
         raise UsageError(f"{model.name}, made of layers of a divided model: {error}") from error
-    finally:
-        for one in checks.values():
-            one.is_checking = False
 
 
 def watched(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> Unchecked:
@@ -251,14 +260,10 @@ def _trains(model: Any, options: Mapping[str, Any]) -> bool:
 def _check(model: Any, layers: Layers, unchecked: Unchecked, inputs: Any, training: bool) -> None:
     axis = unchecked.axis
     traced = Traced(model, layers, axis, training=training)
-    unchecked.is_checking = True
     try:
-        with call_of_its_own():
+        with unchecked.checking({training}), call_of_its_own():
             check_first_call(axis, traced, inputs, divided_output=unchecked.divided_output, warns=unchecked.warns)
         if unchecked.warns:
             traced.warn()
-        unchecked.modes.add(training)
     except UsageError as error:
         raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
-    finally:
-        unchecked.is_checking = False

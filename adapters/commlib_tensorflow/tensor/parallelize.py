@@ -122,8 +122,8 @@ def parallelize(
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
     if checks is not None:
-        checks.divided()
-        watched(model, layers, shared, divided_output=divided_output).modes |= {False, True}
+        with watched(model, layers, shared, divided_output=divided_output).checking({False, True}):
+            checks.divided()
     else:
         check_at_first_call(model, layers, shared, divided_output=divided_output)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,14 @@ def gather_model(model: keras.Model) -> keras.Model:
             "make a whole model yourself, and give it gather_weights(model) by set_weights()"
         ) from error
     weights = gather_weights(model)
-    if not whole.built:
-        raise UsageError(f"gather_model: {model.name!r} is not built by its configuration: use gather_weights(model)")
+    if not whole.built:  # as Keras builds what it reads from a file
+        with contextlib.suppress(Exception):
+            whole.build_from_config(model.get_build_config())
+    if [weight.shape for weight in whole.weights] != [weight.shape for weight in weights]:
+        raise UsageError(
+            f"gather_model: {model.name!r} is not built by its configuration: call one that you have made with the "
+            "same arguments, and give it gather_weights(model) by set_weights()"
+        )
     whole.set_weights(weights)
     if model.compiled:
         known = model.optimizer._trainable_variables if model.optimizer.built else model.trainable_variables
