@@ -52,3 +52,9 @@ class ShutdownError(CommlibError):
 
 class TransportError(CommlibError):
     """MPI, shared memory or the network failed, or lacks something that commlib needs."""
+
+
+def line(error: BaseException) -> str:
+    """Return an error in a line: its type, and how its text begins."""
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

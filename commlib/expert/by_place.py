@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.devices.arrays import name_of_device
+from commlib.expert.chosen import Chosen
 from commlib.expert.device_passage import DevicePassage
 from commlib.expert.exchange import Exchange
 from commlib.expert.on_device import OnDevice
@@ -26,6 +27,16 @@ class ByPlace:
         self.places: set[str] = set()
         """Where rows have been so far: the names of kinds of devices, "" for the host."""
         self._there: OnDevice | None = None
+
+    @property
+    def comms(self) -> Sequence[Communicator]:
+        """Those on which ranks may wait, beside that of all."""
+        return self.host.comms if isinstance(self.host, Chosen) else ()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a rank has left: then another exchange is to be made, on all ranks."""
+        return any(isinstance(one, Communicator) and one.group.failure is not None for one in (self._comm, *self.comms))
 
     def dispatch(self, what: str, assigned: Assigned, x: Any, gates: Any) -> tuple[Any, Any, Any, Any]:
         name = name_of_device(x)

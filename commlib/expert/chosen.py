@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from commlib.communicator import Communicator
@@ -24,6 +26,11 @@ class Chosen:
         self.placement = placement
         self._comm, self._empty, self._codec = comm, empty, codec
         self._way: Exchange | None = None
+
+    @property
+    def comms(self) -> Sequence[Communicator]:
+        """Those on which ranks may wait, beside that of all."""
+        return self._way.comms if isinstance(self._way, Hierarchical) else ()
 
     def dispatch(self, what: str, assigned: Assigned, x: Array, gates: Array) -> tuple[Passage, Array, Array, Array]:
         if self._way is None:

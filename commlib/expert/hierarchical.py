@@ -46,6 +46,8 @@ class Hierarchical:
         rail, node = comm.split_all([(place, number, f"{comm.name}.rail"), (number, place, f"{comm.name}.node")])
         assert rail is not None
         assert node is not None
+        self.comms = rail, node
+        """Those on which ranks may wait, beside that of all."""
         self._rail = Copies(rail, Placement(tuple(node_of[owner] for owner in placement.owners), len(nodes)), codec)
         here = [nodes[number].index(owner) for owner in placement.owners if node_of[owner] == number]
         self._node = OnNode(node, Placement(tuple(here), len(nodes[number])), empty)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from commlib.compress.registry import codec_of
 from commlib.dtypes import Array
+from commlib.errors import line
 from commlib.expert.experts import Experts
 from commlib.expert.placement import Placement
 from commlib.expert.planner import imbalance, plan
 from commlib.expert.ranks import ExpertRanks
 from commlib.expert.routing import Routing, route, updated_bias
 from commlib.expert.stats import Counted, Stats, gathered
-from commlib.expert.ways import exchange_over
+from commlib.expert.ways import exchange_over, leave
 
 
 class Mixture:
@@ -50,6 +52,8 @@ class Mixture:
 
         again: this was computed before, and is again for a backward that needs it: it does not count.
         """
+        if self.exchange.is_left:
+            self.exchange = exchange_over(self.ranks.axis, self.placement, self._codec)
         found = route(
             self.experts,
             logits,
@@ -100,6 +104,19 @@ class Mixture:
         """Send tokens by another placement from now on: experts have moved. Collective."""
         self.placement = placement
         self.exchange = exchange_over(self.ranks.axis, placement, self._codec)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Compute experts within: what comes out of it is told to the ranks that wait for these, and they raise it.
+
+        All go on with the next call.
+        """
+        try:
+            yield
+        except BaseException as error:
+            comm = self.ranks.axis.comm
+            leave(self.ranks.axis, f"{self.name}: experts of rank {comm.rank} of {comm.name} raised {line(error)}")
+            raise
 
     def follow(self, original: Mixture) -> None:
         """Send tokens as that of a layer does of which this one's is a copy: experts of both have moved."""

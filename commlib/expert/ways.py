@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.devices.protocol import Device
+from commlib.errors import ShutdownError
 from commlib.expert.alone import Alone
 from commlib.expert.beside import Beside
 from commlib.expert.by_place import ByPlace
@@ -24,15 +26,25 @@ from commlib.functional.axis import Axis
 class _Ways:
     comm: Communicator
     regions: Regions | None
-    made: dict[tuple[Placement, str], Exchange] = field(default_factory=dict)
+    made: dict[tuple[Placement, str], ByPlace] = field(default_factory=dict)
     beside: dict[Device, Beside] = field(default_factory=dict)
 
+    def comms(self) -> Iterator[Communicator]:
+        """Yield all communicators on which ranks may wait."""
+        yield self.comm
+        for exchange in self.made.values():
+            yield from exchange.comms
 
-def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) -> Exchange:
-    """Return how rows travel over an axis. Collective when it is first asked for.
+
+def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) -> ByPlace:
+    """Return how rows travel over an axis. Collective when it is first asked for, and again after `leave`.
 
     codec: how floats travel between ranks that share no memory, of a fixed length.
     """
+    left = axis.exchanges
+    if left is not None and any(comm.group.failure is not None for comm in left.comms() if axis.size > 1):
+        leave(axis, "a rank has left")  # on all, so that all exchanges between them are known to be of no use
+        axis.exchanges = None
     ways = _ways(axis)
     key = placement, "" if codec is None else codec.name
     if key not in ways.made:
@@ -47,6 +59,12 @@ def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) 
             host = Chosen(comm, placement, axis.empty, codec=codec)
         ways.made[key] = ByPlace(comm, host, there)
     return ways.made[key]
+
+
+def leave(axis: Axis, text: str) -> None:
+    """Let all ranks that wait for this one in an exchange over an axis raise PeerError with a text. Not collective."""
+    for comm in _ways(axis).comms() if axis.size > 1 else ():
+        comm.group.fail(ShutdownError(text))
 
 
 def beside_on(axis: Axis, device: Device) -> Beside:

@@ -16,9 +16,9 @@ from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import ShutdownError, UsageError
+from commlib.errors import ShutdownError, UsageError, line
 from commlib.pipeline.batch import NONE, Given, difference, wants_x
-from commlib.pipeline.runner import Runner, line
+from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
 from commlib.pipeline.schedule.lower import Way

@@ -10,7 +10,7 @@ from typing import Any
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.errors import PeerError, UsageError
+from commlib.errors import PeerError, UsageError, line
 from commlib.p2p.channel import Channel
 from commlib.p2p.device_channel import DeviceChannel
 from commlib.pipeline.device_ways import DeviceReceiver, DeviceSender
@@ -314,12 +314,6 @@ def _why_left(error: BaseException, place: str = "") -> str:
             first = why.partition(_IN_VAIN)[2] or f"rank {peer} {why}"
             return f"{_LEFT} waited{place}{_IN_VAIN}{first}"
     return f"{_LEFT} failed{place} ({line(error)})"
-
-
-def line(error: BaseException) -> str:
-    """Return an error in a line: its type, and how its text begins."""
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def _final(program: tuple[Action, ...]) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from commlib import Communicator
+from commlib.errors import PeerError
 from commlib.expert import Experts
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.expert import MoE, expert_stats
@@ -121,6 +123,50 @@ def own() -> Any:
 
 def test_any_layer(comm: Communicator) -> None:
     check(comm, Experts(6, top_k=2), expert=own)
+
+
+def pooling() -> Any:
+    layers = keras.layers
+    into = [layers.Dense(16), layers.Reshape((4, 4, 1)), layers.MaxPooling2D(2), layers.Conv2D(2, 2, padding="same")]
+    return keras.Sequential([*into, layers.Flatten(), layers.Dense(WIDTH)])
+
+
+def test_experts_that_take_no_empty_batches(comm: Communicator) -> None:
+    """Of no rows a convolution made another shape, and pooling ended the process in backward."""
+    check(comm, Experts(8, top_k=1, balance="none"), rows=[1, 0, 1, 0], expert=pooling)
+
+
+class Raises(keras.layers.Layer):  # type: ignore[misc]
+    on = -1
+    """The rank on which it does."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.comm, self.inner = comm, keras.layers.Dense(WIDTH)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        if Raises.on == self.comm.rank:
+            raise ArithmeticError("no memory")
+        return self.inner(x)
+
+
+def test_what_an_expert_raises_is_heard(comm: Communicator) -> None:
+    """The others waited. All go on with the next call."""
+    model = [MoE(Experts(2 * comm.size), comm, expert=lambda: Raises(comm), name=f"mixture_{n}") for n in range(2)]
+    x = tf.ones((3, WIDTH))
+    before = model[1](model[0](x))
+    for rank in range(2 if comm.size > 1 else 0):
+        Raises.on = rank
+        with pytest.raises(ArithmeticError if comm.rank == rank else PeerError) as caught:
+            model[0](x)
+        if comm.rank != rank:
+            said = f"mixture_0: experts of rank {rank} of .* raised ArithmeticError: .*no memory"
+            assert re.search(said, str(caught.value), re.DOTALL)
+        Raises.on = -1
+        near(model[1](model[0](x)), before, "outputs")
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])

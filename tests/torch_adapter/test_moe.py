@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from commlib import Communicator
-from commlib.errors import UsageError
+from commlib.errors import PeerError, UsageError
 from commlib.expert import Experts
 from commlib_torch._shards import shard_of
-from commlib_torch.expert import auxiliary_loss, expert_stats
+from commlib_torch.expert import MoE, auxiliary_loss, expert_stats
 from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
 
 
@@ -268,3 +268,40 @@ def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
     near(y[:, :3], model(x[:, :3]), "outputs", 1e-6)
     near(loss, auxiliary_loss(model), "loss", 1e-6)
     assert model.stats().tokens == 2 * 9 * comm.size
+
+
+class Raises(nn.Linear):
+    on = -1
+    """The rank on which it does."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(6, 6)
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Raises.on == self.comm.rank:
+            raise ArithmeticError("no memory")
+        return super().forward(x)
+
+
+def test_what_an_expert_raises_is_heard(comm: Communicator) -> None:
+    """The others waited. All go on with the next call."""
+    names = ["first", "second"]
+    model = nn.Sequential(
+        *(MoE(6, Experts(2 * comm.size), comm, expert=lambda: Raises(comm), name=name) for name in names)
+    )
+    x = torch.ones(3, 6)
+    before = model(x)
+    for rank in range(2 if comm.size > 1 else 0):
+        Raises.on = rank
+        others = rf"first: experts of rank {rank} of .* raised ArithmeticError: no memory"
+        if comm.rank == rank:
+            with pytest.raises(ArithmeticError):
+                model(x)
+        else:
+            with pytest.raises(PeerError, match=others):
+                model(x)
+        Raises.on = -1
+        again = model(x)
+        assert torch.equal(again, before)
+        again.sum().backward()

@@ -43,6 +43,21 @@ class Expert:
     def __init__(self, name: str, layer: Any) -> None:
         self.name, self.layer = name, layer
         self._takes_training = takes_training(layer)
+        inner = [one for one in layer._flatten_layers() if not isinstance(one, keras.Model | keras.layers.InputLayer)]
+        self._takes_none = all(type(one) in _TAKE_NONE for one in inner)
+
+    def call_of_some(self, weights: Sequence[Any], rows: Any, *, training: bool) -> Any:
+        """Return as `call` does, of a row that is drawn where there is none.
+
+        TensorFlow's convolutions make other shapes of no rows, and its pooling ends the process in backward.
+        """
+        if self._takes_none or rows.shape[0]:
+            return self.call(weights, rows, training=training)
+        number = tf.shape(rows)[0]
+        drawn = tf.cos(tf.range(rows.shape[1], dtype=tf.float32))[None]  # no two are the same, for what divides by that
+        given = tf.concat([rows, tf.cast(drawn, rows.dtype)[: 1 - tf.minimum(number, 1)]], 0)
+        given.set_shape((None, rows.shape[1]))
+        return self.call(weights, given, training=training)[:number]
 
     def call(self, weights: Sequence[Any], rows: Any, *, training: bool) -> Any:
         """Return what the expert with these weights makes of rows. Raises UsageError for others than rows like them."""
@@ -127,7 +142,15 @@ def computed(
     parts = tf.split(rows, counts, num=local)
     values = zip(*(tf.unstack(keras.ops.convert_to_tensor(one), num=local) for one in stacks), strict=True)
     each = zip(values, parts, strict=True)
-    return tf.concat([expert.call(weights, part, training=training) for weights, part in each], 0)
+    return tf.concat([expert.call_of_some(weights, part, training=training) for weights, part in each], 0)
+
+
+_TAKE_NONE = (
+    keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU,
+    keras.layers.PReLU, keras.layers.ELU, keras.layers.Softmax, keras.layers.Identity, keras.layers.Add,
+    keras.layers.Multiply, keras.layers.LayerNormalization, keras.layers.RMSNormalization,
+)  # fmt: skip
+"""Kinds of layers that make no rows of none, forward and backward."""
 
 
 @contextmanager

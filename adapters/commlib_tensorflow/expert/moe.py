@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -186,7 +187,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         """Return for tokens what the experts of all ranks make of them."""
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
-        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
+        with self.mixture.telling() if tf.executing_eagerly() else nullcontext():
+            out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
         return combined(out, self.mixture, came, tokens)
 
     def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any, training: bool) -> tuple[Any, Any]:

@@ -182,7 +182,11 @@ class MoE(KeepsShards, KeepsLosses):
         return self.mixture.stats()
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return what the experts of this rank make of their rows."""
+        """Return what the experts of this rank make of their rows. What they raise, other ranks hear."""
+        with self.mixture.telling():
+            return self._made(rows, counts)
+
+    def _made(self, rows: Tensor, counts: list[int]) -> Tensor:
         experts, name = self.experts, self.mixture.name
         grouped: Any = getattr(experts, "grouped", None)
         is_changed = isinstance(experts, MLP) and not experts.is_plain
