@@ -197,3 +197,4 @@ def _become(layer: Any, made: MoE) -> None:
     layer.__class__ = type(made)
     vars(layer).clear()
     vars(layer).update({**vars(made), **nodes})
+    layer.whereabouts.belongs_to(layer)

@@ -14,17 +14,20 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture, stats_of
-from commlib.expert.ranks import ExpertRanks, Ranks
+from commlib.expert.placement import Placement
+from commlib.expert.ranks import ExpertRanks, Ranks, placed
 from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
 from commlib.functional.agreement import options_of
 from commlib.tensor.streams import fold
 from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow._shards import mark, shard_of
 from commlib_tensorflow.expert._after_step import call_after_step
 from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
 from commlib_tensorflow.expert._padding import kept, without
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
+from commlib_tensorflow.expert._whereabouts import Whereabouts
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._in_files import InFiles
@@ -87,6 +90,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         make = self._make or (lambda: self._mlp(1))
         with tf.init_scope():  # values are read, and whoever calls it first may be traced
             self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        self.whereabouts = Whereabouts(self)
         self.expert_bias: Any = None
         if options.bias_rate:
             self.expert_bias = self.add_weight(
@@ -216,6 +220,20 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         """Return what an expert with these weights makes of rows, in evaluation."""
         return self._expert.call(weights, rows, training=False)
 
+    def put_owners(self, owners: tuple[int, ...]) -> None:
+        """Let weights be of the experts of these ranks. Collective where they have been of others."""
+        placement = Placement(owners, self.mixture.placement.ranks)
+        if placement != self.mixture.placement:
+            self.mark(placement)
+            self.mixture.place(placement)
+
+    def mark(self, placement: Placement) -> None:
+        """Let weights know of which experts they are."""
+        for variable in self.stacks:
+            shard = shard_of(variable)
+            assert shard is not None
+            mark(variable, placed(shard, placement.owners))
+
     def stats(self) -> Stats:
         """Return how experts were used since the last time, by tokens of all ranks. Collective."""
         return self.mixture.stats()
@@ -235,6 +253,12 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             "it is: save what gather_weights(model) returns, or use save_experts; for a copy make another model, and "
             "give it gather_weights(model) by set_weights"
         )
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
+        """Return what TensorFlow's checkpoints have of the layer: it finds no variables in lists by itself."""
+        children = super()._trackable_children(save_type, **options)
+        stacks = {stack.name: stack for stack in self.stacks} if self.built and save_type == "checkpoint" else {}
+        return {**children, **stacks}
 
     def check_export(self) -> None:
         """Refuse, on one rank, too: tokens are routed by Python, which is not in what is exported."""

@@ -11,9 +11,7 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.moving import moved
 from commlib.expert.placement import Placement
-from commlib.expert.ranks import placed
 from commlib.functional.agreement import together
-from commlib_tensorflow._shards import mark, shard_of
 from commlib_tensorflow.expert._keepers import kept_for
 from commlib_tensorflow.expert.moe import MoE
 
@@ -69,17 +67,10 @@ def _move(layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer:
     for (_, stack), array in zip(stacks, arrays, strict=True):
         stack.assign(array)
     for one in everyone:
-        _mark(one, placement)
+        one.mark(placement)
     mixture.place(placement)
     for one in everyone[1:]:
         one.mixture.follow(mixture)
-
-
-def _mark(layer: MoE, placement: Placement) -> None:
-    for variable in layer.stacks:
-        shard = shard_of(variable)
-        assert shard is not None
-        mark(variable, placed(shard, placement.owners))
 
 
 def owners_of(model: Any) -> list[list[int]]:
@@ -90,10 +81,7 @@ def owners_of(model: Any) -> list[list[int]]:
 def put_owners(model: Any, owners: Sequence[Sequence[int]]) -> None:
     """Let weights be of the experts that they were when `owners_of` told. Collective where that is another place."""
     for layer, ranks in zip(_mixtures(model), owners, strict=True):
-        placement = Placement(tuple(ranks), layer.mixture.placement.ranks)
-        if placement != layer.mixture.placement:
-            _mark(layer, placement)
-            layer.mixture.place(placement)
+        layer.put_owners(tuple(ranks))
 
 
 def _same(layer: MoE, number: int, count: int, copy: Any) -> MoE:
