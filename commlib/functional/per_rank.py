@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.functional.own_numbers import with_number
 from commlib.tensor.styles import PerRank, Style
 
 _DIVIDED = "commlib_numbers"
@@ -15,23 +16,29 @@ _WHOLE = "commlib_whole_numbers"
 
 
 class Number(NamedTuple):
-    """An attribute of a module that is an integer; or with `at` one of a tuple of them."""
+    """An attribute of a module that is an integer; or with `at` one of a tuple of them, or that of an object."""
 
     module: Any
     name: str
-    at: int = -1
+    at: int | str = -1
 
     @property
     def value(self) -> int:
         """What it is now."""
         found: Any = vars(self.module)[self.name]
-        own: int = found if self.at < 0 else found[self.at]
+        if isinstance(self.at, str):
+            found = getattr(found, self.at)
+        elif self.at >= 0:
+            found = found[self.at]
+        own: int = found
         return own
 
     def put(self, value: int) -> None:
         """Let it be something else."""
         found: Any = value
-        if self.at >= 0:
+        if isinstance(self.at, str):
+            found = with_number(vars(self.module)[self.name], self.at, value)
+        elif self.at >= 0:
             own = vars(self.module)[self.name]
             found = (*own[: self.at], value, *own[self.at + 1 :])
         vars(self.module)[self.name] = found
@@ -39,7 +46,7 @@ class Number(NamedTuple):
     @property
     def own_name(self) -> str:
         """How it is called within its module."""
-        return self.name if self.at < 0 else f"{self.name}.{self.at}"
+        return self.name if self.at == -1 else f"{self.name}.{self.at}"
 
 
 def check_numbers(found: Mapping[str, tuple[Number, PerRank]], size: int) -> None:
@@ -100,4 +107,4 @@ def changed_numbers(changes: Sequence[tuple[Number, int]]) -> Iterator[None]:
 
 def _number(module: Any, name: str) -> Number:
     attribute, _, at = name.partition(".")
-    return Number(module, attribute, int(at) if at else -1)
+    return Number(module, attribute, at if at and not at.isdigit() else int(at or -1))

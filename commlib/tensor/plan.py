@@ -38,7 +38,9 @@ def resolve(
             known = ", ".join(kind.__name__ for kind in kinds)
             raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
         able = numbers if isinstance(style, PerRank) else arguments if isinstance(style, Slice) else names
-        matched = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
+        named = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
+        # A configuration is an object of its own, which `*.num_heads` does not mean.
+        matched = [name for name in named if able is not numbers or ".config." in pattern or ".config." not in name]
         if not matched:
             close = get_close_matches(pattern, able, 3, 0.4) or list(able)[:8]
             what = "number" if isinstance(style, PerRank) else "argument" if isinstance(style, Slice) else "layer"

@@ -18,7 +18,7 @@ from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
-from commlib.functional.per_rank import numbers_of_rank, whole_numbers_of
+from commlib.functional.per_rank import changed_numbers, numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
@@ -39,9 +39,9 @@ def forward(
     changes = _undivided(model, axis) if whole else []
     if changes is None:
         return None
+    numbers = [one for module in model.modules() for one in whole_numbers_of(module).items()] if whole else []
     if guide is not None and guide.cuts:
-        own = numbers_of_rank(numbers_in(model), styles, axis)
-        changes += [(number.module, number.name, value) for number, value in own]
+        numbers += numbers_of_rank(numbers_in(model), styles, axis)
     ranks = (axis.rank, axis.size) if guide is not None and guide.cuts else None
     recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, ranks=ranks, keeps=True)
     error, messages, result = None, _Messages(), None
@@ -50,6 +50,7 @@ def forward(
         stack.enter_context(unnoticed(model, *call))
         stack.enter_context(evaluating(model) if evaluate else unfused())
         stack.enter_context(_changed(changes))
+        stack.enter_context(changed_numbers(numbers))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             stack.enter_context(messages)
         args, options = (fresh(part) for part in call)
@@ -79,7 +80,7 @@ def forward(
 
 
 def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
-    """Return with which styles and numbers a divided model computes the whole, on all ranks alike; None if with none.
+    """Return with which styles a divided model computes the whole, on all ranks alike; None if with none.
 
     Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
     weights that it has.
@@ -88,7 +89,6 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
     heads, others = set[nn.Module](), set[nn.Module]()
     """Modules within an attention, and within layers that are divided by themselves."""
     for module in model.modules():
-        found += [(number.module, number.name, value) for number, value in whole_numbers_of(module).items()]
         style, own = getattr(module, "style", None), getattr(module, "axis", None)
         if not isinstance(own, Axis):
             continue

@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             for name, number in numbers.items():
-                if type(vars(number.module).get(number.name)) is Length:
+                if number.name in vars(number.module) and type(number.value) is Length:
                     number.put(values[name])
 
     def _measured(self, tensor: Tensor) -> torch.Size:
