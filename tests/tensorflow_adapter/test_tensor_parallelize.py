@@ -155,6 +155,52 @@ def test_a_whole_layer_whose_output_goes_into_divided_ones(comm: Any) -> None:
     same(make, {**PLAN, "shift": Replicate(into_sharded=True)}, comm, values(4, 5))
 
 
+class OneHead(keras.layers.Layer):  # type: ignore[misc]
+    """Attention whose heads of queries have one of keys and values, which is repeated for them, or `count` times."""
+
+    def __init__(self, how: str, count: int = 0) -> None:
+        super().__init__()
+        self.how, self.count = how, count
+
+    def call(self, q: Any, k: Any) -> Any:
+        q, k = (keras.ops.reshape(one, (*keras.ops.shape(one)[:2], -1, 3)) for one in (q, k))
+        count = self.count or q.shape[2]
+        if self.how == "repeat":
+            k = keras.ops.repeat(k, count, 2)
+        elif self.how == "tile":
+            k = keras.ops.tile(k, (1, 1, count, 1))
+        else:
+            k = keras.ops.broadcast_to(k, (*k.shape[:2], count, 3))
+        found = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(keras.ops.einsum("bqhd,bkhd->bhqk", q, k)), k)
+        return keras.ops.reshape(found, (*keras.ops.shape(found)[:2], -1))
+
+    def compute_output_shape(self, q_shape: Any, k_shape: Any) -> Any:
+        return q_shape
+
+
+def with_one_head(how: str, count: int = 0) -> Any:
+    given = keras.Input(batch_shape=(2, 5, 4))
+    q, k = L.Dense(12, name="q")(given), L.Dense(3, name="k")(given)
+    return filled(keras.Model(given, L.Dense(4, name="o")(OneHead(how, count)(q, k))))
+
+
+ONE_HEAD: Any = {"q": Column(units=4), "k": Replicate(into_sharded=True), "o": Row(units=4)}
+LONG = [pytest.param(how, marks=pytest.mark.long) for how in ("tile", "broadcast")]
+
+
+@pytest.mark.parametrize("how", ["repeat", *LONG])
+def test_one_head_that_is_repeated(comm: Any, how: str) -> None:
+    """It was refused: by its length, what was repeated had all of the dimension."""
+    same(lambda: with_one_head(how), ONE_HEAD, comm, values(2, 5, 4))
+
+
+@pytest.mark.ranks(min=2, max=4)
+def test_one_head_that_is_repeated_for_all(comm: Any) -> None:
+    """A number that is no rank's own does not fit."""
+    with pytest.raises(UsageError, match="one_head"):
+        parallelize(with_one_head("repeat", 4), comm, ONE_HEAD)
+
+
 def test_layers_made_divided(comm: Any) -> None:
     """They take rank 0's values; the shapes that Keras infers are those of the whole."""
     keras.utils.set_random_seed(comm.rank)

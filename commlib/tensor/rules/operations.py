@@ -83,6 +83,8 @@ def equation(following: Following, step: Step) -> State:
         return expanded
     if any(state.inner for state in found):
         return UNKNOWN
+    if found == [SHARED] and not step.asked and (repeated := _repeated(following, step)) is not None:
+        return repeated
     refuse_unlike(following, step, found, terms.inputs)
     if not any(state.is_divided for state in found) or UNKNOWN in found:
         return of_whole(found)
@@ -124,6 +126,35 @@ def _expanded(following: Following, step: Step, state: State) -> State | None:
         if state.is_divided and was == 1 and dim == state.dim + 1:
             return replace(state, inner=dim)
     return None
+
+
+def _repeated(following: Following, step: Step) -> State | None:
+    """Return the state of one head that is repeated for all, which each rank does for its own; None if it is not.
+
+    What a rank asks for is its own number, or the shapes of its run, and of what it meets there, do not fit.
+    """
+    shape, made = following.shape(step.inputs[0]), following.shape(step.outputs[0])
+    terms = step.equation
+    if terms is None or len(shape) != len(made) or len(terms.inputs) != 1:
+        return None
+    moved = {_plain(label) for label, length in zip(terms.inputs[0], shape, strict=False) if length != 1}
+    lengths = zip(shape, made, map(_plain, terms.output), strict=False)
+    more = [dim for dim, (was, now, label) in enumerate(lengths) if was == 1 < now and label not in moved]
+    if len(more) != 1 or more[0] == 0:  # along the batch nothing is divided
+        return None
+    return State("features", more[0], _maker(following, step.inputs[0]))
+
+
+def _maker(following: Following, value: int) -> str:
+    """Return the layer with `Replicate(into_sharded=True)` that a value comes from."""
+    waiting, seen = [value], {value}
+    while waiting:
+        step = following.trace.maker(waiting.pop())
+        if isinstance(following.styles.get(step.layer), Replicate):
+            return step.layer
+        waiting += [one for one in step.inputs if one not in seen]
+        seen.update(step.inputs)
+    return ""
 
 
 def _own_number(following: Following, source: Source) -> str:
