@@ -160,7 +160,7 @@ class TestPlans:
         """A constraint is nothing to the rules, but would see a part of what it constrains."""
         said: list[str] = []
         x = y = keras.Input([WIDTH])
-        for name, constraint in (("kept", keras.constraints.UnitNorm()), ("m", None)):
+        for name, constraint in (("kept", keras.constraints.UnitNorm(axis=1)), ("m", None)):
             y = keras.layers.Dense(12, "relu", kernel_constraint=constraint, name=f"{name}_h")(y)
             y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
         divided = parallelize(keras.Model(x, y), tp, "auto", report=said.append)
@@ -416,7 +416,9 @@ class TestAllOrNothing:
         wrong = {
             "divided among": (layers.Dense(4, name="b"), Row(units=1)) if comm.size > 1 else None,
             "add up to 5": (layers.Dense(4, name="b"), Column(parts=(2, 3))),
-            "has a constraint": (layers.Dense(4, kernel_constraint="non_neg" if last else None, name="b"), Row()),
+            "has a constraint": (layers.Dense(4, kernel_constraint="unit_norm" if last else None, name="b"), Row())
+            if comm.size > 1
+            else None,
             "needs all outputs": (layers.Dense(4, activation="softmax", name="b"), Column()),
             "would see a part": (layers.LayerNormalization(name="b"), Sequence(-1)),
             "looks at several positions": (layers.Reshape((3, 2), name="b"), Sequence()),

@@ -98,3 +98,45 @@ def test_losses_of_what_is_divided(comm: Any) -> None:
     parallelize(make(L.ActivityRegularization(l2=0.1)), comm, {"up": Column(), "down": Row()})
     model = sequential(L.Dense(10, name="up"), L.Dense(3, name="down"), Counted(name="counted"), shape=(4,))
     parallelize(model, comm, {"up": Column(), "down": Row()})
+
+
+def clipped(weight: Any) -> Any:
+    return ops.clip(weight, -0.3, 0.3)
+
+
+def centred(weight: Any) -> Any:
+    return weight - ops.mean(weight)
+
+
+def constrained(up: Any = None, down: Any = None, bias: Any = None) -> Any:
+    first = L.Dense(6, "tanh", name="up", kernel_constraint=up, bias_constraint=bias)
+    return sequential(first, L.Dense(3, name="down", kernel_constraint=down), shape=(4,))
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        (keras.constraints.MaxNorm(0.5, axis=0), keras.constraints.UnitNorm(axis=-1)),
+        pytest.param(clipped, keras.constraints.MinMaxNorm(0.2, 0.5, axis=1), marks=pytest.mark.long),
+    ],
+)
+def test_constraints_of_parts(comm: Any, up: Any, down: Any) -> None:
+    """Those of single elements, and norms of other dimensions than the divided one, were refused."""
+    whole, own = (constrained(up, down, keras.constraints.NonNeg()) for _ in range(2))
+    parallelize(own, comm, {"up": Column(), "down": Row()})
+    expected, weights = alone(comm, lambda: (train(whole), whole.get_weights()))
+    near(train(own), expected)
+    for got, other in zip(gather_weights(own), weights, strict=True):
+        near(got, other)
+
+
+@pytest.mark.ranks(min=2)
+def test_constraints_that_need_the_whole_are_refused(comm: Any) -> None:
+    """A part has another norm, and another mean."""
+    norms = keras.constraints.MaxNorm, keras.constraints.UnitNorm, keras.constraints.MinMaxNorm
+    wrong = [{"down": norm(axis=0)} for norm in norms] + [{"up": norms[0](axis=[0, 1])}, {"bias": norms[0]()}]
+    for given in (*wrong, {"up": norms[0](axis=None)}, {"up": centred}, {"down": centred}):
+        (where,) = given
+        name = "up/bias" if where == "bias" else f"{where}/kernel"
+        with pytest.raises(UsageError, match=f"{name} has a constraint, .* part of dimension . alone"):
+            parallelize(constrained(**given), comm, {"up": Column(), "down": Row()})

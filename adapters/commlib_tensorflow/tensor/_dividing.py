@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import mark, shard_of, whole_shape
+from commlib_tensorflow.tensor._constraints import check_constraint
 from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._gathering import regularize_whole
 from commlib_tensorflow.tensor._reading import watch_reading
@@ -22,13 +22,11 @@ Shardings = Sequence[tuple[Any, Sharding]]
 
 
 def check_division(what: str, shardings: Shardings, division: Division) -> None:
-    """Raise UsageError unless variables of a layer can be divided so: not with a constraint, which sees all of one."""
+    """Raise UsageError unless variables of a layer can be divided so: not with a constraint that needs all of one."""
     for variable, sharding in shardings:
         is_whole = division.add(f"{what}: {variable.path}", variable, shard_of(variable), sharding)
-        if is_whole and variable.constraint is not None:
-            raise UsageError(
-                f"{what}: {variable.path} has a constraint, which would see this rank's part alone: remove it"
-            )
+        if is_whole:
+            check_constraint(what, variable, sharding, division.axis.size)
 
 
 @contextmanager
@@ -45,7 +43,7 @@ def divide(what: str, axis: Axis, shardings: Shardings) -> None:
     """Let variables of Keras hold this rank's part of their values: the same objects, with smaller tensors.
 
     A variable that several layers share is divided once. Raises UsageError, before anything is changed, if one is
-    divided otherwise already, or has a constraint.
+    divided otherwise already, or has a constraint that needs the whole.
     """
     check_division(what, shardings, Division(axis))
     watch_optimizers()
