@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 from commlib.functional.axis import Axis
 from commlib.functional.runs import Run
 from commlib.tensor.rules import Checked
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.states import COMPUTED, State
-from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib.tensor.trace import Step
 
 GUIDED = ("product", "table", "attention")
-"""Kinds of layers that take what is whole, or what a style makes of it."""
+"""Kinds of layers that take what is whole, or what a style makes of it; see `is_guided` for others."""
+
+
+def is_guided(step: Step) -> bool:
+    """Return whether a step is a layer of these kinds, or one whose weights are divided with the features it takes."""
+    return bool(step.layer) and (step.kind in GUIDED or (step.weights and step.dims[0] >= 0))
 
 
 class Guide:
@@ -29,7 +35,7 @@ class Guide:
         self._styles, self._checked = styles, checked
         self._calls: dict[str, list[Step]] = {}
         for step in whole.trace.steps:
-            if step.layer and step.kind in GUIDED:
+            if is_guided(step):
                 self._calls.setdefault(step.layer, []).append(step)
         self._made: dict[str, int] = {}
 
@@ -44,7 +50,7 @@ class Guide:
         takes_whole = taken(step, self._styles.get(step.layer), len(self._shape(step.inputs[0]))) == COMPUTED
         return step.inputs if self.cuts or takes_whole else ()
 
-    def part(self, step: Step) -> tuple[int, Sequence[tuple[int, int]]] | None:
+    def part(self, step: Step) -> tuple[int, Items[tuple[int, int]]] | None:
         """Return the part of its first result that the run goes on with: a dimension, and where its pieces begin and
         end; None for all of it.
         """
@@ -59,7 +65,9 @@ class Guide:
 
 
 def taken(step: Step, style: Style | None, rank: int) -> State:
-    """Return how a layer of the kinds `GUIDED` must find its input, of `rank` dimensions, on the ranks."""
+    """Return how a layer that is guided must find its input, of `rank` dimensions, on the ranks."""
+    if isinstance(style, Sequence) and step.weights and step.dims[0] >= 0:
+        return State("features", style.dim % max(1, rank))
     if isinstance(style, Row):
         return COMPUTED if style.split else State("features", step.dims[0] % max(1, rank))
     sequence = style.sequence if isinstance(style, Column | Vocabulary) and step.kind != "table" else None

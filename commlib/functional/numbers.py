@@ -14,7 +14,7 @@ from commlib.errors import UsageError
 from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
 from commlib.functional.differences import TOLERANCES, Pair, differs
-from commlib.functional.guide import GUIDED, Guide, sharding_of, taken
+from commlib.functional.guide import Guide, is_guided, sharding_of, taken
 from commlib.functional.runs import FROM_OUTSIDE, Run
 from commlib.functional.shards import Shard
 from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
@@ -244,7 +244,7 @@ class _Compared:
         """Yield (pair, step, state of the value, whether it decides) in order."""
         for step, local in zip(whole, own, strict=True):
             values = list(zip(step.outputs, local.outputs, strict=True))
-            if step.layer and step.kind in GUIDED:
+            if is_guided(step):
                 for value, part in zip(step.inputs, local.inputs, strict=False):
                     state = taken(step, self._styles.get(step.layer), len(self._whole.trace.shapes[value]))
                     if state.is_divided or self._states[value] == COMPUTED:

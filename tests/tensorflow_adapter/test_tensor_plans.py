@@ -226,7 +226,7 @@ class TestPlans:
         between = {
             "needs all of a dimension": layers.LayerNormalization(),
             "other random numbers on each rank": layers.Dropout(0.1),
-            "all of a dimension takes none": layers.PReLU(),
+            "weights that are whole take gradients from the whole": layers.PReLU(),
         }
         for said, layer in between.items():
             model = keras.Sequential(

@@ -14,7 +14,7 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.guide import GUIDED, Guide
+from commlib.functional.guide import Guide, is_guided
 from commlib.functional.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
@@ -56,7 +56,7 @@ def forward(
         recorder.run(values, training=training)
         if recorder.error is not None:
             raise recorder.error
-        taken = {value for step in recorder.trace().steps if step.kind in GUIDED for value in step.inputs}
+        taken = {value for step in recorder.trace().steps if is_guided(step) for value in step.inputs}
         values = {
             str(number): tensor
             for number, tensor in enumerate(recorder.tensors)

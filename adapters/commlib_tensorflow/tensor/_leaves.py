@@ -65,7 +65,13 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
             dims = (layer.axis,) if isinstance(layer.axis, int) else layer.axis
             return _equation(equations.along(shape, tuple(dims)), layer)
         case layers.PReLU():
-            return _equation(equations.along(shape, every[1:]), layer)
+            return _equation(equations.pointwise(shape), layer) | {"dims": (len(shape) - 1,) * 2}
+        case layers.BatchNormalization():
+            dim = layer.axis % len(shape)
+            return _equation(equations.along(shape, set(every) - {dim}), layer) | {"dims": (dim, dim)}
+        case layers.GroupNormalization():
+            dim = layer.axis % len(shape)
+            return _equation(equations.along(shape, set(every) - {0, dim}), layer) | {"dims": (dim, dim)}
     if isinstance(layer, _MIXING):
         dim = -1 if layer.data_format == "channels_last" else 1
         return {"kind": "product", "dims": (dim, dim)}

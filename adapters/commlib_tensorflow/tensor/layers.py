@@ -16,6 +16,7 @@ from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_tensorflow.tensor.features import FeatureBatchNormalization, FeatureGroupNormalization, PartPReLU
 from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
 from commlib_tensorflow.tensor.sequence import (
     IntoSharded,
@@ -39,6 +40,9 @@ _LAYERS: dict[tuple[type, type[Style]], type] = {
     (keras.layers.ReversibleEmbedding, Vocabulary): VocabularyReversibleEmbedding,
     (keras.layers.LayerNormalization, Sequence): SequenceLayerNormalization,
     (keras.layers.RMSNormalization, Sequence): SequenceRMSNormalization,
+    (keras.layers.BatchNormalization, Sequence): FeatureBatchNormalization,
+    (keras.layers.GroupNormalization, Sequence): FeatureGroupNormalization,
+    (keras.layers.PReLU, Sequence): PartPReLU,
     **{(plain, Column): mixed(ColumnConv, plain) for plain in _CONVOLUTIONS},
     **{(plain, Row): mixed(RowConv, plain) for plain in _CONVOLUTIONS},
     **{(plain, Column): mixed(ColumnAttention, plain) for plain in _ATTENTION},

@@ -103,6 +103,9 @@ def equation(following: Following, step: Step) -> State:
     if step.weights and not isinstance(style, Sequence):
         came = f"its input is {divided}, so each rank has a part of its weights' gradient"
         raise PlanError(step, "gradient", came, f"give it Sequence({divided.dim})", divided)
+    if step.weights and divided.parts > 1 and divided.dim == step.dims[0]:
+        came = f"its input is {divided}, which is {divided.parts} fused parts, and its weights would be divided as one"
+        raise PlanError(step, "parts", came, "split them first", divided)
     if step.draws and not isinstance(style, Sequence):
         came = f"its input is {divided}, and it would draw the same on all"
         raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)

@@ -1,0 +1,116 @@
+"""Layers on divided features: norms of each channel, or of groups of them, and PReLU, their weights divided, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.styles import Sequence
+from commlib_tensorflow._shards import whole_shape
+from commlib_tensorflow.tensor._divided import check_plain
+from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor.moves import copy
+
+
+class FeatureBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]  # Keras has no types
+    """A batch norm of this rank's channels: each has its own moments, moving ones included, and its own weights."""
+
+    def shardings(self, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided. Raises UsageError for a dimension that the norm looks at."""
+        return _of_channels(what, self, style)
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Divide what is an ordinary layer so far."""
+        _divide(what, self, axis, style, self.shardings(what, style))
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        """Return the norm of this rank's channels."""
+        _check_length(self, inputs, self.axis, self.moving_mean.shape[0])
+        return super().call(inputs, training=training, mask=mask)
+
+
+class FeatureGroupNormalization(keras.layers.GroupNormalization):  # type: ignore[misc]  # Keras has no types
+    """A group norm of this rank's channels, which are whole groups."""
+
+    groups: int
+
+    def shardings(self, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided. Raises UsageError for a dimension that the norm looks at."""
+        return _of_channels(what, self, style, self.groups)
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Divide what is an ordinary layer so far."""
+        channels, shardings = self.input_spec.axes[self.axis], self.shardings(what, style)
+        whole = Sharding((channels,), 0, (), self.groups)
+        whole.check(what, axis.size)
+        _divide(what, self, axis, style, shardings)
+        self.channels, self.whole_groups = whole.length(axis.rank, axis.size), self.groups
+        self.groups = self.channels * self.groups // channels
+
+    def call(self, inputs: Any) -> Any:
+        """Return the norm of this rank's groups."""
+        _check_length(self, inputs, self.axis, self.channels)
+        return super().call(inputs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration of the whole."""
+        return {**super().get_config(), "groups": self.whole_groups}
+
+
+class PartPReLU(keras.layers.PReLU):  # type: ignore[misc]  # Keras has no types
+    """A PReLU of what is divided: of slopes, each rank has those of its part; those that parts share are whole."""
+
+    def shardings(self, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided."""
+        check_plain(what, self, style)
+        shape, dim = whole_shape(self.alpha), style.dim % self.input_spec.ndim - 1
+        return [] if dim < 0 or shape[dim] == 1 else [(self.alpha, Sharding(shape, dim))]
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = self.shardings(what, style)
+        _divide(what, self, axis, style, shardings)
+        self.is_shared = not shardings
+
+    def call(self, inputs: Any) -> Any:
+        """Return PReLU of this rank's part."""
+        alpha = self.alpha
+        if self.is_shared:  # each rank has a part of its gradient
+            alpha = copy(keras.ops.convert_to_tensor(alpha), self.divided_axis)
+        else:
+            dim = self.style.dim % len(inputs.shape)
+            _check_length(self, inputs, dim, alpha.shape[dim - 1])
+        return keras.ops.relu(inputs) - keras.ops.cast(alpha, inputs.dtype) * keras.ops.relu(-inputs)
+
+
+def _of_channels(what: str, layer: Any, style: Sequence, units: int = 0) -> Shardings:
+    check_plain(what, layer, style)
+    ndim = layer.input_spec.ndim
+    if style.dim % ndim != layer.axis % ndim:
+        raise UsageError(
+            f"plan: {what} has weights of dimension {layer.axis % ndim}, and looks at all of the others together: "
+            f"Sequence({layer.axis % ndim}) divides it with its features, else leave it whole"
+        )
+    return [(one, Sharding(whole_shape(one), 0, (), units)) for one in layer.variables]
+
+
+def _divide(what: str, layer: Any, axis: Axis, style: Sequence, shardings: Shardings) -> None:
+    divide(what, axis, shardings)
+    layer.supports_jit = False
+    layer.divided_axis, layer.style = axis, style
+    layer.input_spec = keras.layers.InputSpec(ndim=layer.input_spec.ndim)
+
+
+def _check_length(layer: Any, x: Any, dim: int, expected: int) -> None:
+    """Raise UsageError unless a rank has as many features as weights."""
+    if x.shape[dim] not in (expected, None):
+        axis = layer.divided_axis
+        raise UsageError(
+            f"{layer.name} on rank {axis.rank} of {axis.comm.name}: its input has length {x.shape[dim]} along "
+            f"dimension {dim}, expected {expected}: divide features evenly before it (Column without units=), or "
+            "gather them"
+        )

@@ -1,0 +1,77 @@
+"""Layers on divided features, between a Column and its Row: norms of channels and of groups, and PReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row, Sequence
+from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+X, Y = values(6, 3, 3, 2, seed=1), values(6, 2, seed=2)
+NORMS: Any = {"bn": Sequence(-1), "gn": Sequence(3), "p": Sequence(-1), "shared": Sequence(3)}
+
+
+def make() -> Any:
+    """conv-BN-PReLU-GN-conv; no bias before the norm, whose gradient would be but rounding."""
+    keras.utils.set_random_seed(0)
+    between = [
+        L.BatchNormalization(name="bn"),
+        L.PReLU("uniform", shared_axes=[1, 2], name="p"),
+        L.GroupNormalization(4, name="gn"),
+        L.PReLU("uniform", shared_axes=[1, 2, 3], name="shared"),
+    ]
+    model = keras.Sequential(
+        [keras.Input((3, 3, 2)), L.Conv2D(8, 2, use_bias=False, name="up"), *between, L.Conv2D(2, 2, name="down")]
+    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
+    return model
+
+
+def train(model: Any) -> list[float]:
+    model.run_eagerly = True  # a gathered one is not
+    return [float(model.train_on_batch(X, Y[:, None, None])) for _ in range(2)]
+
+
+@pytest.mark.parametrize("plan", ["auto", pytest.param(NORMS, marks=pytest.mark.long)], ids=["auto", "plan"])
+def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None:
+    """conv-BN-conv, as in all of vision, was refused; each channel has its own moments, and each rank some channels."""
+    plain, divided = make(), make()
+    found = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
+    parallelize(divided, comm, found, report=lambda table: None)
+    assert all(isinstance(divided.get_layer(name).style, Sequence) for name in NORMS)
+    near(train(divided), train(plain))
+    for got, expected in zip(gather_weights(divided), plain.get_weights(), strict=True):
+        near(got, expected, 1e-10)
+    assert divided.get_layer("bn").moving_mean.shape == (len(np.array_split(range(8), comm.size)[comm.rank]),)
+    near(divided(X), plain(X), 1e-10)  # with moving moments
+    whole = gather_model(divided)
+    near(train(whole), train(plain), 1e-10)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("column", "norm", "style", "said"),
+    [
+        (Column(parts=2), L.BatchNormalization(name="bn"), Sequence(-1), "bn .* 2 fused parts"),
+        (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"looks at all of the others.* Sequence\(2\)"),
+        (Column(), L.BatchNormalization(name="bn"), None, r"bn .*give it Sequence\(2\)"),
+        (Column(), L.GroupNormalization(1, name="bn"), Sequence(-1), "1 units .* cannot be divided"),
+        (Column(gather=True), L.BatchNormalization(name="bn"), Sequence(-1), "its input is whole"),
+    ],
+    ids=["parts", "dimension", "no style", "one group", "whole"],
+)
+def test_what_does_not_fit_is_refused(comm: Any, column: Any, norm: Any, style: Any, said: str) -> None:
+    """A rank's weights must be those of the features that it has."""
+    model = keras.Sequential([keras.Input((3, 4)), L.Dense(8, name="up"), norm, L.Dense(2, name="down")])
+    plan = {"up": column, "down": Row(split=column.gather)} | ({} if style is None else {"bn": style})
+    with pytest.raises(UsageError, match=said):
+        parallelize(model, comm, plan)
