@@ -61,9 +61,10 @@ class Checkpoint(core.Checkpoint):
 def _parts(name: str, value: Stateful) -> dict[str, Part]:
     """Return the parts of one value. What compression remembers of an optimizer is apart: it is each rank's own."""
     if not isinstance(value, torch.optim.Optimizer):
-        found = {name: Part(lambda: packed(value.state_dict(), name), _loading(value.load_state_dict))}
-        if isinstance(value, nn.Module) and owners_of(value):
+        found = {}
+        if isinstance(value, nn.Module) and owners_of(value):  # before values, which do not say of which experts
             found[f"{name}.experts"] = Part(lambda: owners_of(value), lambda saved: put_owners(value, saved))
+        found[name] = Part(lambda: packed(value.state_dict(), name), _loading(value.load_state_dict))
         return found
     remembered: dict[str, Any] = {}
 

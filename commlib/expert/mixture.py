@@ -32,6 +32,8 @@ class Mixture:
         self.placement = Placement.even(experts.count, ranks.axis.size)
         self._codec = None if experts.codec is None else codec_of(experts.codec)
         self.exchange = exchange_over(ranks.axis, self.placement, self._codec)
+        self.has_moved = False
+        """Whether experts have changed places since this was made."""
         self.counted = Counted(experts.count)
         self._journal = ranks.axis.comm.group.journal
         self.load = np.zeros(experts.count, np.int64)
@@ -102,7 +104,7 @@ class Mixture:
 
     def place(self, placement: Placement) -> None:
         """Send tokens by another placement from now on: experts have moved. Collective."""
-        self.placement = placement
+        self.placement, self.has_moved = placement, True
         self.exchange = exchange_over(self.ranks.axis, placement, self._codec)
 
     @contextmanager
@@ -120,7 +122,7 @@ class Mixture:
 
     def follow(self, original: Mixture) -> None:
         """Send tokens as that of a layer does of which this one's is a copy: experts of both have moved."""
-        self.placement, self.exchange = original.placement, original.exchange
+        self.placement, self.exchange, self.has_moved = original.placement, original.exchange, True
 
     def name_among(self, names: Collection[str]) -> str:
         """Return the layer's name, or one made of it that is not among others."""

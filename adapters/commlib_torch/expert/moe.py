@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
 from commlib.functional.agreement import options_of
 from commlib_torch._bridge import host_array, read, to_tensor
+from commlib_torch._saved_parts import MARK
 from commlib_torch._shards import KeepsShards
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
@@ -220,11 +222,21 @@ _living: weakref.WeakSet[MoE] = weakref.WeakSet()
 
 
 def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Note that a layer is a copy of the one whose weights it is about to load, not only values of them."""
+    """Note that a layer is a copy of the one whose weights it is about to load, not only values of them.
+
+    Warn of values that do not say of which experts they are.
+    """
     name, own = next(layer.experts.named_parameters(), ("", None))
     given = state.get(f"{prefix}experts.{name}")
     if not isinstance(given, Tensor) or own is None or given.shape != own.shape or not given.data_ptr():
         return
+    if layer.mixture.has_moved and not hasattr(given, MARK):
+        warnings.warn(
+            f"{layer.mixture.name}: {prefix}experts.{name} is loaded from a tensor that does not say of which experts "
+            "it is, such as a clone, and experts have moved: it is right only if it was made since. Keep "
+            "gather_state_dict(model), or copy.deepcopy(model.state_dict())",
+            stacklevel=2,
+        )
     for other in list(_living):
         stack = next(other.experts.parameters(), None)
         if other is layer or stack is None or stack.data_ptr() != given.data_ptr():

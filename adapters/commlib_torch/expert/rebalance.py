@@ -158,6 +158,7 @@ def put_owners(model: nn.Module, owners: Sequence[Sequence[int]]) -> None:
         if placement != layer.mixture.placement:
             _mark(layer, placement)
             layer.mixture.place(placement)
+        layer.mixture.has_moved = False  # values that are loaded next are of these
 
 
 def _agreed(
