@@ -74,6 +74,8 @@ class Axis:
     """How many threads compute on this rank."""
     entered: Any = None
     """What an adapter remembers of the last input that was moved into divided layers."""
+    watch: Any = None
+    """What `commlib.functional.alike` notes of what is divided among the ranks, if anything is."""
     exchanges: Any = None
     """What `commlib.expert` keeps of the ways between its ranks."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
+
 from commlib.buffers.available import available
 from commlib.data_parallel.parameter_check import Gathers
+from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
-from commlib.functional.agreement import together
+from commlib.functional.agreement import digest_of, together
+from commlib.functional.alike import DIVIDE, unwatched
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
 from commlib.functional.numbers import OTHER_VALUES, Verdict, judged, refused
@@ -19,6 +24,7 @@ from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
 from commlib.tensor.plan import Plan
 from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
+from commlib.tensor.styles import Sequence as SequenceStyle
 from commlib.tensor.styles import Style
 from commlib.tensor.table import plan_table
 from commlib.tensor.trace import Trace
@@ -35,6 +41,9 @@ class Model(Protocol):
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Run it forward as a whole, or as one rank with its part: see `commlib.functional.numbers.Runs`."""
+
+    def given(self, call: Any) -> list[Array]:
+        """Return the values of the tensors that it is called with; none of those that have none."""
 
     def room(self) -> int:
         """Return how many bytes a run of it may take where its tensors are, beside the host's memory."""
@@ -137,11 +146,25 @@ class Checks:
         _settle(verdict, self._checked.doubts, warns=self._axis.rank == 0)
 
     def keep_numbers(self) -> None:
-        """Run the undivided model, for `divided` to compare numbers as well. Ranks have the same values by now."""
+        """Run the undivided model, for `divided` to compare numbers as well. Ranks have the same values by now.
+
+        Raises UsageError where the two would not be called alike.
+        """
+        if self._checked.sequences_came and self._axis.size > 1:
+            raise UsageError(
+                "parallelize: verify= calls the undivided model, and the divided one, with the same batch, but by this "
+                "plan the divided one is called with each rank's part of a sequence (sequence= of the first layers): "
+                "leave verify= out, or let the sequence be divided within the model, as by an embedding with "
+                "Vocabulary(sequence=...)"
+            )
         self._run = together(self._axis.comm, lambda: self._model.run(self._call, self._styles, WHOLE))
 
     def divided(self) -> None:
         """Check the model after it was divided. What was kept of the undivided one goes."""
+        with unwatched(self._axis):
+            self._compare_divided()
+
+    def _compare_divided(self) -> None:
         local, error = self._model.attempt(self._call, self._styles)
         together(self._axis.comm, lambda: self._compared(local, error))
         whole, self._run = self._run, None
@@ -153,7 +176,8 @@ class Checks:
 
     def _compared(self, local: Trace, error: Exception | None) -> None:
         if error is None:
-            compare(self.whole, local, self._checked)
+            if not self._checked.sequences_came:  # else gathered of what the example is: a part, or all of it
+                compare(self.whole, local, self._checked)
             return
         check(local, self._styles, divided_output=True, size=self._axis.size)
         where = local.steps[-1].where if local.steps else "its beginning"
@@ -213,13 +237,24 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
     the whole that it was, and with its parts, if it can be. Collective over the axis. Raises UsageError on all ranks,
     or MismatchError on one that has gone on and cannot tell why.
     """
+    with unwatched(axis):
+        _check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
+
+
+def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
     styles = model.styles()
     attempted = model.attempt(call, styles)
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
         _checked(model, attempted, divided_output, axis.size)
     checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
-    reasons = axis.comm.all_gather_object(_not_comparable(model, axis, attempted, checked))
-    verdict = Verdict(next((said for said in reasons if said), ""))
+    came = _digest_of_parts(model.given(call), styles) if checked.sequences_came else 0
+    told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came))
+    if came and axis.size > 1 and all(other == came for _, other in told):
+        raise UsageError(
+            f"plan: all ranks of {axis.comm.name} call the model with the same values, but by layers with sequence= "
+            f"it takes each rank's part of a sequence: {DIVIDE}"
+        )
+    verdict = Verdict(next((said for said, _ in told if said), ""))
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
     if warns and verdict.untold == OTHER_VALUES:
@@ -229,6 +264,19 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
             stacklevel=4,
         )
     _settle(verdict, checked.doubts, warns=warns)
+
+
+def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int:
+    """Return a digest of what a rank has of sequences; 0 if that tells nothing, since all positions are the same."""
+    dims = {
+        dim
+        for style in styles.values()
+        if (dim := style.dim if isinstance(style, SequenceStyle) else getattr(style, "sequence", None)) is not None
+    }
+    parts = [(one, dim) for one in given for dim in dims if -one.ndim <= dim < one.ndim and one.size]
+    if not any((part != part.take([0], dim)).any() for part, dim in parts):
+        return 0
+    return digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
 
 
 def _not_comparable(model: Model, axis: Axis, attempted: tuple[Trace, Exception | None], checked: Checked) -> str:

@@ -1,9 +1,4 @@
-"""Whole weights beside divided ones: their gradients are the same on all ranks of the axis, or ranks part.
-
-What comes of that is seen by nobody: each rank trains another model. A norm of this rank's gradients alone by which all
-are clipped, other batches or seeds along the axis, values from outside of which a rank has a part of the gradient: all
-of it shows here.
-"""
+"""Gradients of whole weights: when they are compared among ranks that must have the same ones, and which differs."""
 
 from __future__ import annotations
 
@@ -12,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from commlib.dtypes import Array
-from commlib.errors import MismatchError
-from commlib.functional.axis import Axis
 
 EVERY = 64
 """Steps from one comparison to the next, after that many; those before are the first, and powers of two."""
@@ -28,27 +21,9 @@ def is_due(step: int) -> bool:
     return step % EVERY == 0 if step > EVERY else step & (step - 1) == 0
 
 
-def check_whole(what: str, axis: Axis, names: Sequence[str], squares: Sequence[float], dtypes: Sequence[str]) -> None:
-    """Compare the gradients of whole weights by their sums of squares. Collective over the axis: one small message.
-
-    what: steps. names, squares, dtypes: of each, the same weights in the same order on all ranks. Nothing is said of
-    what is not finite. Raises MismatchError on all ranks, with the weight that differs most.
-    """
-    if axis.size == 1 or not names:
-        return
-    everyone: Array = axis.comm.all_gather(np.array([squares], np.float64))
-    if (found := worst_of(everyone, dtypes, axis.codec is not None)) is None:
-        return
-    worst, least, most = found
-    norms = np.sqrt(everyone[:, worst])
-    raise MismatchError(
-        f"{what} on rank {axis.rank} of {axis.comm.name}: ranks have different gradients of a weight that is whole on "
-        f"each, and would part: that of {names[worst]} has norm {norms[least]:.3g} on rank {least} and "
-        f"{norms[most]:.3g} on rank {most}. Ranks of an axis of divided layers need the same batches and seeds; "
-        "clip by the norm of whole weights (clip_grad_norm, clip_by_global_norm with variables=), not by one of this "
-        "rank's parts; and let values of which gradients are needed enter divided layers through a Column, or "
-        "Replicate(into_sharded=True)"
-    )
+def tolerance_of(dtype: str, *, has_codec: bool = False) -> float:
+    """Return by how much of its norm a tensor may differ between ranks."""
+    return _OF_A_CODEC if has_codec else _TOLERANCES.get(dtype, _OF_HALVES)
 
 
 def worst_of(squares: Array, dtypes: Sequence[str], has_codec: bool = False) -> tuple[int, int, int] | None:
@@ -60,7 +35,7 @@ def worst_of(squares: Array, dtypes: Sequence[str], has_codec: bool = False) -> 
         return None
     norms = np.sqrt(squares)
     low, high = norms.min(0), norms.max(0)
-    tolerance = _OF_A_CODEC if has_codec else max(_TOLERANCES.get(dtype, _OF_HALVES) for dtype in dtypes)
+    tolerance = max(tolerance_of(dtype, has_codec=has_codec) for dtype in dtypes)
     # What is zero but for rounding differs by as much as it has.
     apart = (high - low) / np.maximum(high, max(high.max() / 100, np.finfo(np.float64).tiny))
     worst = int(apart.argmax())

@@ -111,9 +111,13 @@ def gives_part(layer: Any) -> bool:
     return not (style.gather or is_table) and getattr(layer, "enters", True)
 
 
-def added_up(part: Any, bias: Any, axis: Axis, sequence: int | None) -> Any:
+def added_up(layer: Any, part: Any, bias: Any, sequence: int | None) -> Any:
     """Return the sum over the ranks, whole or this rank's shard of it, and then the bias, once."""
-    x = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
+    axis = layer.axis
+    if sequence is None:
+        x = moved(part, axis, REDUCE, layer=layer)
+    else:
+        x = moved(part, axis, moves.reduce_scatter(sequence))
     if bias is None:
         return x
     # Of a divided sequence each rank has a part of the bias' gradient.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from commlib.functional.alike import begin
 from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
@@ -49,6 +50,7 @@ def divide(what: str, axis: Axis, shardings: Shardings) -> None:
     watch_optimizers()
     watch_exports()
     watch_reading()
+    begin(axis)
     for variable, sharding in shardings:
         if shard_of(variable) is not None:
             continue  # tied

@@ -14,6 +14,7 @@ import tensorflow as tf
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._call_context import current_call
 from commlib_tensorflow.tensor.moves import moved
 
@@ -43,13 +44,14 @@ class _Entered(NamedTuple):
         return same and _is_recorded([x]) == _is_recorded([self.result])
 
 
-def entered(x: Any, axis: Axis, sequence: int | None) -> Any:
-    """Return the input of what divides its outputs: as it is, or gathered along the sequence."""
+def entered(layer: Any, x: Any, axis: Axis, sequence: int | None) -> Any:
+    """Return the input of a layer that divides its outputs: as it is, or gathered along the sequence."""
     call = current_call()
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     last: _Entered | None = getattr(call, _LAST, None)
     if last is not None and last.holds(x, axis, sequence, graph):
         return last.result
+    given(axis, layer, x, sequence=sequence)
     result = moved(x, axis, COPY if sequence is None else moves.gather(sequence, partial=True))
     if call is not None:
         setattr(call, _LAST, _Entered(x, axis, sequence, graph, result))

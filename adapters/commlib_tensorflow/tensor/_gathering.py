@@ -25,10 +25,10 @@ def is_sum(regularizer: Any) -> bool:
     return type(regularizer) in SUMS
 
 
-def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
-    """Return the outputs of all ranks in the order of the whole, along a dimension."""
+def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1, *, layer: Any = None) -> Any:
+    """Return the outputs of all ranks in the order of the whole, along a dimension. layer: whose outputs these are."""
     lengths = sharding.lengths(axis.size)
-    whole = moved(out, axis, moves.gather(dim, lengths=lengths))
+    whole = moved(out, axis, moves.gather(dim, lengths=lengths), layer=layer)
     if len(sharding.parts) < 2:
         return whole
     offsets = [sum(lengths[:rank]) for rank in range(axis.size)]

@@ -8,6 +8,7 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.styles import Column, Row
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
@@ -72,19 +73,22 @@ class ColumnAttention:
         """Return the output, and with `return_attention_scores` the scores of all heads."""
         axis, sequence = self.divided_axis, self.style.sequence
         moves_of: dict[int, Any] = {}  # one for each tensor that comes, however often it does
-        given = [query, value, value if key is None else key]
+        inputs = [query, value, value if key is None else key]
         inside = []
-        for x in given:
+        for x in inputs:
             if id(x) not in moves_of:
-                moves_of[id(x)] = entered(x, axis, sequence)
+                moves_of[id(x)] = entered(self, x, axis, sequence)
             inside.append(moves_of[id(x)])
         masks = {}
-        for name, x, mask in zip(("query", "value", "key"), given, (query_mask, value_mask, key_mask), strict=True):
+        for name, x, mask in zip(("query", "value", "key"), inputs, (query_mask, value_mask, key_mask), strict=True):
             if id(mask) not in moves_of:
+                if sequence is None:
+                    given(axis, self, mask, f"the mask of {name}")
                 moves_of[id(mask)] = gathered_mask(mask, axis, sequence, len(x.shape))
             masks[f"{name}_mask"] = moves_of[id(mask)]
         _set_mask(inside[0], masks["query_mask"])  # where Keras' MultiHeadAttention looks for it
         if attention_mask is not None:
+            given(axis, self, attention_mask, "the mask")
             kwargs["attention_mask"] = self._own_heads(attention_mask)
         found = super().call(*inside, **masks, **kwargs)  # type: ignore[misc]
         output, *scores = found if isinstance(found, tuple) else (found,)

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
@@ -88,6 +89,13 @@ class Traced:
             return None
         training = self._training and not evaluate
         return forward(self._model, self._layers, self._axis, call, styles, guide, training=training)
+
+    def given(self, call: Any) -> list[Any]:
+        """Return the values of tensors and arrays, also of those within structures; none in a graph."""
+        given = keras.tree.flatten(call)
+        if not tf.executing_eagerly() or any(isinstance(one, tf.TensorSpec | keras.KerasTensor) for one in given):
+            return []
+        return [np.asarray(one) for one in given if hasattr(one, "shape")]
 
     def room(self) -> int:
         """Return any number: only the host's memory is counted."""

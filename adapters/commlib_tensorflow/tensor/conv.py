@@ -13,6 +13,7 @@ from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (
     OwnVariables,
     added_up,
@@ -49,11 +50,11 @@ class ColumnConv(OwnVariables):
 
     def call(self: Any, inputs: Any) -> Any:
         """Return this rank's channels, or all of them."""
-        x = _convolved(self, entered(inputs, self.axis, self.style.sequence))
+        x = _convolved(self, entered(self, inputs, self.axis, self.style.sequence))
         if self.bias is not None:
             x = x + _along_channels(self, self.bias, x)
         if self.style.gather:
-            x = gathered(x, self.axis, self.sharding, _channels(self))
+            x = gathered(x, self.axis, self.sharding, _channels(self), layer=self)
         return x if self.activation is None else self.activation(x)
 
 
@@ -79,10 +80,11 @@ class RowConv(OwnVariables):
         """Return all channels, of whole images or of this rank's part of the sequence."""
         axis, channels, x = self.axis, _channels(self), inputs
         if self.style.split:
+            given(axis, self, x)
             x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)))
         check_inputs(self, x, channels)
         bias = None if self.bias is None else _along_channels(self, self.bias, x)
-        x = added_up(_convolved(self, x), bias, axis, self.style.sequence)
+        x = added_up(self, _convolved(self, x), bias, self.style.sequence)
         return x if self.activation is None else self.activation(x)
 
 

@@ -12,6 +12,7 @@ from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
 from commlib_tensorflow._shards import whole_shape
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (
     OwnVariables,
     added_up,
@@ -66,13 +67,13 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
-        x = entered(inputs, self.axis, self.style.sequence)
+        x = entered(self, inputs, self.axis, self.style.sequence)
         if not self.style.gather:
             return super().call(x)
         x = keras.ops.matmul(x, self.kernel)
         if self.bias is not None:
             x = x + tf.cast(self.bias, x.dtype)
-        x = gathered(x, self.axis, self.sharding)
+        x = gathered(x, self.axis, self.sharding, layer=self)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
@@ -138,9 +139,10 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
         """Return the outputs, whole or this rank's part of the sequence."""
         axis, x = self.axis, inputs
         if self.style.split:
+            given(axis, self, x)
             x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
         check_inputs(self, x, -1)
-        x = added_up(keras.ops.matmul(x, self.kernel), self.bias, axis, self.style.sequence)
+        x = added_up(self, keras.ops.matmul(x, self.kernel), self.bias, self.style.sequence)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:

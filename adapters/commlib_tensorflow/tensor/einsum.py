@@ -14,6 +14,7 @@ from commlib.tensor.einsum import Einsum
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (
     OwnVariables,
     added_up,
@@ -68,13 +69,13 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's outputs, or all of them."""
-        x = entered(inputs, self.axis, self.style.sequence) if self.enters else inputs
+        x = entered(self, inputs, self.axis, self.style.sequence) if self.enters else inputs
         x = keras.ops.einsum(self.equation, x, self.kernel)
         if self.bias is not None:
             # What all parts of the output share has a part of its gradient on each rank.
             x = x + tf.cast(self.bias if self.bias_dim is not None else copy(self.bias, self.axis), x.dtype)
         if self.style.gather:
-            x = gathered(x, self.axis, self.sharding, self.dim)
+            x = gathered(x, self.axis, self.sharding, self.dim, layer=self)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
@@ -110,9 +111,10 @@ class RowEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[mi
         """Return the outputs, whole or this rank's part of the sequence."""
         axis, x = self.axis, inputs
         if self.style.split:
+            given(axis, self, x)
             x = moved(x, axis, moves.scatter(self.dim, self.sharding.lengths(axis.size)))
         check_inputs(self, x, self.dim)
-        x = added_up(keras.ops.einsum(self.equation, x, self.kernel), self.bias, axis, self.style.sequence)
+        x = added_up(self, keras.ops.einsum(self.equation, x, self.kernel), self.bias, self.style.sequence)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:

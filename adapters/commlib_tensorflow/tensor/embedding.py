@@ -14,6 +14,7 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import OwnVariables, check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._gathering import gathered
@@ -68,13 +69,16 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
 
     def call(self, inputs: Any) -> Any:
         """Return the features of words."""
+        given(self.axis, self, inputs)
         words = tf.cast(inputs, tf.int64)
         self._check(words)
         is_own = (words >= self.first) & (words < self.last)
         found = tf.gather(self.embeddings, tf.where(is_own, words - self.first, 0))
         found = tf.cast(tf.where(is_own[..., tf.newaxis], found, 0), self.compute_dtype)
         sequence = self.style.sequence
-        return moved(found, self.axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
+        if sequence is None:
+            return moved(found, self.axis, REDUCE, layer=self)
+        return moved(found, self.axis, moves.reduce_scatter(sequence))
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the output."""
@@ -111,10 +115,11 @@ class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[mis
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of words, or all of them."""
+        given(self.axis, self, inputs, sequence=self.style.sequence)
         if self.style.sequence is not None:
             inputs = moved(inputs, self.axis, moves.gather(self.style.sequence))
         found = super().call(inputs)
-        return gathered(found, self.axis, self.sharding) if self.style.gather else found
+        return gathered(found, self.axis, self.sharding, layer=self) if self.style.gather else found
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the output."""

@@ -22,6 +22,7 @@ from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow._on_device import call_on_device
+from commlib_tensorflow.tensor._alike import returned
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -71,15 +72,18 @@ def axis_of(axis: On) -> Axis:
     return axis if isinstance(axis, Axis) else Axis(axis, empty=result_empty)
 
 
-def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tensor:
-    """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time."""
+def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None, *, layer: Any = None) -> tf.Tensor:
+    """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time.
+
+    layer: the divided layer that returns it whole, if one does.
+    """
     if axis.size == 1 and move.name != "all_to_all":
         return x
     refuse_vectorized()
-    return _moved(x, axis, move, lengths)
+    return _moved(x, axis, move, lengths, layer)
 
 
-def _moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tensor:
+def _moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None, layer: Any = None) -> tf.Tensor:
     _check_dims(move, x)
     if lengths is None:
         move = _with_known_lengths(axis, move, x)
@@ -89,9 +93,14 @@ def _moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tens
             return tf.identity(x), lambda gradient: _moved(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
             (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)], what=move.name)
-            return result, lambda gradient: _moved(as_tensor(gradient), axis, COPY)
+            return result, lambda gradient: _moved(came(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
-        return result, lambda gradient: _moved(as_tensor(gradient), axis, move.conjugate, found)
+        return result, lambda gradient: _moved(came(gradient), axis, move.conjugate, found)
+
+    def came(gradient: Any) -> tf.Tensor:
+        gradient = as_tensor(gradient)
+        returned(axis, layer, gradient)
+        return gradient
 
     return tf.custom_gradient(moving)(x)
 

@@ -15,15 +15,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from commlib.functional.alike import check_alike
 from commlib.functional.axis import Axis
 from commlib.functional.optimizers import check_optimizer
-from commlib.functional.whole_weights import EVERY, MOST, check_whole, is_due
+from commlib.functional.whole_weights import EVERY, MOST, is_due
 from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.clip import clip_by_global_norm, values_of, with_values
+from commlib_tensorflow.tensor._alike import noted_in_graph
 
 _CLIPPED = "_commlib_clipped"
 
@@ -45,40 +47,51 @@ def _noting(original: Any) -> Any:
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
         check_optimizer(self, ((variable.path, shard_of(variable)) for variable in trainable_variables))
         object.__setattr__(self, _CLIPPED, list(trainable_variables))  # past Keras, which tracks what it is given
-        _compare_whole(self, list(grads), list(trainable_variables))
+        _compare(self, list(grads), list(trainable_variables))
         return original(self, grads, trainable_variables)
 
     return _backend_apply_gradients
 
 
-def _compare_whole(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Compare the gradients of whole variables now and then along the axes over which others are divided."""
+def _compare(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Compare now and then what was noted, and the gradients of whole variables, along the axes of divided ones."""
     shards = [shard_of(variable) for variable in variables]
-    axes = {id(shard.axis): shard.axis for shard in shards if shard is not None and not shard.is_local}
-    compared = [axis for axis in axes.values() if axis.size > 1]
+    axes = dict.fromkeys(shard.axis for shard in shards if shard is not None and not shard.is_local)
+    compared = [axis for axis in axes if axis.size > 1]
+    if not compared or not ordered():
+        return
     whole = [
         (variable, gradient)
         for variable, gradient, shard in zip(variables, grads, shards, strict=True)
         if shard is None and gradient is not None
     ]
-    if not compared or not whole or not ordered():
-        return
     names, dtypes = [variable.path for variable, _ in whole], [str(variable.dtype) for variable, _ in whole]
     what = f"{type(optimizer).__name__} of Keras"
-
-    def measure(*arrays: Array) -> list[Array]:
-        squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in arrays]
-        for axis in compared:
-            check_whole(what, axis, names, squares, dtypes)
-        return [np.zeros((), np.int32)]
+    noted = [] if tf.executing_eagerly() else list(noted_in_graph(compared))
 
     def compare() -> Any:
-        return call(measure, [values_of(gradient) for _, gradient in whole], [Spec(tf.int32, ())])[0]
+        read = [note.read() for note in noted]
+        inputs = [*(values_of(gradient) for _, gradient in whole), *(one for tensors in read for one in tensors)]
+
+        def measure(*arrays: Array) -> list[Array]:
+            given = iter(arrays)
+            squares = [sum_of_squares(np.ascontiguousarray(next(given).reshape(-1)[:MOST])) for _ in whole]
+            notes = [(one.axis, one.note(*(next(given) for _ in own))) for one, own in zip(noted, read, strict=True)]
+            for axis in compared:
+                own_notes = [note for of, note in notes if of is axis] if notes else axis.watch.taken()
+                check_alike(what, axis, own_notes, names, squares, dtypes)
+            return [np.zeros((), np.int32)]
+
+        return call(measure, inputs, [Spec(tf.int32, ())])[0]
 
     step = tf.cast(optimizer._iterations.value, tf.int64) + 1  # of each micro-step, where Keras adds up some
     if tf.executing_eagerly():
         if is_due(int(step)):
             compare()
+        for axis in compared:
+            axis.watch.passed(optimizer, int(step))
+        return
+    if not (whole or noted):
         return
     few = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
     tf.cond(tf.where(step > EVERY, tf.equal(step % EVERY, 0), few), compare, lambda: tf.zeros((), tf.int32))

@@ -34,8 +34,8 @@ class VocabularyReversibleEmbedding(VocabularyEmbedding, keras.layers.Reversible
         if not reverse:
             return VocabularyEmbedding.call(self, inputs)
         sequence = self.style.sequence
-        found = keras.layers.ReversibleEmbedding.call(self, entered(inputs, self.axis, sequence), reverse=True)
-        return gathered(found, self.axis, self.sharding_of_logits) if self.style.gather else found
+        found = keras.layers.ReversibleEmbedding.call(self, entered(self, inputs, self.axis, sequence), reverse=True)
+        return gathered(found, self.axis, self.sharding_of_logits, layer=self) if self.style.gather else found
 
     @property
     def sharding_of_logits(self) -> Sharding:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.styles import Replicate, Sequence
+from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings
 from commlib_tensorflow.tensor._gathering import check_activity
@@ -109,7 +110,11 @@ class IntoSharded:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer gives."""
         found = super().call(*args, **kwargs)  # type: ignore[misc]
-        return keras.tree.map_structure(lambda x: copy(x, self.divided_axis) if _has_gradient(x) else x, found)
+        return keras.tree.map_structure(self._copied, found)
+
+    def _copied(self: Any, x: Any) -> Any:
+        given(self.divided_axis, self, x, "the output")
+        return copy(x, self.divided_axis) if _has_gradient(x) else x
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from commlib.errors import UsageError
 from commlib.functional.agreement import Agreement
+from commlib.functional.alike import begin
 from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
@@ -78,6 +79,8 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
                 parameter.grad = None
         inner, _, last = name.rpartition(".")
         describe(module.get_submodule(inner), last, tied or shard)
+    module.layer_name = what  # type: ignore[assignment]  # no module
+    begin(axis)
     compare_at_first_use(module, what, axis, shardings)
 
 

@@ -16,6 +16,7 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row
 from commlib_torch._shards import KeepsShards
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._heads import attended, mask_of
@@ -84,6 +85,10 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
             raise UsageError("ColumnAttention: nested tensors are not supported: give padded ones and key_padding_mask")
         if is_causal and attn_mask is None:
             raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: give that, too")
+        for x in dict.fromkeys((query, key, value)):
+            given(self, x, sequence=self.style.sequence)
+        for mask in (attn_mask, key_padding_mask):
+            given(self, mask, "the mask")
         q, k, v = (self._as_heads(x) for x in self._projected(query, key, value))
         keys = k.shape[2]
         k, v = self._extended(k, self.bias_k), self._extended(v, self.bias_v)

@@ -20,10 +20,12 @@ from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch.tensor._alike import has_numbers
 from commlib_torch.tensor._forward import forward
 from commlib_torch.tensor.layers import check_layers, find_layer
-from commlib_torch.tensor.tracing import attempted, styles_in
+from commlib_torch.tensor.tracing import attempted, styles_in, tensors_in
 from commlib_torch.tensor.verify import ran
 
 
@@ -48,6 +50,11 @@ class Traced:
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Run the model forward, as a whole or as one rank."""
         return None if self._axis is None else forward(self._model, self._axis, call, styles, guide, evaluate=evaluate)
+
+    def given(self, call: Any) -> list[Any]:
+        """Return the values of tensors, also of those within structures."""
+        tensors = tensors_in(call)
+        return [host_array(one) for one in tensors] if all(map(has_numbers, tensors)) else []
 
     def room(self) -> int:
         """Return how much memory is free on the GPU where the model is; any number if that is the host."""

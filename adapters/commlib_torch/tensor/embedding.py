@@ -16,6 +16,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
 from commlib_torch._shards import KeepsShards, shards_of
+from commlib_torch.tensor._alike import given, returned
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import gathered
 from commlib_torch.tensor.moves import On, axis_of, moved
@@ -63,6 +64,7 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         self._check(words)
         if self.axis.size == 1:
             return super().forward(words)
+        given(self, words)
         is_foreign = (words < self.first) | (words >= self.last)
         own = (words - self.first).masked_fill(is_foreign, 0)
         if self.max_norm is not None:  # of the words that are asked for, and of no others
@@ -73,7 +75,11 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         found = F.embedding(own, self.weight, padding if has_padding else None)
         found = found.masked_fill(is_foreign.unsqueeze(-1), 0)
         sequence = self.style.sequence
-        return moved(found, self.axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
+        if sequence is not None:
+            return moved(found, self.axis, moves.reduce_scatter(sequence), may_write=True)
+        found = moved(found, self.axis, REDUCE, may_write=True)
+        returned(self, found)
+        return found
 
     def _fill_padding_idx_with_zero(self) -> None:
         """Let `reset_parameters` find the padding where it is."""
@@ -134,10 +140,15 @@ class ColumnEmbedding(KeepsShards, nn.Embedding):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return this rank's features of words, or all of them."""
+        given(self, words, sequence=self.style.sequence)
         if self.style.sequence is not None:
             words = moved(words, self.axis, moves.gather(self.style.sequence))
         found = super().forward(words)
-        return gathered(found, self.axis, self.sharding) if self.style.gather else found
+        if not self.style.gather:
+            return found
+        found = gathered(found, self.axis, self.sharding)
+        returned(self, found)
+        return found
 
     def extra_repr(self) -> str:
         """Say what is divided."""

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from commlib.functional.alike import Watch, check_alike
+from commlib.functional.axis import Axis
 from commlib.functional.optimizers import check_optimizer
 from commlib.functional.shards import world_ranks
-from commlib.functional.whole_weights import MOST, check_whole, is_due
+from commlib.functional.whole_weights import MOST, is_due
 from commlib_torch._bridge import back, dtype_name, host_array
 from commlib_torch._saved_parts import check_part, mark_part
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
@@ -90,7 +92,11 @@ def _look(optimizer: Optimizer) -> None:
         steps.divisions, steps.state = _Divided.divisions, optimizer.state
         _settle_state(optimizer)
     if due:
-        _check_whole(optimizer)
+        _check_alike(optimizer)
+    if due or is_due(steps.count + 1):
+        for axis in _axes_of(optimizer):
+            if axis.watch is not None:
+                axis.watch.passed(optimizer, steps.count)
 
 
 def _settle_state(optimizer: Optimizer) -> None:
@@ -112,21 +118,28 @@ def _settle_state(optimizer: Optimizer) -> None:
                 mark_part(value, shard)
 
 
-def _check_whole(optimizer: Optimizer) -> None:
-    """Compare the gradients of whole weights along the axes over which others are divided."""
+def _axes_of(optimizer: Optimizer) -> list[Axis]:
+    """Return the axes over which an optimizer's parameters are divided, each once, in order."""
+    shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(shard.axis for shard in shards if shard is not None and not shard.is_local))
+
+
+def _check_alike(optimizer: Optimizer) -> None:
+    """Compare what was noted along the axes over which parameters are divided, and the gradients of whole ones."""
+    axes = _axes_of(optimizer)
+    if not axes:
+        return
     named = [
         (f"parameter {place} of group {number}, of shape {list(parameter.shape)},", parameter)
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]
-    shards = [shard_of(parameter) for _, parameter in named]
-    axes = {id(shard.axis): shard.axis for shard in shards if shard is not None and not shard.is_local}
-    if not axes:
-        return
-    whole = [(name, one) for (name, one), shard in zip(named, shards, strict=True) if shard is None]
+    whole = [(name, one) for name, one in named if shard_of(one) is None]
     given = [parameter.grad for _, parameter in whole]
     squares = squares_of([values_of(gradient)[:MOST] for gradient in given if gradient is not None])
     found = [0.0 if gradient is None else next(squares) for gradient in given]
     names, dtypes = [name for name, _ in whole], [dtype_name(parameter.dtype) for _, parameter in whole]
-    for axis in axes.values():
-        check_whole(f"{type(optimizer).__name__}.step", axis, names, found, dtypes)
+    for axis in axes:
+        watch: Watch | None = axis.watch
+        notes = [] if watch is None else watch.taken()
+        check_alike(f"{type(optimizer).__name__}.step", axis, notes, names, found, dtypes)

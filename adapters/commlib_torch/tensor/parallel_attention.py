@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor._heads import attended
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
@@ -63,6 +64,7 @@ class ParallelAttention(nn.Module):
         found = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
         q, k, v = found.split((own, groups, groups), -3)
         if mask is not None:
+            given(self, mask, "the mask")
             mask = self._own(mask, first * each, own)
         rate = self.dropout if self.training else 0.0
         out = attended(q, k, v, mask, rate, self.causal, self.axis)

@@ -15,6 +15,7 @@ from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Replicate, Sequence
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch._unnoticed import unnoticed
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided
 
@@ -140,11 +141,11 @@ class IntoSharded(nn.Module):
 
     def become(self, what: str, axis: Axis, style: Replicate) -> None:
         """Add the gradients of the output."""
-        self.axis, self.style = axis, style
+        self.axis, self.style, self.layer_name = axis, style, what
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer gives."""
-        return _into_sharded(super().forward(*args, **kwargs), self.axis)
+        return _into_sharded(super().forward(*args, **kwargs), self)
 
 
 @cache
@@ -153,13 +154,14 @@ def mixed(kind: type[nn.Module], plain: type[nn.Module]) -> type[nn.Module]:
     return type(f"{kind.__name__}{plain.__name__}", (kind, plain), {"__doc__": plain.__doc__})
 
 
-def _into_sharded(found: Any, axis: Axis) -> Any:
+def _into_sharded(found: Any, layer: IntoSharded) -> Any:
     if isinstance(found, Tensor):
-        return copy(found, axis) if found.is_floating_point() else found
+        given(layer, found, "the output")
+        return copy(found, layer.axis) if found.is_floating_point() else found
     if isinstance(found, dict):
-        return {key: _into_sharded(value, axis) for key, value in found.items()}
+        return {key: _into_sharded(value, layer) for key, value in found.items()}
     if isinstance(found, list | tuple) and type(found) in (list, tuple):
-        return type(found)(_into_sharded(value, axis) for value in found)
+        return type(found)(_into_sharded(value, layer) for value in found)
     if found is None:
         return None
     raise UsageError(

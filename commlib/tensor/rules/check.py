@@ -17,12 +17,13 @@ from commlib.tensor.trace import Step, Trace
 class Checked:
     """The states of all values, and what could not be told: it may be right or not.
 
-    came_in_parts: what the model was called with is divided already.
+    came_in_parts: what the model was called with is divided already. sequences_came: it is so along a sequence.
     """
 
     states: Mapping[int, State]
     doubts: tuple[Doubt, ...] = ()
     came_in_parts: bool = False
+    sequences_came: bool = False
 
 
 def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1) -> Checked:
@@ -37,7 +38,7 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
         following.follow(step, _KINDS[step.kind](following, step))
     for value in () if divided_output or "" in styles else trace.outputs:
         _returned(following, value)
-    return Checked(following.states, tuple(following.doubts), following.came_in_parts)
+    return Checked(following.states, tuple(following.doubts), following.came_in_parts, following.sequences_came)
 
 
 def _check_tied(trace: Trace, styles: Mapping[str, Style]) -> None:

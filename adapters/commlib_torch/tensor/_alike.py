@@ -1,0 +1,70 @@
+"""Noting what ranks must have alike around divided layers of PyTorch: see `commlib.functional.alike`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from commlib.functional.alike import Watch, noted, stride
+from commlib_torch._bridge import dtype_name, host_array
+from commlib_torch._uncompiled import uncompiled
+
+
+def given(layer: Any, x: Any, what: str = "the input", sequence: int | None = None) -> None:
+    """Note what a divided layer takes, in training: whole, or this rank's part along `sequence`."""
+    watch: Watch | None = layer.axis.watch
+    if watch is not None and watch.on:
+        _note_given(watch, layer, x, what, sequence)
+
+
+def returned(layer: Any, out: Tensor) -> None:
+    """Note the gradient that comes back to what a divided layer returns whole, in training."""
+    watch: Watch | None = layer.axis.watch
+    if watch is not None and watch.on:
+        _note_returned(watch, layer, out)
+
+
+@uncompiled
+def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | None) -> None:
+    if not (torch.is_grad_enabled() and watch.takes and has_numbers(x)):
+        return
+    if sequence is None:
+        _note(watch, what, layer, x)
+        return
+    first = x.narrow(sequence, 0, min(1, x.shape[sequence]))
+    tells = bool(x.ne(first).any())
+    _note(watch, f"its part of a sequence, {what}", layer, x, is_part=True, tells=tells)
+
+
+@uncompiled
+def _note_returned(watch: Watch, layer: Any, out: Tensor) -> None:
+    if not (torch.is_grad_enabled() and out.requires_grad and has_numbers(out)):
+        return
+
+    def note(gradient: Tensor) -> None:
+        if watch.takes and has_numbers(gradient):
+            _note(watch, "the gradient of the output", layer, gradient, is_gradient=True)
+
+    out.register_hook(note)
+
+
+def _note(watch: Watch, what: str, layer: Any, x: Tensor, **kinds: bool) -> None:
+    with torch.no_grad():
+        flat = x.detach().resolve_neg().resolve_conj().reshape(-1)
+        sample = flat[:: stride(flat.numel())] if flat.is_floating_point() or flat.is_complex() else flat
+        sample = sample.float() if sample.dtype in (torch.bfloat16, torch.float16) else sample
+        found = noted(what, _name(layer), tuple(x.shape), dtype_name(x.dtype), host_array(sample), **kinds)
+    watch.notes.append(found)
+
+
+def has_numbers(x: Any) -> bool:
+    """Return whether a tensor has values that can be read here and now."""
+    if not isinstance(x, Tensor) or isinstance(x, fx.Proxy) or x.is_meta or x.layout != torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _name(layer: Any) -> str:
+    return getattr(layer, "layer_name", "") or type(layer).__name__

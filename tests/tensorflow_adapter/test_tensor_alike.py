@@ -1,0 +1,93 @@
+"""What ranks along an axis must be given alike: where no whole weight felt it, each rank trained another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_tensorflow.tensor import parallelize
+from tests.tensorflow_adapter.tensor_oracle import in_float64, sequential, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN: Any = {"up": Column(), "down": Row(), "head": Column(gather=True)}
+SEQUENCE: Any = {"up": Column(sequence=1), "down": Row(sequence=1)}
+
+
+def whole(dropout: float = 0.0) -> Any:
+    """Two divided layers, dropout of what is whole, and a head whose output is gathered."""
+    first = [L.Dropout(dropout)] if dropout else []
+    layers = [L.Dense(8, "relu", name="up"), L.Dense(6, use_bias=False, name="down"), L.Dense(4, name="head")]
+    return sequential(*first, *layers, shape=(6,))
+
+
+CASES = {
+    "inputs": r"the input of [a-z0-9_/]*up, of shape \[(None|3), 6\]",
+    "labels": r"the gradient of the output of [a-z0-9_/]*head, of shape \[(None|3), 4\]",
+    "seeds": r"the input of [a-z0-9_/]*up, of shape \[(None|3), 6\]",
+}
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_what_no_whole_weight_feels_is_told(comm: Any, case: str, eager: bool) -> None:
+    """All weights are divided, so nothing was compared: each rank had another loss, and gradients of both."""
+    model = parallelize(whole(0.5 if case == "seeds" else 0.0), comm, PLAN)
+    model.compile("sgd", "mse", run_eagerly=eager)
+    for _ in range(5):
+        model.train_on_batch(values(3, 6), values(3, 4))
+    if case == "seeds":
+        model.layers[0].seed_generator.state.assign([comm.rank, 0])
+    own = values(3, 6, seed=comm.rank if case == "inputs" else 0), values(3, 4, seed=comm.rank * (case == "labels"))
+
+    def train() -> None:
+        for _ in range(3):  # before its steps 6, 7, 8
+            model.train_on_batch(*own)
+
+    if comm.size == 1:
+        train()
+        return
+    with pytest.raises(Exception, match=rf"SGD of Keras on rank {comm.rank} [^$]*{CASES[case]}[^$]*the same batches"):
+        train()
+
+
+def test_nothing_is_noted_between_comparisons(comm: Any) -> None:
+    """Nor where nothing is trained."""
+    model = parallelize(whole(), comm, PLAN)
+    model.compile("sgd", "mse", run_eagerly=True)
+    watch, found = model.get_layer("up").axis.watch, []
+    assert (watch is None) == (comm.size == 1)
+    for _ in range(5):
+        model(values(3, 6))
+        found.append(watch is not None and (watch.on, len(watch.notes)))
+        model.train_on_batch(values(3, 6), values(3, 4))
+    if watch is not None:
+        assert found == [(True, 0), (True, 0), (False, 0), (True, 0), (False, 0)]  # steps 1, 2 and 4 compare
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_whole_sequence_is_no_part(comm: Any, eager: bool) -> None:
+    """A plan with sequence= took the whole for a part: values were right, and weights wrong after a step."""
+
+    def made() -> Any:
+        model = sequential(L.Dense(8, "tanh", name="up"), L.Dense(6, name="down"), shape=(None, 6))
+        parallelize(model, comm, SEQUENCE)
+        model.compile("sgd", "mse", run_eagerly=eager)
+        return model
+
+    model = made()
+    for x in (values(2, 3, 6, seed=comm.rank), values(2, 1, 6).repeat(3, 1)):  # a part; all positions alike
+        model.train_on_batch(x, x)
+    if comm.size > 1:
+        with pytest.raises(
+            Exception, match=r"its part of a sequence, the input of [a-z0-9_/]*up[^$]*is the same on all ranks"
+        ):
+            made().train_on_batch(values(2, 3, 6), values(2, 3, 6))
+        with pytest.raises(UsageError, match=r"verify= calls the undivided model.*each rank's part of a sequence"):
+            model = sequential(L.Dense(8, name="up"), L.Dense(6, name="down"), shape=(None, 6))
+            parallelize(model, comm, SEQUENCE, verify=values(2, 3, 6))

@@ -1,0 +1,172 @@
+"""What ranks along an axis must be given alike: where no whole weight felt it, each rank trained another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import MismatchError, UsageError
+from commlib.tensor import Column, Row, Sequence, Vocabulary
+from commlib_torch.tensor import parallelize
+
+SEQUENCE: Any = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
+
+
+class Block(nn.Module):
+    """Two divided layers, dropout of what is whole, and a head whose output is gathered."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.drop, self.up, self.down = nn.Dropout(dropout), nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.down(self.up(self.drop(x)).relu()))
+        return out
+
+
+def made(kind: Any, plan: Any, axis: Any, *given: Any) -> Any:
+    torch.manual_seed(0)
+    return parallelize(kind(*given).double(), axis, plan)
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+BLOCK: Any = {"up": Column(), "down": Row(), "head": Column(gather=True)}
+CASES = {
+    "inputs": "the input of up, of shape",
+    "labels": "the gradient of the output of head, of shape",
+    "seeds": "the input of up, of shape",
+}
+
+
+@pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_what_no_whole_weight_feels_is_told(comm: Any, case: str, late: int) -> None:
+    """All weights are divided, so nothing was compared: losses were 0.2 on one rank and 2.4 on the other."""
+    model = made(Block, BLOCK, comm, 0.5 if case == "seeds" else 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def train(step: int) -> None:
+        own = comm.rank if step >= late else 0
+        torch.manual_seed(own if case == "seeds" else 0)
+        x = numbers(own if case == "inputs" else 0, 3, 6)
+        labels = numbers(own if case == "labels" else 0, 3, 4)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), labels).backward()
+        optimizer.step()
+
+    if comm.size == 1:
+        train(0)
+        return
+    with pytest.raises(MismatchError, match=rf"AdamW.step on rank {comm.rank} .*{CASES[case]}.*the same batches"):
+        for step in range(8):
+            train(step)
+    assert late == 0 or step == 7  # it is compared before the eighth step, and not at each
+
+
+def test_masks_of_attention_are_told(comm: Any) -> None:
+    """Each rank's heads saw others of the tokens, and their outputs were added up."""
+    if comm.size == 1:
+        return
+    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    x, mask = numbers(0, 2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
+    mask[:, 2] = comm.rank > 0
+    model(x, x, x, key_padding_mask=mask)[0].sum().backward()
+    with pytest.raises(MismatchError, match=r"the mask of ColumnAttention, of shape \[2, 3\], bool"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_nothing_is_noted_between_comparisons(comm: Any) -> None:
+    """Nor in evaluation, and never more than a step needs."""
+    model = made(Block, BLOCK, comm)
+    optimizer, axis = torch.optim.SGD(model.parameters(), 0.01), model.up.axis
+
+    def call() -> int:
+        model(numbers(0, 3, 6)).sum().backward()
+        return 0 if axis.watch is None else len(axis.watch.notes)
+
+    each = 4 if comm.size > 1 else 0  # two inputs, and what comes back to two outputs
+    with torch.no_grad():
+        model(numbers(0, 3, 6))
+    found = []
+    for _ in range(9):
+        found.append(call())
+        optimizer.step()
+    assert found == [each, each, 0, each, 0, 0, 0, each, 0]  # before steps 1, 2, 4, 8
+    assert [call() for _ in range(100)] == [0] * 100
+    if comm.size > 1:
+        axis.watch.on = True
+        assert max(call() for _ in range(100)) == 256
+
+
+class Part(nn.Module):
+    """Takes each rank's part of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+def test_a_whole_sequence_is_no_part(comm: Any) -> None:
+    """A plan with sequence= took the whole for a part: values were right, and weights wrong after a step."""
+    if comm.size == 1:
+        return
+    with pytest.raises(UsageError, match=r"all ranks of .* call the model with the same values.*shard_sequence"):
+        made(Part, SEQUENCE, comm)(numbers(0, 2, 6, 6))
+    model = made(Part, SEQUENCE, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(numbers(comm.rank, 2, 3, 6)).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(MismatchError, match=r"its part of a sequence, the input of up.*is the same on all ranks"):
+        model(numbers(0, 2, 3, 6)).square().sum().backward()
+        optimizer.step()
+
+
+def test_positions_that_are_all_alike_are_a_part(comm: Any) -> None:
+    """Padding, say: that tells nothing of whether ranks have parts, also where one rank alone has it."""
+    model = made(Part, SEQUENCE, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in (torch.ones(2, 3, 6), numbers(0, 2, 1, 6).expand(2, 3, 6), numbers(comm.rank, 2, 3, 6) * comm.rank):
+        model(x.double()).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["verify", "example"])
+def test_a_batch_for_a_plan_that_takes_parts(comm: Any, way: str) -> None:
+    """Both were refused, as if the model asked for fixed numbers of features."""
+    torch.manual_seed(0)
+    model, given = Part().double(), {way: numbers(comm.rank, 2, 3, 6)}
+    if way == "verify" and comm.size > 1:
+        with pytest.raises(UsageError, match=r"verify= calls the undivided model.*each rank's part of a sequence"):
+            parallelize(model, comm, SEQUENCE, **given)
+        assert type(model.up) is nn.Linear
+    else:
+        parallelize(model, comm, SEQUENCE, **given)(*given.values())
+
+
+def test_words_that_are_divided_within_the_model_are_whole(comm: Any) -> None:
+    """With a sequence that is divided behind the embedding all ranks have the same words."""
+    plan: Any = {"0": Vocabulary(sequence=1), "1": Sequence(1), "2": Vocabulary(sequence=1, gather=True)}
+    model = made(lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), plan, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = torch.arange(12).reshape(2, 6) % 8
+
+    def step(words: Tensor) -> None:
+        F.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+
+    step(words)
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match=r"the input of 0, of shape \[2, 6\], int64, differs"):
+            step((words + comm.rank) % 8)
