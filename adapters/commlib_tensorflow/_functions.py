@@ -22,6 +22,7 @@ from commlib_tensorflow._recompute import LayerRecompute, RecomputedLayers
 from commlib_tensorflow._selective import products_so_far, without_products
 from commlib_tensorflow._traced import check_state
 from commlib_tensorflow._written import WrittenScope
+from commlib_tensorflow.tensor._penalties import whole_penalties
 
 Loss = Callable[[Any, list[Any], Any], Any]
 """Of targets, the model's outputs and sample weights: the mean over the rows."""
@@ -135,6 +136,7 @@ class StageFunctions:
             tape.watch(weights)
             pairs = zip(self.regularized, weights, strict=True)
             losses = [tf.reduce_sum(variable.regularizer(weight)) for variable, weight in pairs]
+            losses = whole_penalties(self.regularized, losses)
             scaled = [loss * tf.cast(scale, loss.dtype) for loss in losses]
         return tf.add_n([tf.cast(loss, tf.float64) for loss in losses]), tape.gradient(scaled, weights)
 

@@ -27,6 +27,7 @@ from commlib_tensorflow._parts import MASK, Cut
 from commlib_tensorflow._split import Nodes
 from commlib_tensorflow._steps import Steps
 from commlib_tensorflow._untouched import untouched
+from commlib_tensorflow.tensor._penalties import whole_penalties
 
 _Computed = tuple[dict[str, tf.Tensor], tf.Tensor]
 """Values by name, and the losses that layers add."""
@@ -158,7 +159,7 @@ def _in_stages(cut: Cut, inputs: Sequence[tf.Tensor], *, training: bool) -> _Pro
                 pairs = zip(functions.variables, changed, strict=True)
                 now |= {id(variable): value for variable, value in pairs if value is not None}
             regularized = [v for v in graph.trainable_variables if v.regularizer is not None]
-            added += [v.regularizer(now[id(v)]) for v in regularized]
+            added += whole_penalties(regularized, [v.regularizer(now[id(v)]) for v in regularized])
             found = {name: values[name] for part in cut.parts for name in part.gives if not name.endswith(MASK)}
             computed = found, _sum(added)
             root = _root(*computed)

@@ -8,6 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 from keras import ops
+from keras.regularizers import L1, L1L2, L2
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Replicate, Row
@@ -56,6 +57,28 @@ def test_regularizers_that_are_no_sums(comm: Any, up: Any, down: Any) -> None:
     for got, other in zip(gather_weights(own), weights, strict=True):
         near(got, other)
     assert own.get_layer("up").get_config() == whole.get_layer("up").get_config()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_sums_over_elements_are_reported_whole(comm: Any, eager: bool) -> None:
+    """Each rank reported its part of the penalty: callbacks that look at the loss parted the ranks."""
+
+    def fit(model: Any) -> Any:
+        model.compile("sgd", "mse", run_eagerly=eager)
+        x, y = values(4, 4), values(4, 3, seed=1)
+        stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2)
+        losses = model.fit(x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[stop]).history["loss"]
+        return [*losses, model.evaluate(x, y, verbose=0), *map(float, model.losses)]
+
+    def make() -> Any:
+        up = L.Dense(10, "tanh", name="up", kernel_regularizer=L1(0.1), bias_regularizer=L2(0.2))
+        return sequential(up, L.Dense(3, name="down", kernel_regularizer=L1L2(0.1, 0.3)), shape=(4,))
+
+    whole, own = make(), parallelize(make(), comm, {"up": Column(), "down": Row()})
+    expected, weights = alone(comm, lambda: (fit(whole), whole.get_weights()))
+    near(fit(own), expected)
+    for got, other in zip(gather_weights(own), weights, strict=True):
+        near(got, other)
 
 
 def test_activity_regularizers(comm: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor import Column, Row, Sequence, Vocabulary
+from commlib_torch import tensor as tp
+from commlib_torch._shards import shard_of
 from commlib_torch.tensor import parallelize
 
 SEQUENCE: Any = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
@@ -146,13 +149,14 @@ def test_positions_that_are_all_alike_are_a_part(comm: Any) -> None:
 def test_a_batch_for_a_plan_that_takes_parts(comm: Any, way: str) -> None:
     """Both were refused, as if the model asked for fixed numbers of features."""
     torch.manual_seed(0)
-    model, given = Part().double(), {way: numbers(comm.rank, 2, 3, 6)}
+    model, given = Part().double(), numbers(comm.rank, 2, 3, 6)
+    options: Any = {way: given}
     if way == "verify" and comm.size > 1:
         with pytest.raises(UsageError, match=r"verify= calls the undivided model.*each rank's part of a sequence"):
-            parallelize(model, comm, SEQUENCE, **given)
+            parallelize(model, comm, SEQUENCE, **options)
         assert type(model.up) is nn.Linear
     else:
-        parallelize(model, comm, SEQUENCE, **given)(*given.values())
+        parallelize(model, comm, SEQUENCE, **options)(given)
 
 
 def test_words_that_are_divided_within_the_model_are_whole(comm: Any) -> None:
@@ -170,3 +174,22 @@ def test_words_that_are_divided_within_the_model_are_whole(comm: Any) -> None:
     if comm.size > 1:
         with pytest.raises(MismatchError, match=r"the input of 0, of shape \[2, 6\], int64, differs"):
             step((words + comm.rank) % 8)
+
+
+def test_penalties_of_a_loop_may_see_the_whole(comm: Any) -> None:
+    """By this rank's part each rank trained with another penalty, which nothing can tell."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6).double()
+    model = parallelize(copy.deepcopy(plain), comm, {"": Column()})
+
+    def orthogonal(weight: Tensor) -> Tensor:
+        return (weight @ weight.T).sub(1.0).norm()
+
+    for penalty in (
+        orthogonal(tp.gather(model.weight, comm)) + tp.reduce(model.weight.square().sum(), comm).sqrt(),
+        orthogonal(plain.weight) + plain.weight.norm(),
+    ):
+        penalty.backward()
+    shard = shard_of(model.weight)
+    assert shard is not None and plain.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad.numpy(), shard.own(plain.weight.grad.numpy()), rtol=1e-12, atol=1e-12)

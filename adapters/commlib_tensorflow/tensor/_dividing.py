@@ -15,6 +15,7 @@ from commlib_tensorflow._shards import mark, shard_of, whole_shape
 from commlib_tensorflow.tensor._constraints import check_constraint
 from commlib_tensorflow.tensor._exporting import watch_exports
 from commlib_tensorflow.tensor._gathering import regularize_whole
+from commlib_tensorflow.tensor._penalties import watch_penalties
 from commlib_tensorflow.tensor._reading import watch_reading
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
@@ -50,6 +51,7 @@ def divide(what: str, axis: Axis, shardings: Shardings) -> None:
     watch_optimizers()
     watch_exports()
     watch_reading()
+    watch_penalties()
     begin(axis)
     for variable, sharding in shardings:
         if shard_of(variable) is not None:

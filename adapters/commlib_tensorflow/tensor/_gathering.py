@@ -17,7 +17,7 @@ from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow.tensor.moves import moved
 
 SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-"""Regularizers that are sums over elements: of a part they have the gradient of that part, and cost no message."""
+"""Regularizers that are sums over elements: of a part they have the gradient of that part, and are not gathered."""
 
 
 def is_sum(regularizer: Any) -> bool:

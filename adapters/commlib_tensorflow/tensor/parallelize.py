@@ -63,8 +63,7 @@ def parallelize(
     alone; with gather=True they are whole.
 
     All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
-    so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole; L1, L2 and L1L2 add
-    this rank's part of theirs to the loss that is reported.
+    so that `fit` shuffles alike. A regularizer of what is divided has the gradient and the loss of the whole.
 
     Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
     other numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
