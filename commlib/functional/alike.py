@@ -1,4 +1,4 @@
-"""What ranks of an axis are given alike: inputs of divided layers, gradients of what these give, whole weights.
+"""Likeness along an axis: of inputs of divided layers, of gradients of what these give, and of whole weights.
 
 Else they part, and nobody sees it: each rank trains another model. A norm of this rank's gradients alone by which all
 are clipped, other batches, labels or seeds along the axis, values from outside of which a rank has a part of the
@@ -187,7 +187,7 @@ def check_alike(
 
 def _differing_note(axis: Axis, notes: Sequence[Note], norms: Array, prints: Array) -> str:
     """Return what is said of the first tensor that differs; "" if none does."""
-    finite = np.isfinite(norms).all(0) & np.isfinite(prints).all(0)
+    finite: Array = np.isfinite(norms + prints).all(0)
     # What is zero but for rounding differs by as much as it has: so gradients are held against the largest, too.
     largest = max((norms[:, at].max() for at, note in enumerate(notes) if note.is_gradient and finite[at]), default=0.0)
     for at, note in enumerate(notes):

@@ -40,7 +40,8 @@ def whole_penalties(variables: Sequence[Any], losses: Sequence[Any]) -> list[Any
 
     Collective over the axes of the parts, one message for each. Gradients are as before: of this rank's part.
     """
-    found, places = list(losses), {}
+    found = list(losses)
+    places: dict[tuple[Axis, Any], list[int]] = {}
     for at, (variable, loss) in enumerate(zip(variables, found, strict=True)):
         shard = shard_of(variable)
         if shard is not None and not shard.is_local and shard.axis.size > 1 and is_sum(variable.regularizer):

@@ -12,6 +12,7 @@ from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._uncompiled import uncompiled
 
 
+@uncompiled  # else a compiler would make one program for each value of `on`
 def given(layer: Any, x: Any, what: str = "the input", sequence: int | None = None) -> None:
     """Note what a divided layer takes, in training: whole, or this rank's part along `sequence`."""
     watch: Watch | None = layer.axis.watch
@@ -19,6 +20,7 @@ def given(layer: Any, x: Any, what: str = "the input", sequence: int | None = No
         _note_given(watch, layer, x, what, sequence)
 
 
+@uncompiled
 def returned(layer: Any, out: Tensor) -> None:
     """Note the gradient that comes back to what a divided layer returns whole, in training."""
     watch: Watch | None = layer.axis.watch
@@ -26,7 +28,6 @@ def returned(layer: Any, out: Tensor) -> None:
         _note_returned(watch, layer, out)
 
 
-@uncompiled
 def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | None) -> None:
     if not (torch.is_grad_enabled() and watch.takes and has_numbers(x)):
         return
@@ -38,7 +39,6 @@ def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | Non
     _note(watch, f"its part of a sequence, {what}", layer, x, is_part=True, tells=tells)
 
 
-@uncompiled
 def _note_returned(watch: Watch, layer: Any, out: Tensor) -> None:
     if not (torch.is_grad_enabled() and out.requires_grad and has_numbers(out)):
         return

@@ -27,6 +27,7 @@ from commlib.tensor.moves import COPY, Move, gather
 from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor.moves import moved
 
 
@@ -57,11 +58,15 @@ class Entered(NamedTuple):
 
 
 @uncompiled
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: int | None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: int | None, layer: Any = None
+) -> Tensor:
     """Return x @ weight.T + bias for a weight that is divided along its outputs, and an input that is whole.
 
-    sequence: the dimension along which the input is divided instead, and gathered first.
+    sequence: the dimension along which the input is divided instead, and gathered first. layer: whose product it is.
     """
+    if layer is not None:
+        given(layer, x, sequence=sequence)
     move = COPY if sequence is None else gather(sequence, partial=True)
     if axis.size == 1:
         return torch.nn.functional.linear(x, weight, bias)

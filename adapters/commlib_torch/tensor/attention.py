@@ -85,10 +85,9 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
             raise UsageError("ColumnAttention: nested tensors are not supported: give padded ones and key_padding_mask")
         if is_causal and attn_mask is None:
             raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: give that, too")
-        for x in dict.fromkeys((query, key, value)):
-            given(self, x, sequence=self.style.sequence)
         for mask in (attn_mask, key_padding_mask):
-            given(self, mask, "the mask")
+            if mask is not None:
+                given(self, mask, "the mask")
         q, k, v = (self._as_heads(x) for x in self._projected(query, key, value))
         keys = k.shape[2]
         k, v = self._extended(k, self.bias_k), self._extended(v, self.bias_v)
@@ -112,13 +111,13 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         if self.in_proj_weight is None:
             weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif query is key is value:
-            return product(query, self.in_proj_weight, bias, axis, sequence).chunk(3, -1)
+            return product(query, self.in_proj_weight, bias, axis, sequence, self).chunk(3, -1)
         else:
             weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         # The same inputs one behind another: they share one move.
         order = sorted(range(3), key=lambda at: next(first for first in range(3) if inputs[first] is inputs[at]))
-        found = {at: product(inputs[at], weights[at], biases[at], axis, sequence) for at in order}
+        found = {at: product(inputs[at], weights[at], biases[at], axis, sequence, self) for at in order}
         return found[0], found[1], found[2]
 
     def _as_heads(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from commlib.tensor.moves import COPY, REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_torch._shards import KeepsShards
-from commlib_torch.tensor._alike import given, returned
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import entered
 from commlib_torch.tensor.linear import check_inputs, gathered
@@ -53,11 +53,7 @@ class ColumnConv(KeepsShards, _ConvNd):
             x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), moved, self.weight
         )
         out: Tensor = self._conv_forward(inside, self.weight, self.bias)
-        if not self.style.gather:
-            return out
-        out = gathered(out, self.axis, self.sharding, _channels(self))
-        returned(self, out)
-        return out
+        return gathered(out, self.axis, self.sharding, _channels(self), layer=self) if self.style.gather else out
 
     def extra_repr(self) -> str:
         """Say what is divided."""
@@ -91,13 +87,10 @@ class RowConv(KeepsShards, _ConvNd):
         """Return all channels, of whole images or of this rank's part of the sequence."""
         axis, sequence, channels = self.axis, self.style.sequence, _channels(self)
         if self.style.split:
-            given(self, x)
-            x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)))
+            x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)), layer=self)
         check_inputs(self, x, self.weight.shape[1], channels)
         part = self._conv_forward(x, self.weight, None)
-        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
-        if sequence is None:
-            returned(self, out)
+        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), layer=self)
         if self.bias is None:
             return out
         # Of a divided sequence each rank has a part of the bias' gradient.

@@ -16,7 +16,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
 from commlib_torch._shards import KeepsShards, shards_of
-from commlib_torch.tensor._alike import given, returned
+from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import gathered
 from commlib_torch.tensor.moves import On, axis_of, moved
@@ -75,11 +75,8 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         found = F.embedding(own, self.weight, padding if has_padding else None)
         found = found.masked_fill(is_foreign.unsqueeze(-1), 0)
         sequence = self.style.sequence
-        if sequence is not None:
-            return moved(found, self.axis, moves.reduce_scatter(sequence), may_write=True)
-        found = moved(found, self.axis, REDUCE, may_write=True)
-        returned(self, found)
-        return found
+        move = REDUCE if sequence is None else moves.reduce_scatter(sequence)
+        return moved(found, self.axis, move, may_write=True, layer=self)
 
     def _fill_padding_idx_with_zero(self) -> None:
         """Let `reset_parameters` find the padding where it is."""
@@ -144,11 +141,7 @@ class ColumnEmbedding(KeepsShards, nn.Embedding):
         if self.style.sequence is not None:
             words = moved(words, self.axis, moves.gather(self.style.sequence))
         found = super().forward(words)
-        if not self.style.gather:
-            return found
-        found = gathered(found, self.axis, self.sharding)
-        returned(self, found)
-        return found
+        return gathered(found, self.axis, self.sharding, layer=self) if self.style.gather else found
 
     def extra_repr(self) -> str:
         """Say what is divided."""

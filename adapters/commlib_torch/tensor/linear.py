@@ -16,7 +16,6 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
 from commlib_torch._shards import KeepsShards
-from commlib_torch.tensor._alike import given, returned
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
@@ -149,29 +148,20 @@ def become_column(layer: Any, what: str, axis: Axis, style: Column, shardings: d
 
 def outputs_of_column(layer: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
     """Return this rank's outputs of a layer, or all of them. transposed: its weight is (inputs, outputs)."""
-    given(layer, x, sequence=layer.style.sequence)
     weight = for_sharers(layer.sharers, layer.weight, 1 if transposed else 0)
     bias = None if layer.bias is None else for_sharers(layer.sharers, layer.bias, 0)
-    out = product(x, weight.t() if transposed else weight, bias, layer.axis, layer.style.sequence)
-    if not layer.style.gather:
-        return out
-    out = gathered(out, layer.axis, layer.sharding)
-    returned(layer, out)
-    return out
+    out = product(x, weight.t() if transposed else weight, bias, layer.axis, layer.style.sequence, layer)
+    return gathered(out, layer.axis, layer.sharding, layer=layer) if layer.style.gather else out
 
 
 def outputs_of_row(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     """Return the outputs of a layer whose inputs are divided. weight: (outputs, this rank's inputs)."""
     axis, sequence = layer.axis, layer.style.sequence
     if layer.style.split:
-        given(layer, x)
-        x = moved(x, axis, moves.scatter(-1, layer.sharding.lengths(axis.size)))
+        x = moved(x, axis, moves.scatter(-1, layer.sharding.lengths(axis.size)), layer=layer)
     check_inputs(layer, x, weight.shape[1])
-    out = moved(
-        F.linear(x, weight), axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True
-    )
-    if sequence is None:
-        returned(layer, out)
+    move = REDUCE if sequence is None else moves.reduce_scatter(sequence)
+    out = moved(F.linear(x, weight), axis, move, may_write=True, layer=layer)
     if layer.bias is None:
         return out
     # Of a divided sequence each rank has a part of the bias' gradient.
@@ -196,10 +186,10 @@ def for_sharers(sharers: Sharers, weight: Tensor, dim: int) -> Tensor:
     return copied[0] if len(copied) == 1 else torch.cat(copied, dim)
 
 
-def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1) -> Tensor:
-    """Return the outputs of all ranks in the order of the whole, along a dimension."""
+def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1, *, layer: Any = None) -> Tensor:
+    """Return the outputs of all ranks in the order of the whole, along a dimension. layer: whose outputs these are."""
     lengths = sharding.lengths(axis.size)
-    whole = moved(out, axis, moves.gather(dim, lengths=lengths))
+    whole = moved(out, axis, moves.gather(dim, lengths=lengths), layer=layer)
     if len(sharding.parts) < 2 and sharding.copies(axis.size) == 1:
         return whole
     offsets = [sum(lengths[:rank]) for rank in range(axis.size)]

@@ -16,6 +16,7 @@ from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_torch._bridge import array_of, core_array, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of, in_order
+from commlib_torch.tensor._alike import given, returned
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -64,15 +65,22 @@ def axis_of(axis: On) -> Axis:
 
 
 @uncompiled
-def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False) -> Tensor:
-    """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient."""
+def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False, layer: Any = None) -> Tensor:
+    """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient.
+
+    layer: the divided layer that takes `x` whole, or returns the result so, if one does.
+    """
     if axis.size == 1 and move.name != "all_to_all":
         return x
     if move.name in _LEAVES:
         axis.entered = None
+    if layer is not None and move.name in ("copy", "scatter"):
+        given(layer, x)
     if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
         return _run(x, axis, move, may_write)[0]
     found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+    if layer is not None and move.name in ("reduce", "gather"):
+        returned(layer, found)
     return found
 
 
