@@ -143,8 +143,15 @@ def test_a_wait_for_a_work_may_be_interrupted_and_repeated(comm):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("count", [1, 2000])
-@pytest.mark.parametrize("algorithm", [pytest.param("auto", marks=pytest.mark.any_mpi), "recursive_doubling"])
+@pytest.mark.parametrize(
+    ("algorithm", "count"),
+    [
+        pytest.param("auto", 1, marks=pytest.mark.any_mpi),
+        pytest.param("auto", 2000, marks=[pytest.mark.any_mpi, pytest.mark.long]),
+        pytest.param("recursive_doubling", 1, marks=pytest.mark.long),
+        ("recursive_doubling", 2000),
+    ],
+)
 def test_alarms_at_any_time(comm, count, algorithm):
     """Rank 0 is interrupted again and again; its calls give what the others' do, or the group has failed."""
     chance = random.Random(count)

@@ -341,7 +341,7 @@ def test_metrics_of_several_numbers(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.long), "mixed_bfloat16"])
 def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> None:
     """Its rounding was taken for a fault of the cut: that of the loss, which is a number of Python then."""
     keras.config.set_floatx("float32")

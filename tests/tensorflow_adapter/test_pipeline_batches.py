@@ -174,7 +174,7 @@ def test_a_batch_without_rows(comm: Any, schedule: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("outputs", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_numbers_come_in_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -> None:
     """Ranks without the last stage gave them sorted by their names: mae was taken for mse."""
     x, y = batch(8)

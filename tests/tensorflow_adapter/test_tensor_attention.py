@@ -43,14 +43,14 @@ def over(layer: Any, inputs: int = 1, masks: bool = False, **call: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "inputs", "call"),
     [
-        (attention, 1, {}),
+        pytest.param(attention, 1, {}, marks=pytest.mark.long),
         pytest.param(lambda: attention(value_dim=2, use_bias=False), 2, {}, marks=pytest.mark.long),
-        (lambda: attention(use_gate=True), 1, {"use_causal_mask": True}),
+        pytest.param(lambda: attention(use_gate=True), 1, {"use_causal_mask": True}, marks=pytest.mark.long),
         (lambda: attention(sliding_window=2, output_shape=4), 3, {}),
         (attention, 1, {"return_attention_scores": True, "use_causal_mask": True}),
         pytest.param(grouped, 1, {}, marks=pytest.mark.long),
         (lambda: grouped(use_gate=True), 2, {}),
-        (grouped, 1, {"return_attention_scores": True, "use_causal_mask": True}),
+        pytest.param(grouped, 1, {"return_attention_scores": True, "use_causal_mask": True}, marks=pytest.mark.long),
     ],
 )
 def test_attention(comm: Any, make: Any, inputs: int, call: Any, compiled: bool) -> None:
@@ -67,7 +67,8 @@ def test_attention_with_masks_that_come_along(comm: Any, make: Any) -> None:
     same(lambda: over(make(), 2, masks=True), {"a": Column(sequence=1)}, comm, *x, sequence=1)
 
 
-@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
+@pytest.mark.long  # those that come along, and those for each head, go the same way
+@pytest.mark.parametrize("make", [attention, grouped])
 def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     class Masked(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -99,7 +100,14 @@ class MaskedByHeads(keras.Model):  # type: ignore[misc]
         return self.a(x, x, attention_mask=self.mask)
 
 
-@pytest.mark.parametrize(("make", "heads"), [(attention, 5), (lambda: attention(dropout=0.1), 1), (grouped, 10)])
+@pytest.mark.parametrize(
+    ("make", "heads"),
+    [
+        pytest.param(attention, 5, marks=pytest.mark.long),
+        pytest.param(lambda: attention(dropout=0.1), 1, marks=pytest.mark.long),
+        (grouped, 10),
+    ],
+)
 def test_attention_with_a_mask_for_each_head(comm: Any, make: Any, heads: int) -> None:
     """A rank took the mask of all heads for that of its own, which failed or attended by other heads' masks."""
 
@@ -150,7 +158,8 @@ def encoder() -> Any:
     return filled(keras.Model(given, L.Dense(11, name="head")(x)))
 
 
-@pytest.mark.parametrize("sequence", [pytest.param(None, marks=pytest.mark.long), 1])
+@pytest.mark.long  # each of its layers has a test of its own
+@pytest.mark.parametrize("sequence", [None, 1])
 def test_encoder(comm: Any, sequence: int | None) -> None:
     plan: dict[str, Any] = {
         "words": Vocabulary(sequence=sequence),

@@ -124,7 +124,7 @@ def test_sequences_of_any_length(comm: Any, method: str, graph: bool, tokens: in
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2), pytest.param((4, 1), marks=pytest.mark.long), (1, 1)], ids=str)
 def test_grouped_queries(comm: Any, method: str, heads: tuple[int, int]) -> None:
     whole = [drawn(heads[0], 13, 4, 1), drawn(heads[1], 13, 4, 2), drawn(heads[1], 13, 4, 3)]
     compare(comm, whole, method=method)
@@ -138,7 +138,10 @@ def test_values_of_another_width_and_a_scale(comm: Any, method: str, width: int,
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(tf.float32, 1e-5), (tf.bfloat16, 0.05), (tf.float16, 0.01)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(tf.float32, 1e-5), (tf.bfloat16, 0.05), pytest.param(tf.float16, 0.01, marks=pytest.mark.long)],
+)
 def test_dtypes(comm: Any, method: str, dtype: Any, tolerance: float) -> None:
     whole = [drawn(4, 30, 16, 1), drawn(2, 30, 16, 2), drawn(2, 30, 16, 3)]
     compare(comm, whole, method=method, dtype=dtype, tolerance=tolerance)
@@ -191,7 +194,7 @@ def test_gradients_outside_of_a_function(comm: Any) -> None:
         assert_near(gradient, gradients[0], gradients[0])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param("all_to_all", marks=pytest.mark.long), "ring"])
 def test_recomputed(comm: Any, method: str) -> None:
     """Attention that is computed again in backward, between the steps of another call's: in one order on all ranks."""
     layer, x = keras.layers.Dense(4, dtype="float64"), own(drawn(2, 9, 4, 1), comm, "balanced")

@@ -103,15 +103,10 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
         close(got, expected)
 
 
+@pytest.mark.long  # with embeddings they are below, in the usual run too
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.long),
-        {"global_clipnorm": 0.05},
-        pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
-    ],
-    ids=["plain", "global", "each"],
+    "options", [{}, {"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["plain", "global", "each"]
 )
 def test_replicas(comm: Any, float64: None, options: Any) -> None:
     if comm.size % 2:
@@ -266,7 +261,7 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"Adafactor looks at whole weights, but up0/kernel is divided among ranks"):
         divided.fit(*data(1), verbose=0)
     plain = make()  # those of others do as before
-    plain.compile(keras.optimizers.Adafactor(0.01), "mse")
+    plain.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
     plain.fit(*data(1), verbose=0)
 
 

@@ -99,12 +99,10 @@ def alone(*, adds_rows: bool) -> tuple[list[float], list[Any]]:
     return losses, model.get_weights()
 
 
-# Always: "dp cp" and "pp cp" in PyTorch, "dp tp" of a smaller model in test_tensor_mesh.py, "pp tp" in
+# In the usual run all pairs are PyTorch's, and here "dp tp" is of a smaller model in test_tensor_mesh.py, "pp tp" in
 # test_tensor_state.py, and "pp dp" in test_pipeline_replicas.py.
-long = (pytest.param(axes, marks=pytest.mark.long) for axes in ("pp cp", "dp tp", "pp tp", "pp dp", "dp cp"))
-
-
-@pytest.mark.parametrize("axes", ["cp tp", *long])
+@pytest.mark.long
+@pytest.mark.parametrize("axes", ["cp tp", "pp cp", "dp tp", "pp tp", "pp dp", "dp cp"])
 def test_pairs(comm: Any, axes: str) -> None:
     sizes: Any = {axis: 2 if axis in axes.split() else 1 for axis in ("pp", "dp", "cp", "tp")}
     mesh = Mesh(**sizes)

@@ -65,7 +65,10 @@ def train(model: Any, optimizer: Any, **options: Any) -> Any:
     return model.fit(x, values(12, width, seed=1), batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sequential", marks=pytest.mark.long), *list(MODELS)[1:]])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long) if kind in ("sequential", "subclassed") else kind for kind in MODELS],
+)
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.long), "adam"])
 def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     make, plan = MODELS[kind]
@@ -83,7 +86,11 @@ def test_fit(comm: Any, kind: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"run_eagerly": True}, marks=pytest.mark.long), {"steps_per_execution": 2}, {"jit_compile": "auto"}],
+    [
+        pytest.param({"run_eagerly": True}, marks=pytest.mark.long),
+        {"steps_per_execution": 2},
+        pytest.param({"jit_compile": "auto"}, marks=pytest.mark.long),
+    ],
 )
 def test_ways_to_run(comm: Any, options: Any) -> None:
     whole, own = plain(), plain()
@@ -107,7 +114,7 @@ def test_compiled_and_run_before(comm: Any) -> None:
     near(own.fit(x, y, verbose=0).history["loss"], whole.fit(x, y, verbose=0).history["loss"])
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.long)])
 def test_mixed_precision(comm: Any, policy: str) -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy(policy)

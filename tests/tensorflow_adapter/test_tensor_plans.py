@@ -167,6 +167,7 @@ class TestPlans:
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
         assert tp.rank or "kept_h cannot be divided as Column()" in said[0]
 
+    @pytest.mark.long
     def test_auto_of_a_subclassed_model(self, tp):
         model, plain = subclassed(), subclassed()
         with pytest.raises(UsageError, match="give example=, or verify="):
@@ -179,7 +180,7 @@ class TestPlans:
     @pytest.mark.parametrize(
         ("kind", "way"),
         [
-            (one_block, "verify"),
+            pytest.param(one_block, "verify", marks=pytest.mark.long),
             pytest.param(one_block, "example", marks=pytest.mark.long),
             (subclassed, "first call"),
             pytest.param(one_block, "first call", marks=pytest.mark.long),

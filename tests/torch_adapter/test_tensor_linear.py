@@ -161,7 +161,9 @@ def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
 def test_layers_with_one_input_share_one_gather(comm: Any, gradients: bool) -> None:
     torch.manual_seed(0)
     columns = Column(units=4, sequence=1)
-    divided: Any = parallelize(Attention(fused=False).double(), comm, {"[qkv]": columns, "out": Row(sequence=1)})
+    divided: Any = parallelize(
+        Attention(fused=False).double(), comm, {"[qkv]": columns, "out": Row(units=4, sequence=1)}
+    )
     calls = []
     with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
 

@@ -59,7 +59,7 @@ CLIPS: dict[str, Callable[[nn.Module, float, float], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [2.0, 1, 3.0, math.inf])
+@pytest.mark.parametrize("kind", [2.0, *(pytest.param(kind, marks=pytest.mark.long) for kind in (1, 3.0)), math.inf])
 @pytest.mark.parametrize("way", CLIPS)
 def test_norms_of_pytorch_are_those_of_whole_weights(comm: Any, way: str, kind: float) -> None:
     """Each rank took the norm of its own parts, and scaled what is whole by another factor: LayerNorms parted."""

@@ -128,7 +128,7 @@ class TestChoices:
     """A condition on a part was taken for right, for the first batch gave the same on all ranks."""
 
     @pytest.mark.parametrize("name", CHOICES)
-    @pytest.mark.parametrize("how", ["first call", "example", "verify"])
+    @pytest.mark.parametrize("how", ["first call", "example", pytest.param("verify", marks=pytest.mark.long)])
     def test_warn(self, tp: Any, how: str, name: str) -> None:
         model = made(Mlp, CHOICES[name])
         plain = copy.deepcopy(model)
