@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
 from commlib.functional.unnoticed import Held, attributes
 from commlib.functional.unnoticed import unnoticed as unnoticed_by
+from commlib_torch._uncompiled import uncompiled_calls
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -24,6 +27,19 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
     """
     with torch.random.fork_rng(), unnoticed_by((model, given), _hold):
         yield
+
+
+def without_gradients(run: Callable[[], _T], error_of: Callable[[_T], Exception | None]) -> _T:
+    """Run a model without gradients; once more with them, if it asks for some itself and its caller computes them.
+
+    error_of: returns what the run failed with. A model that is compiled runs as it is written.
+    """
+    with uncompiled_calls():
+        with torch.no_grad():
+            found = run()
+        if torch.is_grad_enabled() and "does not require grad" in f"{error_of(found)}":
+            return run()
+    return found
 
 
 def fresh(value: Any) -> Any:

@@ -29,6 +29,8 @@ from commlib.tensor.styles import Style
 from commlib.tensor.table import plan_table
 from commlib.tensor.trace import Trace
 
+_FAILS = "it fails: "
+
 
 class Model(Protocol):
     """A framework's model. call: with what it is called, as the framework has it."""
@@ -255,6 +257,8 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
             f"it takes each rank's part of a sequence: {DIVIDE}"
         )
     verdict = Verdict(next((said for said, _ in told if said), ""))
+    if any(said.startswith(_FAILS) for said, _ in told):
+        _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
     if warns and verdict.untold == OTHER_VALUES:
@@ -277,12 +281,32 @@ def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int
     if not any((part != part.take([0], dim)).any() for part, dim in parts):
         return 0
     return digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
+def _refuse_failing(axis: Axis, model: Model, call: Any, attempted: tuple[Trace, Exception | None]) -> None:
+    """Raise UsageError where a divided model fails with a call that the whole can be made with. Collective."""
+    whole = model.forward(call, model.styles(), None, evaluate=False)
+    works = axis.comm.all_gather_object(whole is not None and whole.error is None)
+    trace, error = attempted
+    if all(works):
+        together(axis.comm, lambda: _raise_failing(trace, error))
+
+
+def _raise_failing(trace: Trace, error: Exception | None) -> None:
+    if isinstance(error, UsageError):
+        raise error
+    if error is not None:
+        last = trace.steps[-1] if trace.steps else None
+        where = "at its beginning" if last is None else f"{'after' if last.outputs else 'at'} {last.at}"
+        raise UsageError(
+            f"plan: with this rank's part the model fails, {where}, as the whole does not: {f'{error}'.rstrip('.')}. "
+            "If it goes by a number of its own, such as heads or channels, that is to be the rank's: give it "
+            "PerRank(), or -1, or put the parts together before (gather=True, or a Row)"
+        ) from error
 
 
 def _not_comparable(model: Model, axis: Axis, attempted: tuple[Trace, Exception | None], checked: Checked) -> str:
     trace, error = attempted
     if error is not None:
-        return f"it fails: {error}"
+        return f"{_FAILS}{error}"
     if checked.came_in_parts:
         return "what it is called with is a part already"
     # What a run of the whole keeps: numbers of four bytes, of all its values, and once more of a rank's.
@@ -297,6 +321,8 @@ def _settle(verdict: Verdict, doubts: Sequence[Doubt], *, warns: bool) -> None:
     """Raise UsageError for other numbers; say as a warning what can be told neither by rules nor by numbers."""
     if verdict.difference is not None:
         raise refused(verdict.difference)
+    if verdict.failed is not None and verdict.failed.proves:
+        raise UsageError(verdict.failed.said)
     _warn(verdict.left(doubts) if warns else (), verdict.untold)
 
 

@@ -39,6 +39,10 @@ class Guide:
                 self._calls.setdefault(step.layer, []).append(step)
         self._made: dict[str, int] = {}
 
+    def begin(self) -> None:
+        """Begin a run: no layer has been called."""
+        self._made.clear()
+
     def called(self, layer: str) -> Step | None:
         """Return the whole run's step of the next call of a layer; None for other layers, or if there is none."""
         calls, at = self._calls.get(layer, ()), self._made.get(layer, 0)

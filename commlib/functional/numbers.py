@@ -45,13 +45,14 @@ class Runs(Protocol):
 class Difference:
     """The first value that differs: the step that gives or takes it, how it should lie, and by how much (in words).
 
-    suspects: what the rules could not tell of the steps before.
+    suspects: what the rules could not tell of the steps before. proves: the plan is wrong, though no numbers say so.
     """
 
     step: Step
     state: State
     said: str
     suspects: tuple[Doubt, ...] = ()
+    proves: bool = False
 
     def __str__(self) -> str:
         return f"{self.step.at}: {self.said}"
@@ -62,8 +63,8 @@ class Verdict:
     """What numbers say of a plan: why they can tell nothing ("" if they can), and what differs, if anything does.
 
     failed: where a rank with its part failed, or what it computed broke a rule, so that there is nothing to compare.
-    met: what the rules could not tell of the run that was compared. trusts_backward: there are functions with a
-    backward of their own, whose gradients could not be compared.
+    met: what the rules could not tell of the run that was compared. more: what they could not tell of its gradients.
+    trusts_backward: there are functions with a backward of their own, whose gradients could not be compared.
     """
 
     untold: str = ""
@@ -71,12 +72,14 @@ class Verdict:
     failed: Difference | None = None
     met: frozenset[str] = frozenset()
     trusts_backward: bool = False
+    more: tuple[Doubt, ...] = ()
 
     def left(self, doubts: Sequence[Doubt]) -> list[Doubt]:
         """Return which doubts are left: those about operations that did not run when numbers were compared, or all."""
         if self.untold:
             return list(doubts)
-        return [one for one in doubts if one.step.kind in ("unknown", "unseen", "number") and f"{one}" not in self.met]
+        kinds = ("unknown", "unseen", "number")
+        return [*(one for one in doubts if one.step.kind in kinds and f"{one}" not in self.met), *self.more]
 
 
 def judged(
@@ -86,7 +89,7 @@ def judged(
 
     divided: it is divided already. All is as before. Collective over the axis; all ranks return alike.
     """
-    if axis.size == 1:
+    if axis.size == 1 or "" in styles:  # one layer, which is what it is asked to be
         return Verdict()
     with axis.exact():
         return _judged(model, axis, styles, call, divided, divided_output)
@@ -122,7 +125,8 @@ def _judged(
         if found.trusts_backward:
             unsettled.add("unknown")
         settled = (one for one in checked.doubts if not one.stays and one.step.kind not in unsettled)
-        return replace(found, met=frozenset(map(str, settled)))
+        more = tuple(one for one in checked.doubts if one.step.kind == "gradient")
+        return replace(found, met=frozenset(map(str, settled)), more=more)
     if draws:
         return Verdict("it draws random numbers in evaluation mode, too")
     return Verdict(difference=replace(found.difference, suspects=_before(found.difference.step, whole.trace, checked)))
@@ -172,7 +176,7 @@ def _failed(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], check
             return None
         states = check(own.trace, styles, divided_output=True, size=axis.size).states
     except PlanError as error:
-        return Difference(error.step, error.state, f"{error}")
+        return Difference(error.step, error.state, f"{error}", proves=own.error is None)
     if not own.trace.steps:
         return Difference(Step("", "unknown", (), (), "its beginning"), COMPUTED, f"{own.error}")
     step = own.trace.steps[-1]
@@ -258,7 +262,8 @@ class _Compared:
             for value, part in values:
                 state = self._states[value]
                 if self._can_pair(state) and not state.inner:
-                    yield self._pair("its result", value, part, state), step, state, bool(step.layer)
+                    decides = bool(step.layer) or step.kind == "gradient"
+                    yield self._pair("its result", value, part, state), step, state, decides
         outputs = self._whole.trace.outputs, self._own.trace.outputs
         for at, (value, part) in enumerate(zip(*outputs, strict=False)):
             state = self._states[value]

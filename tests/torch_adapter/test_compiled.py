@@ -143,3 +143,26 @@ def test_the_compiler_is_not_loaded_for_that() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert run.stdout.split() == ["False", "True"], run.stdout
+
+
+@pytest.mark.parametrize("kind", ["wrapped", pytest.param("in place", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["auto", pytest.param("named", marks=pytest.mark.long)])
+def test_a_compiled_model_that_is_divided(comm: Any, kind: str, plan: str) -> None:
+    """What looks at a model was traced with it, and layers had names that nobody knows."""
+    torch.compiler.reset()
+    inner: Any = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)).double()
+    alone, x = copy.deepcopy(inner), torch.rand(4, 8).double()
+    compiled: Any = inner
+    if kind == "wrapped":
+        compiled = torch.compile(inner, backend="eager")
+    else:
+        inner.compile(backend="eager")
+    said: list[str] = []
+    given: Any = "auto" if plan == "auto" else {"0": ct.Column(), "2": ct.Row()}
+    divided = ct.parallelize(compiled, comm, given, example=x, report=said.append)
+    assert divided is compiled and not any("_orig_mod" in line for line in said)
+    assert isinstance(inner[0].style, ct.Column)
+    for network in (divided, alone):
+        network(x).square().sum().backward()
+    torch.testing.assert_close(divided(x), alone(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(inner[2].bias.grad, alone[2].bias.grad, rtol=0, atol=1e-10)

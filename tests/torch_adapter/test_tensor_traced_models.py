@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib
+from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
 from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import Mlp, Two
@@ -109,6 +110,56 @@ class TestOperations:
         parallelize(model, tp, "auto", example=rows(), report=str)
         assert isinstance(model[1].up.style, Column)
         is_right(plain, model, rows())
+
+
+def halves(h: Tensor) -> Tensor:
+    count = h.shape[-1] // 2
+    return h[..., :count] * h[..., count:].sigmoid()
+
+
+def heads(h: Tensor) -> Tensor:
+    """Attention of six heads, of slices of one weight."""
+    count = h.shape[-1] // 3
+    q, k, v = (h[..., at * count : (at + 1) * count].unflatten(-1, (-1, 2)).transpose(1, 2) for at in range(3))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+FUSED: dict[str, tuple[Any, int]] = {
+    "F.glu": (lambda h: F.glu(h, -1), 24),
+    "GLU": (nn.GLU(), 24),
+    "along another dimension": (lambda h: F.glu(h.transpose(1, 2), 1).transpose(1, 2), 24),
+    "slices": (halves, 24),
+    "slices from behind": (lambda h: h[..., : -(h.size(-1) // 2)] + h[..., -(h.size(-1) // 2) :].tanh(), 24),
+    "heads": (heads, 36),
+}
+
+
+@pytest.mark.ranks(max=3)
+class TestFused:
+    """Gated units, and slices of what is fused, were refused where chunks of the same were not."""
+
+    @pytest.mark.parametrize("how", ["first call", "verify", "auto"])
+    @pytest.mark.parametrize("name", FUSED)
+    def test_are_divided_part_by_part(self, tp: Any, name: str, how: str) -> None:
+        function, width = FUSED[name]
+        model = made(Mlp, function, width)
+        plain, units = copy.deepcopy(model), 6 if name == "heads" else 0
+        plan: Any = {"up": Column(width // 12, units), "down": Row(units=units)}
+        if how == "auto":
+            parallelize(model, tp, "auto", example=rows(), report=str)
+        else:
+            parallelize(model, tp, plan, **given(how))
+        assert model.up.style.parts == width // 12
+        is_right(plain, model, rows())
+
+    @pytest.mark.ranks(min=2, max=3)
+    def test_need_parts(self, tp: Any) -> None:
+        for function, width in FUSED.values():
+            with pytest.raises(UsageError, match=rf"give it Column\(parts={width // 12}\)"):
+                parallelize(made(Mlp, function, width), tp, PLAN, example=rows())
+        whole = made(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # where the whole alone has them
+        with pytest.raises(UsageError):
+            parallelize(whole, tp, {"up": Column(2), "down": Row()})(rows())
 
 
 CHOICES: dict[str, Any] = {

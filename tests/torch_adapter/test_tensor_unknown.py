@@ -61,6 +61,40 @@ class Back(torch.autograd.Function):
         return gradient / gradient.abs().sum(-1, keepdim=True)
 
 
+class Gated(torch.autograd.Function):
+    """One of two tensors. The gradient of the second looks at all features if `whole` is True."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, whole: bool) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.whole = whole
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gate = ctx.saved_tensors
+        of_gate = gradient * x
+        return gradient * gate, of_gate / of_gate.norm() if ctx.whole else of_gate, None
+
+
+kept_twice, kept_back = Twice.apply, Back.apply
+"""As models keep them when they are imported."""
+
+WRONG_BACKWARD: dict[str, Any] = {
+    "looked up": lambda h: Back.apply(h),
+    "kept": lambda h: kept_back(h),
+    "of two": lambda h: Gated.apply(h, h.tanh(), True),
+    "after another one": lambda h: kept_back(kept_twice(h)),
+    "in place": lambda h: Gated.apply(kept_back(h.clone()), h, False),
+}
+
+RIGHT_BACKWARD: dict[str, Any] = {
+    "kept": lambda h: kept_twice(h),
+    "of two": lambda h: Gated.apply(h, h.tanh(), False),
+    "after another one": lambda h: Gated.apply(kept_twice(h), kept_twice(kept_twice(h) + 1), False),
+    "along rows": lambda h: kept_back(h.transpose(1, 2)).transpose(1, 2),
+}
+
 WRONG: dict[str, Any] = {
     "norm": lambda h: h / h.norm(dim=-1, keepdim=True),
     "vector_norm": lambda h: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True),
@@ -276,6 +310,35 @@ class TestRight:
             parallelize(model, tp, {"up": Column(), "down.0": Sequence(-1), "down.1": Row()})
             model(rows())
         is_right(plain.eval(), model.eval(), rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestGradientsOfFunctions:
+    """Forwards agreed, and gradients that look at all features were wrong in silence."""
+
+    @pytest.mark.parametrize("name", WRONG_BACKWARD)
+    def test_wrong_ones_are_refused(self, tp: Any, name: str) -> None:
+        model = made(Mlp, WRONG_BACKWARD[name])
+        with pytest.raises(UsageError, match=r"Back|Gated"):
+            parallelize(model, tp, PLAN, example=rows())
+        divided = parallelize(model, tp, PLAN)
+        with torch.no_grad():
+            divided(rows())  # of which nobody asks for gradients
+        with pytest.raises(UsageError, match=r"the gradient of (Back|Gated) in the model, .*test_tensor_unknown\.py"):
+            divided(rows())
+
+    @pytest.mark.parametrize("way", ["first call", "example", "auto"])
+    @pytest.mark.parametrize("name", RIGHT_BACKWARD)
+    def test_right_ones_pass_in_silence(self, tp: Any, name: str, way: str) -> None:
+        model = made(Two, RIGHT_BACKWARD[name])
+        plain = copy.deepcopy(model)
+        options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan: Plan = {"*.up": Column(), "*.down": Row()}
+            parallelize(model, tp, "auto" if way == "auto" else plan, **options)
+            is_right(plain, model, rows())
+        assert hasattr(model.first.up, "style") or (way == "auto" and name in ("of two", "after another one"))
 
 
 def test_auto_tries_functions_on_parts(tp: Any) -> None:

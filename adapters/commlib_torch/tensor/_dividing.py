@@ -75,13 +75,39 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
         tied = shard_of(parameter)
         if tied is None:
             with torch.no_grad():
-                parameter.data = back(shard.own(host_array(parameter)), parameter)
+                part = back(shard.own(host_array(parameter)), parameter)
+                _end_graphs(f"{what}.{name}", parameter)
+                parameter.data = part
                 parameter.grad = None
         inner, _, last = name.rpartition(".")
         describe(module.get_submodule(inner), last, tied or shard)
     module.layer_name = what  # type: ignore[assignment]  # no module
     begin(axis)
     compare_at_first_use(module, what, axis, shardings)
+
+
+def _end_graphs(what: str, parameter: nn.Parameter) -> None:
+    """Let graphs from before, that somebody holds, be none of the divided parameter's.
+
+    A graph ends in a node that knows the shape of the parameter, and later ones share it while it lives. Data of
+    another dtype makes the parameter forget it; a backward of a graph that has it is an error that says why.
+    """
+    if not parameter.is_leaf or not parameter.requires_grad:
+        return
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+
+    def refuse(gradients: Any) -> None:
+        raise UsageError(
+            f"{what}: this is the backward of a forward that ran before the layer was divided: let go of what "
+            "was computed with the whole model, and call the divided one"
+        )
+
+    if node is not None:
+        node.register_prehook(refuse)
+    other = torch.float32 if parameter.dtype is torch.float64 else torch.float64
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
 
 
 def describe_everywhere(model: nn.Module) -> None:

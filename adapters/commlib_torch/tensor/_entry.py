@@ -28,7 +28,7 @@ from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of
 from commlib_torch.tensor._alike import given
-from commlib_torch.tensor.moves import moved
+from commlib_torch.tensor.moves import explained, moved
 
 
 class Entered(NamedTuple):
@@ -74,8 +74,10 @@ def product(
     if not (overlaps and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
         return torch.nn.functional.linear(entered(x, axis, move, moved, weight), weight, bias)
     late = _Late()
-    # Made before `start`, so that it runs after that.
-    late_weight: Tensor = _LateWeight.apply(weight, late)  # type: ignore[no-untyped-call]
+    try:  # made before `start`, so that it runs after that
+        late_weight: Tensor = _LateWeight.apply(weight, late)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise explained(error) from error
     inside = entered(x, axis, move, _overlapping, weight)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -22,7 +22,7 @@ from commlib.functional.per_rank import changed_numbers, numbers_of_rank, whole_
 from commlib.functional.runs import Run
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
-from commlib_torch._unnoticed import fresh, unnoticed
+from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor.tracing import Recorder
 from commlib_torch.tensor.verify import evaluating, unfused
@@ -43,10 +43,27 @@ def forward(
     if guide is not None and guide.cuts:
         numbers += numbers_of_rank(numbers_in(model), styles, axis)
     ranks = (axis.rank, axis.size) if guide is not None and guide.cuts else None
-    recorder = Recorder(model, styles, whole=whole, guide=guide, calls=lambda: axis.calls, ranks=ranks, keeps=True)
+    learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
+
+    def run() -> Run:
+        recorder = Recorder(
+            model,
+            styles,
+            whole=whole,
+            guide=guide,
+            calls=lambda: axis.calls,
+            ranks=ranks,
+            keeps=True,
+            differentiates=learns,
+        )
+        return _ran(model, recorder, call, changes, evaluate=evaluate)
+
+    return without_gradients(run, lambda found: found.error)
+
+
+def _ran(model: nn.Module, recorder: Recorder, call: Any, changes: list[Change], *, evaluate: bool) -> Run:
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         stack.enter_context(unnoticed(model, *call))
         stack.enter_context(evaluating(model) if evaluate else unfused())
         stack.enter_context(_changed(changes))
@@ -64,7 +81,7 @@ def forward(
         draws = before != _random_states()
         kept = recorder.kept
         values = [_array(kept.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
-    communicates = recorder.communicates or messages.seen
+    recorder.forget()
     return Run(
         trace,
         values,
@@ -73,7 +90,7 @@ def forward(
         {},
         draws=draws,
         results=_numbers(result),
-        communicates=communicates,
+        communicates=recorder.communicates or messages.seen,
         hides=recorder.hides,
         error=error,
     )

@@ -19,6 +19,7 @@ class Guided:
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
+        guide.begin()
         self._step: Step | None = None
         self._given: dict[int, Tensor] = {}
 

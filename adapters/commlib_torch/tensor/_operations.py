@@ -362,7 +362,7 @@ NUMBERS = {
 _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort", "glu"), _along),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort"), _along),
     "logcumsumexp": _along,
     "topk": lambda called: _along(called, -1, 2),
     "normalize": lambda called: _along(called, 1, 2),

@@ -1,8 +1,9 @@
-"""Trial: find out along which dimensions a function that nobody can look into works on parts as on the whole."""
+"""Trial: find out along which dimensions a function that nobody can look into works on parts, and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,29 @@ def tried(function: Callable[[Tensor], Tensor], x: Tensor, result: Tensor) -> Eq
         return None
     needs = [dim for dim, length in enumerate(x.shape) if length > 1 and not _takes_parts(function, x, whole, dim)]
     return equations.along(tuple(x.shape), needs)
+
+
+def gradients(function: Callable[..., Any], args: Sequence[Any], of: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of some of a function's arguments, from one that its results say, element by element.
+
+    So a function of parts is asked with the parts of what a function of the whole is. What it cannot differentiate has
+    gradients that are no numbers, and what it does not depend on zeros.
+    """
+    wanted = [one.detach().clone().requires_grad_() for one in of]
+    try:
+        with torch.enable_grad():
+            copies = {id(one): new.clone() for one, new in zip(of, wanted, strict=True)}  # which it may write
+            results = function(*(copies.get(id(one), one) for one in args))
+            results = [results] if isinstance(results, Tensor) else list(results)
+            results = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
+            if not results:
+                return [torch.zeros_like(one) for one in of]
+            found = torch.autograd.grad(
+                results, wanted, [one.detach() + 1 for one in results], allow_unused=True, materialize_grads=True
+            )
+            return [one.detach() for one in found]
+    except Exception:
+        return [torch.full_like(one, torch.nan) for one in of]
 
 
 def _ran(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

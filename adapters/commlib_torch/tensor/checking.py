@@ -104,7 +104,8 @@ class AtFirstCall:
     def __call__(self, model: nn.Module, args: Any, options: Any) -> None:
         """Check the plan for this call."""
         mode = model.training, torch.is_grad_enabled()
-        if mode not in self._checked and not self._is_checking:
+        is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
+        if mode not in self._checked and not (self._is_checking or is_transformed):
             self._check(model, (args, options), mode)
 
     @uncompiled

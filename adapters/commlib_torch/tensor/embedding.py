@@ -18,7 +18,7 @@ from commlib.tensor.vocabulary import words_of
 from commlib_torch._shards import KeepsShards, shards_of
 from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide
-from commlib_torch.tensor.linear import gathered
+from commlib_torch.tensor.linear import gathered, other_part
 from commlib_torch.tensor.moves import On, axis_of, moved
 
 
@@ -61,6 +61,8 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the features of words."""
+        if self.weight.shape[0] != self.last - self.first:
+            raise other_part(self.axis, self.weight.shape[0], self.last - self.first)
         self._check(words)
         if self.axis.size == 1:
             return super().forward(words)

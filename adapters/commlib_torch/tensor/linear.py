@@ -189,12 +189,23 @@ def for_sharers(sharers: Sharers, weight: Tensor, dim: int) -> Tensor:
 def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1, *, layer: Any = None) -> Tensor:
     """Return the outputs of all ranks in the order of the whole, along a dimension. layer: whose outputs these are."""
     lengths = sharding.lengths(axis.size)
+    if out.shape[dim] != lengths[axis.rank]:
+        raise other_part(axis, out.shape[dim], lengths[axis.rank])
     whole = moved(out, axis, moves.gather(dim, lengths=lengths), layer=layer)
     if len(sharding.parts) < 2 and sharding.copies(axis.size) == 1:
         return whole
     offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
     pieces = sharding.pieces(axis.size)
     return torch.cat([whole.narrow(dim, offsets[rank] + first, last - first) for rank, first, last, _ in pieces], dim)
+
+
+def other_part(axis: Axis, came: int, expected: int) -> UsageError:
+    """Return the error for a weight that has not the shape of this rank's part any more."""
+    return UsageError(
+        f"a divided layer on rank {axis.rank} of {axis.comm.name}: its weight is one of {came}, expected {expected}, "
+        "this rank's part: something has put other values into it, as resize_token_embeddings does: do that before "
+        "the model is divided"
+    )
 
 
 def check_inputs(module: Any, x: Tensor, expected: int, dim: int = -1) -> None:

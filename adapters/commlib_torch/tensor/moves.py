@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from commlib.communicator import Communicator
+from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.moves import run
 from commlib.tensor import moves
@@ -76,12 +77,26 @@ def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False, layer: 
         axis.entered = None
     if layer is not None and move.name in ("copy", "scatter"):
         given(layer, x)
-    if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
-        return _run(x, axis, move, may_write)[0]
-    found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+    try:
+        if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
+            return _run(x, axis, move, may_write)[0]
+        found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise explained(error) from error
     if layer is not None and move.name in ("reduce", "gather"):
         returned(layer, found)
     return found
+
+
+def explained(error: RuntimeError) -> Exception:
+    """Return what to raise for an error of PyTorch: a UsageError for a transform of torch.func, around what travels."""
+    if "functorch transforms" in f"{error}" or "doesn't have storage" in f"{error}":
+        return UsageError(
+            "transforms of functions (torch.func.grad, vmap, jvp, ...) cannot be put around layers that are divided: "
+            "what travels between ranks is no function of tensors alone. Use torch.autograd.grad, with "
+            "create_graph=True for gradients of gradients"
+        )
+    return error
 
 
 def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Move]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
 from commlib.functional.agreement import agree_on_call, together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
@@ -22,6 +23,7 @@ from commlib.tensor.styles import PerRank, Slice, Style
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
 from commlib_torch._shards import shard_of
+from commlib_torch._uncompiled import original
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._numbers import numbers_in
@@ -63,9 +65,11 @@ def parallelize(
     """
     shared = Axis(axis, codec)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
+    together(axis, lambda: _check_mode(model))
+    whole, model = model, original(model)
     traced, batch = Traced(model, shared), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
-    wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
+    wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else _plain(plan)
     found, numbers, arguments = together(axis, lambda: _layers(model, wanted))
     named: dict[str, Style] = {name: style for name, (_, style) in numbers.items()}
     named |= {name: style for name, (_, style) in arguments.items()}
@@ -103,7 +107,21 @@ def parallelize(
         checks.divided()
     else:
         AtFirstCall.of(model, shared, divided_output=divided_output)
-    return model
+    return whole
+
+
+def _check_mode(model: nn.Module) -> None:
+    """Raise UsageError in inference mode, whose tensors have no gradients, nor can be changed, outside of it."""
+    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
+        raise UsageError(
+            "parallelize: parameters that are made or divided in torch.inference_mode() can be used nowhere else: "
+            "call it outside, on a model that was made outside, or use torch.no_grad()"
+        )
+
+
+def _plain(plan: Plan) -> Plan:
+    """Return a plan by the names of a model, be it named as in a compiled one, or as in the model itself."""
+    return {name.removeprefix("_orig_mod."): style for name, style in plan.items()}
 
 
 def _layers(
@@ -116,7 +134,19 @@ def _layers(
     """Return (name, module, style, the class that it becomes) of what a plan names; numbers, arguments and styles."""
     modules, numbers = dict(model.named_modules(remove_duplicate=False)), numbers_in(model)
     arguments = arguments_in(model)
+    inside = {
+        child: name
+        for name, module in modules.items()
+        if type(module) is nn.MultiheadAttention
+        for child in module.children()
+    }
     styles = resolve(plan, list(modules), numbers=list(numbers), arguments=list(arguments))
+    for name in styles:
+        if (module := modules.get(name)) in inside:
+            raise UsageError(
+                f"plan: {name} is a layer that {inside[module]} does not call, but takes the weights of: divide "
+                f"{inside[module]} as a whole, by Column()"
+            )
     layers: list[tuple[str, Any, Style, Any]] = [
         (name, modules[name], style, find_layer(name, modules[name], style))
         for name, style in styles.items()

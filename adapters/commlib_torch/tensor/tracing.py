@@ -11,26 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _FunctionBase
 from torch._functorch import apis, eager_transforms
-from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.checkpoint import CheckpointFunction
 
 import commlib
 from commlib.errors import UsageError
 from commlib.functional.guide import GUIDED, Guide
+from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Slice, Style
 from commlib.tensor.trace import Trace
-from commlib_torch._unnoticed import fresh, unnoticed
+from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor import _arguments, _leaves, moves
 from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
-from commlib_torch.tensor._trial import tried
+from commlib_torch.tensor._trial import gradients, tried
 
 TRANSFORMS = (
     (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
@@ -49,15 +52,22 @@ def attempted(
 
     args, options: what it is called with. styles: layers that are taken as a whole because they have one. Any control
     flow works: what ran is what is recorded; if the model fails, with the error, and up to the step that did. No
-    gradients are computed; all is as before: see `unnoticed`. A model that is divided runs its collectives.
+    gradients are computed, unless the model asks for some; all is as before: see `unnoticed`. A model that is divided
+    runs its collectives.
     """
-    recorder = Recorder(model, styles)
     learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
-    with torch.no_grad(), unnoticed(model, args, options):
-        try:
-            return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
-        except Exception as error:
-            return replace(recorder.trace_of(()), learns=learns), error
+
+    def attempt() -> tuple[Trace, Exception | None]:
+        recorder = Recorder(model, styles)
+        with unnoticed(model, args, options):
+            try:
+                return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
+            except Exception as error:
+                return replace(recorder.trace_of(()), learns=learns), error
+            finally:
+                recorder.forget()
+
+    return without_gradients(attempt, lambda found: found[1])
 
 
 def styles_in(model: nn.Module) -> dict[str, Style]:
@@ -97,7 +107,9 @@ class Recorder(TorchFunctionMode):
     """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers.
 
     whole: a divided model runs as the whole that it was. guide: how layers are called. calls: counts those of the ranks
-    among which the model is divided. ranks: run as this one of so many. keeps: see `kept`.
+    among which the model is divided. ranks: run as this one of so many. keeps: see `kept`. differentiates: note what
+    gradients autograd functions of the user's give. recomputes: False to run what re-entrant checkpoints would compute
+    again in backward as if there was no checkpoint: they know `backward()` alone.
     """
 
     def __init__(
@@ -110,9 +122,12 @@ class Recorder(TorchFunctionMode):
         calls: Callable[[], int] = int,
         ranks: tuple[int, int] | None = None,
         keeps: bool = False,
+        differentiates: bool = False,
+        recomputes: bool = True,
     ) -> None:
         super().__init__()
         self._model, self._styles = model, styles
+        self._differentiates, self._recomputes = differentiates, recomputes
         self._whole = not styles_in(model) if whole is None else whole
         self._guided = None if guide is None else Guided(guide)
         self._calls, self._inside, self._moves, self._keeps = calls, 0, False, keeps
@@ -132,7 +147,7 @@ class Recorder(TorchFunctionMode):
         named = styles if isinstance(styles, Mapping) else {}
         self._tries = not styles_in(model)
         """Autograd functions of the user's are tried on parts: in a divided model they may want other ranks."""
-        self._tried: dict[tuple[Any, torch.Size], Equation | None] = {}
+        self._tried: dict[tuple[Any, torch.Size, str], Equation | None] = {}
         self._has_numbers = not styles or any(isinstance(style, PerRank) for style in named.values())
         divided = slicings_in(model)
         self._slicings = {id(slicing): name for name, slicing in divided.items()}
@@ -162,6 +177,12 @@ class Recorder(TorchFunctionMode):
         """Whether ranks did so outside of layers."""
         return self._moves
 
+    def forget(self) -> None:
+        """Let all values go, and their graphs: one that lived on would remember the shapes of weights."""
+        self.tensors.clear()
+        self.kept.clear()
+        self._taken.clear()
+
     def trace_of(self, result: Any) -> Trace:
         """Return the trace of what ran so far."""
         return self._recording.trace(tensors_in(result), tied(self._model), whole=self._whole)
@@ -180,11 +201,12 @@ class Recorder(TorchFunctionMode):
     def _unseen(self) -> Iterator[None]:
         """Look into no autograd function, no transform and no move, for a while.
 
-        What a function of the user's gives comes from where nobody knows: it may move values between ranks.
+        What a function of the user's gives comes from where nobody knows: it may move values between ranks. It is met
+        below its `apply`, which a model may have kept under another name.
         """
-        apply = vars(Function)["apply"].__func__
         with ExitStack() as stack:
-            stack.enter_context(replaced(Function, "apply", classmethod(self._opaque(apply, "unseen"))))
+            opaque: Any = classmethod(self._opaque(_apply, "unseen"))
+            stack.enter_context(replaced(_SingleLevelFunction, "apply", opaque))
             stack.enter_context(replaced(_arguments, "part_of", self._sliced_part))
             stack.enter_context(replaced(moves, "moved", self._opaque(moves.moved, "unseen", moves=True)))
             for owner, transform in TRANSFORMS:
@@ -218,6 +240,8 @@ class Recorder(TorchFunctionMode):
         def called(*args: Any, **options: Any) -> Any:
             package = str(getattr(args[0] if args else None, "__module__", "")).partition(".")[0]
             if package == "torch" and kind == "unseen" and not moves:  # such as one that computes again in backward
+                if args[0] is CheckpointFunction and not self._recomputes:
+                    return args[1](*args[3:])
                 return function(*args, **options)
             own, outermost = moves or package.startswith("commlib"), not self._leaves
             self._leaves.append("")
@@ -232,26 +256,48 @@ class Recorder(TorchFunctionMode):
                 text = f"{what or 'a function'} in {self._place_in_model()}"
                 self._moves |= bool(own)
                 alone = len(known) == 1 and not own and kind == "unseen" and self._tries
-                equation = self._trial(function, args, options, result) if alone else None
+                equation = self._trial(function, args, result) if alone else None
                 results = tensors_in(result)
                 self._recording.add("", kind, inputs, results, text=text, place=_line(), equation=equation)
+                if self._differentiates and kind == "unseen" and known and not (own or self.hides):
+                    self._note_gradients(function, args, text)
             return result
 
         return called
 
-    def _trial(self, function: Any, args: Any, options: Any, result: Any) -> Equation | None:
-        """Return what is known of an autograd function, (class, tensor) -> tensor, by trying it on parts, once."""
-        if len(args) != 2 or options or not isinstance(args[1], Tensor) or not isinstance(result, Tensor):
+    def _trial(self, function: Any, args: Any, result: Any) -> Equation | None:
+        """Return what is known of an autograd function of one tensor, (class, ...), by trying it on parts, once."""
+        places = [at for at, one in enumerate(args) if isinstance(one, Tensor)]
+        others = [one for at, one in enumerate(args) if at not in (0, *places)]
+        if len(places) != 1 or not isinstance(result, Tensor) or not all(map(_is_plain, others)):
             return None
-        key = args[0], args[1].shape
+        (at,) = places
+        key = args[0], args[at].shape, repr(others)
         if key not in self._tried:
-            self._leaves.append("")
-            try:
-                self._tried[key] = tried(lambda x: function(args[0], x), args[1], result)
-            finally:
-                self._leaves.pop()
-                self._taken = []
+            with self._alone():
+                self._tried[key] = tried(lambda x: function(*args[:at], x, *args[at + 1 :]), args[at], result)
         return self._tried[key]
+
+    def _note_gradients(self, function: Any, args: Any, text: str) -> None:
+        """Note what gradients an autograd function gives, (class, ...), so that they are compared as values are."""
+        taken = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
+        taken = [one for one in taken if one.is_floating_point() or one.is_complex()]
+        if not taken or not all(isinstance(one, Tensor) or _is_plain(one) for one in args[1:]):
+            return
+        with self._alone():
+            found = gradients(partial(function, args[0]), args[1:], taken)
+        for one, gradient in zip(taken, found, strict=True):
+            self._recording.add("", "gradient", [one], [gradient], text=f"the gradient of {text}", place=_line())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Note nothing of what is called to find something out, for a while."""
+        self._leaves.append("")
+        try:
+            yield
+        finally:
+            self._leaves.pop()
+            self._taken = []
 
     def _place_in_model(self) -> str:
         return next((name for name in reversed(self._within) if name), "the model")
@@ -377,6 +423,8 @@ class Recorder(TorchFunctionMode):
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
         inputs = tensors_in([args, options])
         lengths = self._measured(inputs[0]) if inputs else ()
+        if name == "glu":
+            return self._note_gate(Called(name, args, options, inputs, outputs))
         found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs, lengths))}
         for one in () if name in ASKING else (*args, *options.values()):
             if isinstance(one, Length):
@@ -384,10 +432,28 @@ class Recorder(TorchFunctionMode):
         text = f"{name} in {self._place_in_model()}"
         self._recording.add("", outputs=outputs, text=text, place=_line(), **found)
 
+    def _note_gate(self, called: Called) -> None:
+        """Note a gated unit: both halves of what is fused along a dimension, and their product."""
+        dim = called.argument(1, "dim", -1)
+        halves = called.inputs[0].chunk(2, dim)
+        text, place = f"{called.name} in {self._place_in_model()}", _line()
+        self._recording.add("", "split", called.inputs, halves, text=text, place=place, dim=dim)
+        terms = equations.pointwise(*(tuple(one.shape) for one in halves))
+        self._recording.add("", "equation", halves, called.outputs, text=text, place=place, equation=terms)
+
     def _source(self, tensor: Tensor) -> tuple[str, str] | None:
         if id(tensor) in self._weights:
             return "weight", self._weights[id(tensor)]
         return ("constant", "") if id(tensor) in self._constants else None
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    """Do what `apply` of an autograd function, a class, ends in."""
+    return vars(_FunctionBase)["apply"].__get__(None, function)(*args)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def _source(name: str) -> tuple[str, str]:

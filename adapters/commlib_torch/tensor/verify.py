@@ -14,6 +14,7 @@ from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_o
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import host_array
 from commlib_torch._shards import shards_in
+from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import mapped, unnoticed
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in
@@ -40,8 +41,8 @@ def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) 
     """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them."""
     fresh = Fresh()
     args, options = (fresh.of(part) for part in call)
-    recorder = Recorder(model, styles)
-    with unnoticed(model, call), evaluating(model), torch.enable_grad():
+    recorder = Recorder(model, styles, recomputes=False)
+    with unnoticed(model, call), evaluating(model), uncompiled_calls(), torch.enable_grad():
         trace, result = recorder.run(args, options)
         loss = torch.zeros((), dtype=torch.float64)
         for at, value in enumerate(tensors_in(result)):
@@ -54,7 +55,7 @@ def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) 
         if loss.requires_grad:
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     values = [_array(value) for value in recorder.tensors]
-    recorder.tensors.clear()  # a graph that lived on would remember the shapes of weights that are divided now
+    recorder.forget()
     gradients = {name: None if each is None else _array(each) for name, each in zip(wanted, found, strict=True)}
     shards = {name: shard for name, _, shard in shards_in(model)}
     shardings = {name: getattr(module, "sharding", None) for name, module in model.named_modules()}

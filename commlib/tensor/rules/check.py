@@ -90,4 +90,5 @@ _KINDS: dict[str, Callable[[Following, Step], State | tuple[State, ...]]] = {
     "join": shapes.join,
     "unknown": operations.unknown,
     "number": operations.number,
+    "gradient": operations.gradient,
 }

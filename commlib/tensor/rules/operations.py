@@ -8,12 +8,14 @@ from functools import partial
 from commlib.tensor.lengths import Source, attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, refuse_partial
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.states import CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
+from commlib.tensor.states import COMPUTED, CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib.tensor.trace import Step
 
 _UNKNOWN = "the rules do not know whether it can take parts, and its input is {}"
 _NUMBER = "numbers leave the tensors here, which may be others on each rank, for its input is {}"
+
+_GRADIENT = "a function of the user's takes what is made of parts here, and the rules do not know its gradient"
 
 
 def given(following: Following, step: Step) -> State:
@@ -70,6 +72,30 @@ def number(following: Following, step: Step) -> State:
     elif not is_length or (state.is_divided and state.dim == step.dim):
         following.doubt(step, _NUMBER, stays=stays)
     return UNKNOWN
+
+
+def gradient(following: Following, step: Step) -> State:
+    """Return the state of the gradient of what a function takes: that of the value, where it is told, and counts."""
+    state = _like_its_source(following, step.inputs[0])
+    if state.name == "whole":
+        counts = state.origin in ("computed", "weight") or state.learns
+        return COMPUTED if counts else UNKNOWN
+    if state.is_divided:
+        return state
+    if state.name == "partial" or not following.unknown.isdisjoint(step.inputs):
+        following.doubts.append(Doubt(step, state, _GRADIENT, True))
+    return UNKNOWN
+
+
+def _like_its_source(following: Following, value: int) -> State:
+    """Return the state of a value; of what functions of the user's made, that of what they took in the same shape."""
+    state, maker = following.of(value), following.trace.maker(value)
+    looks_at_elements = maker.kind == "unseen" or (maker.equation is not None and not maker.equation.needs)
+    if state != UNKNOWN or not looks_at_elements:
+        return state
+    same = [one for one in maker.inputs if following.shape(one) == following.shape(value)]
+    found = {_like_its_source(following, one) for one in same}
+    return found.pop() if len(found) == 1 else UNKNOWN
 
 
 def equation(following: Following, step: Step) -> State:

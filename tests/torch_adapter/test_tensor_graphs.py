@@ -1,0 +1,149 @@
+"""Graphs, transforms and modes around a model that is divided: right as in one process, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row, Vocabulary
+from commlib_torch.tensor import parallelize
+from tests.torch_adapter.pairs import Mlp
+from tests.torch_adapter.test_tensor_unknown import is_right, made, rows
+
+PLAN: Plan = {"up": Column(), "down": Row()}
+
+
+class Energy(nn.Module):
+    """A model that returns the gradient of what it computes, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.last(self.down(self.up(x).tanh()).tanh())
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force.square()
+
+
+def slope(h: Tensor) -> Tensor:
+    """The gradient of elements that a layer has made, which has no graph where no gradients are computed."""
+    found: Tensor = torch.autograd.grad((h**3).sum(), h, create_graph=True)[0]
+    return found
+
+
+class Saving(nn.Module):
+    """A checkpoint that knows `backward()` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pair = nn.Linear(8, 8), Mlp(torch.relu)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.pair, self.first(x), use_reentrant=True)
+
+
+@pytest.fixture
+def tp(comm: Any) -> Any:
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+@pytest.mark.ranks(max=3)
+class TestGraphs:
+    def test_one_from_before(self, tp: Any) -> None:
+        """A loss of before, in a variable, let each later backward fail: its graph knew the weights' shapes."""
+        model = made(Mlp, torch.tanh)
+        plain, heard = copy.deepcopy(model), list[torch.Size]()
+        model.up.weight.register_hook(lambda gradient: heard.append(gradient.shape))
+        before = model(rows())
+        parallelize(model, tp, PLAN, example=rows())
+        is_right(plain, model, rows())
+        assert heard == [model.up.weight.shape]
+        with pytest.raises(UsageError, match=r"(up|down)\.(weight|bias): .*before the layer was divided"):
+            before.sum().backward()
+
+    @pytest.mark.parametrize("way", ["first call", "example", "verify"])
+    @pytest.mark.parametrize("kind", ["energy", "slope"])
+    def test_gradients_within_a_model(self, tp: Any, kind: str, way: str) -> None:
+        """Looks left graphs, and looked without gradients where a model asks for some."""
+        model = made(lambda _: Energy() if kind == "energy" else Mlp(slope), None)
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, PLAN, **({} if way == "first call" else {way: rows()}))
+            is_right(plain, model, rows())
+
+    def test_checkpoints_that_know_backward_alone(self, tp: Any) -> None:
+        model = made(lambda _: Saving(), None)
+        plain = copy.deepcopy(model)
+        parallelize(model, tp, {"pair.up": Column(), "pair.down": Row()}, verify=rows())
+        is_right(plain, model, rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestRefused:
+    @pytest.mark.parametrize("way", ["grad", "functional_call", "vmap"])
+    @pytest.mark.parametrize("checked", [True, False])
+    def test_transforms_of_functions(self, tp: Any, way: str, checked: bool) -> None:
+        model: Any = parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows() if checked else None)
+
+        def of_weights(weights: Any) -> Any:
+            return torch.func.functional_call(model, weights, (rows(),)).sum()
+
+        calls: dict[str, Any] = {
+            "grad": lambda: torch.func.grad(lambda x: model(x).sum())(rows()),
+            "functional_call": lambda: torch.func.grad(of_weights)(
+                {n: p.detach() for n, p in model.named_parameters()}
+            ),
+            "vmap": lambda: torch.vmap(model)(rows()),
+        }
+        with pytest.raises(UsageError, match="transforms of functions"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            calls[way]()
+
+    def test_inference_mode(self, tp: Any) -> None:
+        """What is divided there cannot be trained, as an error of a later step said."""
+        with torch.inference_mode(), pytest.raises(UsageError, match=r"outside"):
+            parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows())
+
+    def test_a_layer_that_is_not_called(self, tp: Any) -> None:
+        """Attention takes the weights of its last layer: the product failed with shapes of nobody's."""
+        model = nn.Sequential(nn.MultiheadAttention(8, 4))
+        with pytest.raises(UsageError, match=r"0\.out_proj is a layer that 0 does not call.*Column"):
+            parallelize(model, tp, {"0.out_proj": Row()})
+
+    def test_what_fails_with_a_part(self, tp: Any) -> None:
+        """The user was shown PyTorch's error alone, and not that the plan is to blame."""
+        plain = nn.Sequential(nn.Conv2d(3, 6, 1), nn.InstanceNorm2d(6, affine=True), nn.Conv2d(6, 4, 1))
+        x = torch.rand(2, 3, 4, 4)
+        model = parallelize(plain, tp, {"0": Column(), "2": Row()})
+        with pytest.raises(UsageError, match=r"with this rank's part the model fails, after 0 .*num_features"):
+            model(x)
+        with pytest.raises(RuntimeError, match="expected input"):  # which the whole refuses, too
+            parallelize(nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1)), tp, {"0": Column(), "1": Row()})(
+                x[:, :2]
+            )
+
+    def test_weights_of_another_shape(self, tp: Any) -> None:
+        """`resize_token_embeddings` puts a whole table in the place of a part: other words were looked up."""
+        words = torch.arange(6).reshape(2, 3)
+        model: Any = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6))
+        parallelize(model, tp, {"0": Vocabulary(), "1": Vocabulary(gather=True)}, example=words)
+        assert model(words).shape == (2, 3, 6)
+        part = model[0].weight.data
+        model[0].weight.data = torch.rand(6, 4)
+        with pytest.raises(UsageError, match="resize_token_embeddings"):
+            model(words)
+        model[0].weight.data, model[1].weight.data, model[1].bias.data = part, torch.rand(6, 4), torch.rand(6)
+        with pytest.raises(UsageError, match="resize_token_embeddings"):
+            model(words)
