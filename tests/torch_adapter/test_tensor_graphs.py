@@ -80,7 +80,8 @@ class TestGraphs:
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            parallelize(model, tp, PLAN, **({} if way == "first call" else {way: rows()}))
+            options: dict[str, Any] = {} if way == "first call" else {way: rows()}
+            parallelize(model, tp, PLAN, **options)
             is_right(plain, model, rows())
 
     def test_checkpoints_that_know_backward_alone(self, tp: Any) -> None:

@@ -155,7 +155,7 @@ class TestFused:
     @pytest.mark.ranks(min=2, max=3)
     def test_need_parts(self, tp: Any) -> None:
         for function, width in FUSED.values():
-            with pytest.raises(UsageError, match=rf"give it Column\(parts={width // 12}\)"):
+            with pytest.raises(UsageError, match=r"give it Column\(parts="):
                 parallelize(made(Mlp, function, width), tp, PLAN, example=rows())
         whole = made(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # where the whole alone has them
         with pytest.raises(UsageError):
