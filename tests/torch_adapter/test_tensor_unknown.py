@@ -327,6 +327,21 @@ class TestGradientsOfFunctions:
         with pytest.raises(UsageError, match=r"the gradient of (Back|Gated) in the model, .*test_tensor_unknown\.py"):
             divided(rows())
 
+    @pytest.mark.long
+    def test_operators_of_libraries(self, tp: Any) -> None:
+        """They are no autograd functions, and have a backward of their own all the same."""
+        twice = torch.library.custom_op("commlib_tests::twice", lambda x: x * 2, mutates_args=(),
+                                        schema="(Tensor x) -> Tensor")  # fmt: skip
+        for gradient in (lambda _, gradient: gradient * 2, lambda _, gradient: Back.backward(None, gradient)):
+            torch.library.register_autograd(twice, gradient)
+            plain = made(Mlp, lambda h: twice(h))
+            divided = parallelize(copy.deepcopy(plain), tp, PLAN)
+            if gradient(None, torch.ones(2))[0] == 2:
+                is_right(plain, divided, rows())
+                continue
+            with pytest.raises(UsageError, match="the gradient of twice in the model"):
+                divided(rows())
+
     @pytest.mark.parametrize("way", ["first call", "example", "auto"])
     @pytest.mark.parametrize("name", RIGHT_BACKWARD)
     def test_right_ones_pass_in_silence(self, tp: Any, name: str, way: str) -> None:

@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):
                 results = tensors_in(result)
                 self._recording.add("", kind, inputs, results, text=text, place=_line(), equation=equation)
                 if self._differentiates and kind == "unseen" and known and not (own or self.hides):
-                    self._note_gradients(function, args, text)
+                    self._note_gradients(partial(function, args[0]), args[1:], text)
             return result
 
         return called
@@ -279,13 +279,13 @@ class Recorder(TorchFunctionMode):
         return self._tried[key]
 
     def _note_gradients(self, function: Any, args: Any, text: str) -> None:
-        """Note what gradients an autograd function gives, (class, ...), so that they are compared as values are."""
+        """Note what gradients a function gives that has a backward of its own: they are compared as values are."""
         taken = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
         taken = [one for one in taken if one.is_floating_point() or one.is_complex()]
-        if not taken or not all(isinstance(one, Tensor) or _is_plain(one) for one in args[1:]):
+        if not taken or not all(isinstance(one, Tensor) or _is_plain(one) for one in args):
             return
         with self._alone():
-            found = gradients(partial(function, args[0]), args[1:], taken)
+            found = gradients(function, args, taken)
         for one, gradient in zip(taken, found, strict=True):
             self._recording.add("", "gradient", [one], [gradient], text=f"the gradient of {text}", place=_line())
 
@@ -412,6 +412,8 @@ class Recorder(TorchFunctionMode):
             result = list(result)
         if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
             self._note(name, args, options, outputs)
+            if self._differentiates and _is_custom(func):
+                self._note_gradients(partial(func, **options), args, f"{name} in {self._place_in_model()}")
         elif (
             name in NUMBERS and (inputs := tensors_in([args, options])) and not runs_within(_OURS, (*_TORCH, __file__))
         ):
@@ -452,6 +454,12 @@ def _apply(function: Any, *args: Any) -> Any:
     return vars(_FunctionBase)["apply"].__get__(None, function)(*args)
 
 
+def _is_custom(func: Any) -> bool:
+    """Return whether a function is an operator of somebody's library, which may have a backward of its own."""
+    full = str(getattr(func, "_qualified_op_name", "") or getattr(func, "namespace", ""))
+    return full.partition("::")[0] not in ("", "aten", "prims", "prim", "quantized")
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
@@ -474,4 +482,4 @@ def _name(func: Any) -> str:
     if getattr(func, "__name__", "") == "__get__":
         return str(getattr(func.__self__, "__name__", ""))
     full = resolve_name(func) or getattr(func, "__name__", "")
-    return str(full).rpartition(".")[2].strip("_")
+    return str(full).removesuffix(".default").rpartition(".")[2].strip("_")

@@ -90,7 +90,7 @@ def gradient(following: Following, step: Step) -> State:
 def _like_its_source(following: Following, value: int) -> State:
     """Return the state of a value; of what functions of the user's made, that of what they took in the same shape."""
     state, maker = following.of(value), following.trace.maker(value)
-    looks_at_elements = maker.kind == "unseen" or (maker.equation is not None and not maker.equation.needs)
+    looks_at_elements = maker.kind in ("unseen", "unknown") or (maker.equation is not None and not maker.equation.needs)
     if state != UNKNOWN or not looks_at_elements:
         return state
     same = [one for one in maker.inputs if following.shape(one) == following.shape(value)]
