@@ -56,18 +56,17 @@ def forward(
             keeps=True,
             differentiates=learns,
         )
-        return _ran(model, recorder, call, changes, evaluate=evaluate)
+        with _changed(changes), changed_numbers(numbers):
+            return _ran(model, recorder, call, evaluate=evaluate)
 
     return without_gradients(run, lambda found: found.error)
 
 
-def _ran(model: nn.Module, recorder: Recorder, call: Any, changes: list[Change], *, evaluate: bool) -> Run:
+def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> Run:
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
         stack.enter_context(unnoticed(model, *call))
         stack.enter_context(evaluating(model) if evaluate else unfused())
-        stack.enter_context(_changed(changes))
-        stack.enter_context(changed_numbers(numbers))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             stack.enter_context(messages)
         args, options = (fresh(part) for part in call)
