@@ -281,6 +281,8 @@ def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int
     if not any((part != part.take([0], dim)).any() for part, dim in parts):
         return 0
     return digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
+
+
 def _refuse_failing(axis: Axis, model: Model, call: Any, attempted: tuple[Trace, Exception | None]) -> None:
     """Raise UsageError where a divided model fails with a call that the whole can be made with. Collective."""
     whole = model.forward(call, model.styles(), None, evaluate=False)
