@@ -15,7 +15,7 @@ from commlib.expert import Experts
 from commlib.tensor import Column, Replicate, Row, Sequence
 from commlib_tensorflow._shards import shards_in
 from commlib_tensorflow.expert import MoE
-from commlib_tensorflow.tensor import ColumnDense, RowDense, parallelize
+from commlib_tensorflow.tensor import ColumnDense, RowDense, gather_model, parallelize
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, near_shard, same, sequential, values
 
@@ -290,6 +290,7 @@ STEPS = {
     "loop": lambda block, x: keras.ops.fori_loop(0, 2, lambda _, y: block(y), x),
     "branch": lambda block, x: tf.cond(tf.reduce_sum(x) > -1e9, lambda: block(x), lambda: x) + block(2 * x),
     "function": lambda block, x: tf.function(block)(x) + block(2 * x),
+    "recomputed": lambda block, x: tf.recompute_grad(block)(x),
 }
 
 
@@ -375,6 +376,8 @@ def test_models_of_keras_2(comm: Any) -> None:
     legacy = pytest.importorskip("tf_keras")
     with pytest.raises(UsageError, match="use Keras 3"):
         parallelize(legacy.Sequential([legacy.layers.Dense(3)]), comm, PLAN)
+    with pytest.raises(UsageError, match=r"keras\.Sequential: those of Keras 2"):
+        gather_model(legacy.Sequential([legacy.layers.Dense(3)]))
 
 
 @pytest.mark.ranks(min=2)

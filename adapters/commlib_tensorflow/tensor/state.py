@@ -42,6 +42,9 @@ def gather_model(model: keras.Model) -> keras.Model:
     ...)` goes on with it on any number of ranks. Collective over the axes that variables are divided over. Raises
     UsageError for a model that cannot be made from its configuration.
     """
+    if not isinstance(model, keras.Model):
+        kind = f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"
+        raise UsageError(f"gather_model: expected a keras.Model, got {kind}: those of Keras 2 cannot be divided")
     try:
         whole = model.__class__.from_config(model.get_config())
     except Exception as error:

@@ -415,6 +415,8 @@ class Recorder:
         if op.type == "IdentityN":
             text = text.replace(op.type, "a custom_gradient") if has_own_gradient(op) else text
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
+                if tensor.op.type in ("ReadVariableOp", "Placeholder") and not result.consumers():
+                    continue  # functions with gradients of their own hand them what they have used
                 self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
             return
         for tensor in decided_by(op):
