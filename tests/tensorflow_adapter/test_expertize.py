@@ -89,6 +89,19 @@ def test_each_weight_has_the_dtype_that_it_had(comm: Communicator) -> None:
     np.testing.assert_allclose(made(x), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_an_mlp_of_another_dtype_than_its_container(comm: Communicator) -> None:
+    """It was refused, as experts were tried with rows of the container's dtype, which casts nothing."""
+    keras.utils.set_random_seed(3)
+    mlp = keras.Sequential([L.Dense(6, "gelu", dtype="float64"), L.Dense(WIDTH, dtype="float64")], name="mlp")
+    given = keras.Input((3, WIDTH), dtype="float64")
+    plain = keras.Model(given, mlp(given))
+    x = rows(comm).astype(np.float64)
+    expected = plain(x).numpy()
+    made = expertize(plain, comm, plan(comm, copy=True))
+    assert made(x).dtype == "float64"
+    np.testing.assert_allclose(made(x), expected, rtol=1e-6, atol=1e-6)
+
+
 class Doubles(keras.layers.Layer):  # type: ignore[misc]
     """An MLP that does something else in training."""
 

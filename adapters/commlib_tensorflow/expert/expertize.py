@@ -101,7 +101,7 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
             ) from error
         check_layer(f"expertize: {name}", made)
         check_call(f"expertize: {name}", made, width)
-        rows = tf.zeros((1, width), layer.compute_dtype)
+        rows = tf.zeros((1, width), _policy(layer).compute_dtype)
         check_rows(f"expertize: {name}", rows, made(rows))
         check_alike(f"expertize: {name}", layer, made, width)
     return found
@@ -181,12 +181,23 @@ def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
                 made.set_weights(values)
             return made
 
-    found = MoE(experts, ranks, expert=make, name=layer.name, dtype=layer.dtype_policy)
+    found = MoE(experts, ranks, expert=make, name=layer.name, dtype=_policy(layer))
     found.mixture.name = layer.path or layer.name
     found.build((None, width_of(layer.name, layer)))
     for variable in found.variables:
         variable._path = f"{layer.path or layer.name}/{variable.name}"
     return found
+
+
+def _policy(layer: Any) -> Any:
+    """Return the policy of dtypes by which an MLP computes: of models of Keras, which cast nothing, that of all layers.
+
+    Where these have several, it is the model's own.
+    """
+    if not isinstance(layer, keras.Model):
+        return layer.dtype_policy
+    policies = {one.dtype_policy.name: one.dtype_policy for one in layer._flatten_layers() if one._trainable_variables}
+    return next(iter(policies.values())) if len(policies) == 1 else layer.dtype_policy
 
 
 def _become(layer: Any, made: MoE) -> None:
