@@ -45,6 +45,14 @@ def stride(elements: int) -> int:
     return -(-elements // MOST) | 1
 
 
+def whole_shape(shape: Sequence[int | None], sequence: int | None) -> tuple[int | None, ...]:
+    """Return what ranks know alike of a shape: not how long a part along `sequence` is, as parts may be uneven."""
+    found = list(shape)
+    if sequence is not None:
+        found[sequence] = None
+    return tuple(found)
+
+
 class Note(NamedTuple):
     """A tensor that ranks must have alike, or, where `is_part`, each a part of.
 

@@ -81,7 +81,8 @@ def test_a_whole_sequence_is_no_part(comm: Any, eager: bool) -> None:
         return model
 
     model = made()
-    for x in (values(2, 3, 6, seed=comm.rank), values(2, 1, 6).repeat(3, 1)):  # a part; all positions alike
+    uneven = values(2, 3 + (comm.rank == 0), 6, seed=comm.rank)
+    for x in (values(2, 3, 6, seed=comm.rank), uneven, values(2, 1, 6).repeat(3, 1)):  # parts; all positions alike
         model.train_on_batch(x, x)
     if comm.size > 1:
         with pytest.raises(

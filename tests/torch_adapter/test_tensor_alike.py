@@ -140,7 +140,9 @@ def test_positions_that_are_all_alike_are_a_part(comm: Any) -> None:
     """Padding, say: that tells nothing of whether ranks have parts, also where one rank alone has it."""
     model = made(Part, SEQUENCE, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x in (torch.ones(2, 3, 6), numbers(0, 2, 1, 6).expand(2, 3, 6), numbers(comm.rank, 2, 3, 6) * comm.rank):
+    uneven = numbers(comm.rank, 2, 3 + (comm.rank == 0), 6)
+    same = torch.ones(2, 3, 6), numbers(0, 2, 1, 6).expand(2, 3, 6), numbers(comm.rank, 2, 3, 6) * comm.rank
+    for x in (*same, uneven):
         model(x.double()).square().sum().backward()
         optimizer.step()
 

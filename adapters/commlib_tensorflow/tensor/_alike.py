@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.alike import Note, Watch, noted
+from commlib.functional.alike import Note, Watch, noted, whole_shape
 from commlib.functional.axis import Axis
 from commlib.functional.whole_weights import MOST
 from commlib_tensorflow._bridge import Array
@@ -51,7 +51,7 @@ class Noted(NamedTuple):
         return noted(
             self.what,
             self.layer,
-            tuple(self.tensor.shape),
+            whole_shape(self.tensor.shape, self.sequence),
             str(self.tensor.dtype.name),
             np.asarray(sample),
             is_gradient=self.is_gradient,

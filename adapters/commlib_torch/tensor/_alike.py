@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commlib.functional.alike import Watch, noted, stride
+from commlib.functional.alike import Watch, noted, stride, whole_shape
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._uncompiled import uncompiled
 
@@ -36,7 +36,7 @@ def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | Non
         return
     first = x.narrow(sequence, 0, min(1, x.shape[sequence]))
     tells = bool(x.ne(first).any())
-    _note(watch, f"its part of a sequence, {what}", layer, x, is_part=True, tells=tells)
+    _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, tells=tells)
 
 
 def _note_returned(watch: Watch, layer: Any, out: Tensor) -> None:
@@ -50,12 +50,13 @@ def _note_returned(watch: Watch, layer: Any, out: Tensor) -> None:
     out.register_hook(note)
 
 
-def _note(watch: Watch, what: str, layer: Any, x: Tensor, **kinds: bool) -> None:
+def _note(watch: Watch, what: str, layer: Any, x: Tensor, sequence: int | None = None, **kinds: bool) -> None:
+    shape = whole_shape(x.shape, sequence)
     with torch.no_grad():
         flat = x.detach().resolve_neg().resolve_conj().reshape(-1)
         sample = flat[:: stride(flat.numel())] if flat.is_floating_point() or flat.is_complex() else flat
         sample = sample.float() if sample.dtype in (torch.bfloat16, torch.float16) else sample
-        found = noted(what, _name(layer), tuple(x.shape), dtype_name(x.dtype), host_array(sample), **kinds)
+        found = noted(what, _name(layer), shape, dtype_name(x.dtype), host_array(sample), **kinds)
     watch.notes.append(found)
 
 
