@@ -12,9 +12,10 @@ _PLAIN = ("partition", "account", "qos", "nodes", "ntasks_per_node", "cpus_per_t
           "constraint", "array")  # fmt: skip
 
 # Slurm signals the shell of the script only (B:): under mpirun its daemons would get the signal, and end of it.
-_HAND_ON = """{command} &
+_HAND_ON = """# Slurm tells this shell, which tells the ranks.
+trap 'for job in $(jobs -p); do kill -{signal} $job; done' {signal}
+{command} &
 ranks=$!
-trap 'kill -{signal} $ranks' {signal}  # Slurm tells this shell, which tells the ranks
 while kill -0 $ranks 2>/dev/null; do
     wait $ranks || true  # a signal ends the wait, too
 done

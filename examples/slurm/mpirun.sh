@@ -16,14 +16,14 @@ set -e
 
 trap : TERM  # scancel and the time limit tell the ranks as well: let them end
 
+# Without the B: above Slurm would signal mpirun's daemons, which the signal ends. So this shell gets it, and tells mpirun,
+# which tells all ranks: commlib.Preemption has them save their state, and the job is put into the queue again.
+trap 'for job in $(jobs -p); do kill -USR1 $job; done' USR1
+
 # mpirun of Open MPI would bind one or two ranks of a node to a core each, and all their threads with them. MPICH's and
 # Intel's is mpiexec -n "$SLURM_NTASKS".
 ${LAUNCH:-mpirun --bind-to none -n "$SLURM_NTASKS"} "$@" &
 ranks=$!
-
-# Without the B: above Slurm would signal mpirun's daemons, which the signal ends. So this shell gets it, and tells mpirun,
-# which tells all ranks: commlib.Preemption has them save their state, and the job is put into the queue again.
-trap 'kill -USR1 $ranks' USR1
 while kill -0 $ranks 2>/dev/null; do
     wait $ranks || true  # a signal ends the wait, too
 done

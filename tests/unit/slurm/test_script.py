@@ -77,10 +77,11 @@ export TEXT='it'"'"'s $HOME'
 
 # The ranks: 4 on each of 2 nodes.
 trap : TERM  # scancel and the time limit tell the ranks as well: let them end
+# Slurm tells this shell, which tells the ranks.
+trap 'for job in $(jobs -p); do kill -USR1 $job; done' USR1
 srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task=8 \\
     python train.py --seed "$SLURM_ARRAY_TASK_ID" --note 'a $HOME "b"' &
 ranks=$!
-trap 'kill -USR1 $ranks' USR1  # Slurm tells this shell, which tells the ranks
 while kill -0 $ranks 2>/dev/null; do
     wait $ranks || true  # a signal ends the wait, too
 done
@@ -169,6 +170,17 @@ def test_the_script_outlives_a_signal_until_the_ranks_have_ended(tmp_path: Path,
         job.send_signal(signal.SIGUSR1)
         out, _ = job.communicate(timeout=30)
     assert (out, job.returncode) == ("saved\n", 5)
+
+
+def test_a_signal_as_soon_as_the_ranks_are_there(tmp_path: Path) -> None:
+    """The script began to heed signals after it had started the ranks: one between the two ended it."""
+    stand_in(
+        tmp_path, "srun", 'trap "echo saved; exit 5" USR1\nkill -USR1 $PPID\nfor i in {1..100}; do sleep 0.1; done'
+    )
+    (tmp_path / "job.sh").write_text(script(replace(PLAIN, signal="USR1@60")))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("saved\n", 5)
 
 
 def test_software_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
