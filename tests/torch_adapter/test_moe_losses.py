@@ -123,6 +123,22 @@ class Own(KeepsLosses):
         return x
 
 
+def test_what_is_frozen_has_its_loss(comm: Communicator) -> None:
+    """Where the router and what comes to it are frozen the loss was left out of what is reported."""
+    layer, x = made(comm), tokens(comm)
+    layer(x)
+    expected = auxiliary_loss(layer)
+    layer.router.requires_grad_(False)
+    for _ in range(2):
+        layer(x).sum().backward()
+    assert float(expected) > 0
+    near(auxiliary_loss(layer), 2 * expected.detach(), "losses")
+    assert float(auxiliary_loss(layer)) == 0
+    with torch.no_grad():
+        layer(x)
+    assert float(auxiliary_loss(layer)) == 0
+
+
 def test_losses_of_own_layers(comm: Communicator) -> None:
     """They have a gradient where the forward has one."""
     x = torch.ones(3, requires_grad=True)

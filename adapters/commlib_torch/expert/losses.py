@@ -35,6 +35,7 @@ class KeepsLosses(nn.Module):
     def keep(self, loss: Tensor) -> None:
         """Keep the loss of a forward. One that is computed again, in a backward, was kept the first time.
 
+        Where what it is made of is frozen it has no gradient, and is kept as well, unless there are none at all.
         Raises UsageError within a re-entrant checkpoint, where it has no gradient.
         """
         if is_again():
@@ -46,6 +47,8 @@ class KeepsLosses(nn.Module):
                 f"{self._title}: a loss that a layer keeps has no gradient within "
                 "torch.utils.checkpoint(use_reentrant=True): give use_reentrant=False"
             )
+        elif torch.is_grad_enabled():
+            self._add(loss)
 
     def keep_or_wait(self, value: Tensor, waiting: Waiting | None) -> None:
         """Keep the loss of a forward, whichever checkpoint it is in. waiting: what `recalled` returned before it."""
@@ -53,7 +56,7 @@ class KeepsLosses(nn.Module):
         if later is None:
             if waiting is not None and not value.requires_grad:
                 waiting.take()  # what would use it has no gradient
-            if not value.requires_grad and not is_again():
+            if not torch.is_grad_enabled() and not is_again():
                 self._has_skipped = True
             self.keep(value)
             return
