@@ -20,6 +20,7 @@ from commlib.horovod.wrapping import change_class
 from commlib_tensorflow._in_parts import InParts
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduced as reduced_apart
+from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import Gradients, scaled
 from commlib_tensorflow.horovod.operations import allreduce
@@ -213,7 +214,7 @@ class Reduction:
         reducer = self.reducer
         if reducer.options.overlap is False or reducer.compressor is not None or self.has_local or places_of(variables):
             return None
-        reducer.settle_ranks([variable.path for variable in variables], variables)
+        reducer.settle_ranks([path_of(variable) for variable in variables], variables)
         if reducer.alone:
             return None
         return InParts(reducer, [self._name_of(variable) for variable in variables], variables, order)
@@ -321,6 +322,6 @@ def check_variables(variables: Iterable[Any]) -> None:
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise UsageError(
-                f"variable {variable.path} is overwritten by its gradient (float8 training), which ranks cannot share: "
-                "train without float8"
+                f"variable {path_of(variable)} is overwritten by its gradient (float8 training), which ranks cannot "
+                "share: train without float8"
             )

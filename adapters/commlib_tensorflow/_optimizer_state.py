@@ -18,6 +18,7 @@ from commlib.errors import UsageError
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._shards import own_of
 from commlib_tensorflow._updates import lists_of, singles_of
+from commlib_tensorflow._variables import path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> N
     for level, one in _optimizers(optimizer):
         weights = list(one._trainable_variables)
         known = {id(weight) for weight in weights}
-        if level == 0 and (new := [variable.path for variable in trainable if id(variable) not in known]):
+        if level == 0 and (new := [path_of(variable) for variable in trainable if id(variable) not in known]):
             raise UsageError(
                 f"pipeline: this {type(one).__name__} was made for other weights than this rank's {new[0]!r}: compile "
                 "with an optimizer that is new, or with that of the model that was cut"

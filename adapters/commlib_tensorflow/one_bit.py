@@ -28,6 +28,7 @@ from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras
 from commlib_tensorflow._keras_reduction import Distributed, Reduction
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._variables import path_of
 
 
 def _saved(kind: type) -> type:
@@ -87,12 +88,12 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         is_lamb = self._core.settings.limits is not None
         check_apart(
             self._core.settings.kind,
-            ((variable.path, shard_of(variable)) for variable in variables),
+            ((path_of(variable), shard_of(variable)) for variable in variables),
             self._process_set.ranks or (),
             local=True,
         )
         for variable in variables:
-            self._core.settings.check_dtype(variable.dtype, variable.path)
+            self._core.settings.check_dtype(variable.dtype, path_of(variable))
         kinds = ("momentum", "velocity", "fresh_velocity") if is_lamb else ("momentum", "velocity")
         self._memory = [
             self.add_variable_from_reference(variable, name=kind) for kind in kinds for variable in variables

@@ -24,6 +24,8 @@ from commlib.functional.whole_weights import MOST, is_due, tolerance_of, worst_o
 
 _NOTES = 256
 """Tensors that are noted between two comparisons."""
+_INFINITE = 1e4
+"""What infinite elements count as, so that norms and sums are finite."""
 _NEEDED = (
     "Ranks of an axis of divided layers need the same batches and seeds: the same inputs, labels and losses in one "
     "order, and one seed where what is whole draws random numbers, as dropout does (streams.seed(mesh, number)); clip "
@@ -134,6 +136,8 @@ def noted(
         return Note(what, layer, shape, dtype, float(tells), digest, is_part=is_part)
     flat = sample.reshape(-1)
     flat = (flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat).astype(np.float64)
+    if not is_gradient and np.isinf(flat).any():  # a mask that is added to scores
+        flat = np.where(np.isinf(flat), np.sign(flat) * _INFINITE, flat)
     norm = float(np.sqrt(flat @ flat))
     return Note(what, layer, shape, dtype, norm, float(flat @ _direction()[: flat.size]), is_gradient=is_gradient)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_tensorflow.tensor import parallelize
-from tests.tensorflow_adapter.tensor_oracle import in_float64, sequential, values
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 
 __all__ = ["in_float64"]
 
@@ -54,6 +55,24 @@ def test_what_no_whole_weight_feels_is_told(comm: Any, case: str, eager: bool) -
         return
     with pytest.raises(Exception, match=rf"SGD of Keras on rank {comm.rank} [^$]*{CASES[case]}[^$]*the same batches"):
         train()
+
+
+def test_a_variable_of_tensorflow_beside_divided_weights(comm: Any) -> None:
+    """A temperature of one's own: what compares gradients asked for a path, which only variables of Keras have."""
+
+    def trained(model: Any) -> list[float]:
+        own, optimizer = tf.Variable(0.5, dtype=tf.float64), keras.optimizers.SGD(0.1)
+        found = []
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(values(3, 6)) ** 2) * tf.exp(own)
+            variables = [*model.trainable_variables, own]
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            found += [float(loss), float(own)]
+        return found
+
+    expected = trained(whole())
+    near(trained(parallelize(whole(), comm, PLAN)), expected)
 
 
 def test_nothing_is_noted_between_comparisons(comm: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
@@ -104,3 +105,26 @@ def test_the_first_call_trains(comm: Any) -> None:
     reference = Dropping()
     reference(x)
     near(model(x, training=True), filled(reference)(x, training=True))
+
+
+class Recomputed(keras.Model):  # type: ignore[misc]
+    """A divided block that a backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(8, "relu", name="up"), L.Dense(4, name="down")
+
+    def call(self, x: Any) -> Any:
+        return tf.recompute_grad(lambda given: self.down(self.up(given)))(x)
+
+
+def test_a_backward_may_call_divided_layers(comm: Any) -> None:
+    """It was warned of, as a call from outside of the model is."""
+    model, x = Recomputed(), tf.constant(values(3, 6))
+    model(x)
+    parallelize(model, comm, PLAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2)
+        assert all(gradient is not None for gradient in tape.gradient(loss, model.trainable_variables))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -84,6 +85,23 @@ def test_masks_of_attention_are_told(comm: Any) -> None:
     model(x, x, x, key_padding_mask=mask)[0].sum().backward()
     with pytest.raises(MismatchError, match=r"the mask of ColumnAttention, of shape \[2, 3\], bool"):
         torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_infinite_masks_of_attention_are_told(comm: Any) -> None:
+    """Sums of them are no numbers: they were compared with nothing, and numpy warned."""
+    if comm.size == 1:
+        return
+    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.0), numbers(0, 2, 3, 4)
+    mask = torch.full((3, 3), -torch.inf, dtype=x.dtype).triu(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, x, x, attn_mask=mask)[0].sum().backward()
+        optimizer.step()
+    mask[2, 1] = comm.rank
+    model(x, x, x, attn_mask=mask)[0].sum().backward()
+    with pytest.raises(MismatchError, match=r"the mask of ColumnAttention, of shape \[3, 3\], float64"):
+        optimizer.step()
 
 
 def test_nothing_is_noted_between_comparisons(comm: Any) -> None:

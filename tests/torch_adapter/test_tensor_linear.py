@@ -174,7 +174,7 @@ def test_layers_with_one_input_share_one_gather(comm: Any, gradients: bool) -> N
 
             return counting
 
-        x = data()
+        x = data(seed=comm.rank)  # its part of a sequence
         divided(x)  # the first call checks the plan
         for name in ("all_gather", "all_gather_v"):
             patch.setattr(type(comm), name, counted(getattr(type(comm), name)))

@@ -15,6 +15,7 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._keras_reduction import Distributed, key_of
 from commlib_tensorflow._shards import is_left_here, shard_of
+from commlib_tensorflow._variables import dtype_of, path_of
 from commlib_tensorflow.clip import values_of
 
 
@@ -33,7 +34,7 @@ def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
     def measure(*arrays: Array) -> list[Array]:
         squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in arrays]
         gradients = [
-            (variable.path, shard, one, str(variable.dtype))
+            (path_of(variable), shard, one, dtype_of(variable))
             for (variable, _, shard), one in zip(found, squares, strict=True)
         ]
         check_step(f"{type(optimizer).__name__} of Keras", gradients)

@@ -23,6 +23,7 @@ from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call
 from commlib_tensorflow.tensor._divided import gives_part
 from commlib_tensorflow.tensor._forward import can_run_whole, forward
@@ -179,6 +180,8 @@ class Unchecked:
         elif known_call(caller) is not None:
             check_another(caller, self.axis, training=trains)
             self._callers.setdefault(caller, set()).add(trains)
+        elif recomputation() is Recomputation.AGAIN:
+            pass  # a backward calls what the model has called
         elif self.warns and not self.done:
             self.warns = False
             warnings.warn(not_checked(self._name, layer.name), stacklevel=4)

@@ -24,6 +24,7 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._variables import dtype_of, path_of
 from commlib_tensorflow.clip import clip_by_global_norm, values_of, with_values
 from commlib_tensorflow.tensor._alike import noted_in_graph
 
@@ -45,7 +46,7 @@ def axes_of(variables: Iterable[Any]) -> list[Axis]:
 def _noting(original: Any) -> Any:
     @functools.wraps(original)
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
-        check_optimizer(self, ((variable.path, shard_of(variable)) for variable in trainable_variables))
+        check_optimizer(self, ((path_of(variable), shard_of(variable)) for variable in trainable_variables))
         object.__setattr__(self, _CLIPPED, list(trainable_variables))  # past Keras, which tracks what it is given
         _compare(self, list(grads), list(trainable_variables))
         return original(self, grads, trainable_variables)
@@ -65,7 +66,7 @@ def _compare(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
         for variable, gradient, shard in zip(variables, grads, shards, strict=True)
         if shard is None and gradient is not None
     ]
-    names, dtypes = [variable.path for variable, _ in whole], [str(variable.dtype) for variable, _ in whole]
+    names, dtypes = [path_of(variable) for variable, _ in whole], [dtype_of(variable) for variable, _ in whole]
     what = f"{type(optimizer).__name__} of Keras"
     noted = [] if tf.executing_eagerly() else list(noted_in_graph(compared))
 
