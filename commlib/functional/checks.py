@@ -84,10 +84,12 @@ def found_plan(
     _leave_what_differs(model, axis, call, trace, found)
     for other in others:
         _leave_what_breaks(other, axis, call, trace, found)
+    table = plan_table(found.plan, found.reasons, trace, axis.size)
     if axis.rank == 0:
-        report(plan_table(found.plan, found.reasons, trace, axis.size))
+        report(table)
     if not found.plan:
-        raise UsageError('parallelize: plan="auto" finds no layer that it could divide: give a plan')
+        why = f":\n{table}" if found.reasons else "; it calls none that mixes features or looks rows up"
+        raise UsageError(f'parallelize: plan="auto" finds no layer that it could divide: give a plan{why}')
     return found.plan
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from commlib.tensor.low_rank import LowRank, low_ranks
 from commlib.tensor.numbers import NotPossible
-from commlib.tensor.pairs import States, divided_pair
+from commlib.tensor.pairs import States, behind, divided_pair
 from commlib.tensor.rules import PlanError, check
 from commlib.tensor.states import State
 from commlib.tensor.styles import Column, PerRank, Slice, Style, Vocabulary, brief
-from commlib.tensor.trace import Step, Trace
+from commlib.tensor.trace import Step, Trace, reach
 
 _LOGITS = Vocabulary(gather=True)
 
@@ -38,9 +39,12 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
     for step in trace.steps:
         if step.kind == "attention" and step.layer not in found.reasons:
             _attention(step, size, able, found)
-    undivided = check(trace, {}).states
-    for last, firsts in _pairs(trace, found).items():
-        _pair(trace, undivided, size, able, found, firsts, last)
+    undivided, added = check(trace, {}).states, low_ranks(trace)
+    for last, firsts in _pairs(trace, found, added).items():
+        _pair(trace, undivided, size, able, found, firsts, last, added)
+    for one in added:
+        for name in (one.first, one.second):
+            found.reasons.setdefault(name, f"of rank {one.rank}, beside {one.base}")
     for step in trace.steps:
         if step.kind == "product":
             found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
@@ -108,7 +112,8 @@ def _vocabularies(trace: Trace, size: int, able: Able, found: Found) -> None:
             continue
         words, features = step.size
         tied = {name for names in trace.tied if step.layer in names for name in names}
-        heads = {head.layer for head in logits if head.size[1] == words or head.layer in tied}
+        from_outside = any(source.kind == "given" for source in behind(trace, step.inputs[0]) or ())
+        heads = {head.layer for head in logits if head.layer in tied or (from_outside and head.size[1] == words)}
         if not heads and (words < features or not arguments.intersection(step.inputs)):
             found.reasons[step.layer] = f"{words} rows are few, or no words"
         elif words < size:
@@ -134,7 +139,7 @@ def _vocabulary(table: str, tables: set[str], heads: set[str], idle: set[str], a
 
 
 def _is_last(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> bool:
-    ends, values = _reach(trace, users, step)
+    ends, values = reach(trace, users, step)
     return not ends and bool(values.intersection(trace.outputs))
 
 
@@ -148,29 +153,15 @@ def _attention(step: Step, size: int, able: Able, found: Found) -> None:
         found.reasons[step.layer] = f"a {step.text} with these options cannot be divided"
 
 
-def _reach(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> tuple[list[Step], set[int]]:
-    """Return the layers that a layer's result reaches without another one between, and the values on the way."""
-    ends: dict[int, Step] = {}
-    waiting, seen = list(step.outputs), set(step.outputs)
-    while waiting:
-        for at in users.get(waiting.pop(), ()):
-            user = trace.steps[at]
-            if user.kind in ("product", "table", "attention"):
-                ends[at] = user
-            else:
-                waiting += [value for value in user.outputs if value not in seen]
-                seen.update(user.outputs)
-    return [ends[at] for at in sorted(ends)], seen
-
-
-def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
+def _pairs(trace: Trace, found: Found, added: Sequence[LowRank]) -> dict[str, list[str]]:
     """Return by each layer that could be a Row those that could be its Columns."""
     users, pairs, taken = trace.users, dict[str, list[str]](), set[str]()
+    bases = {one.first: one.base for one in added}
     for step in trace.steps:
-        if step.kind != "product" or step.layer in found.reasons or step.layer in taken:
+        if step.kind != "product" or step.layer in found.reasons or step.layer in taken or step.layer in bases:
             continue
-        ends, values = _reach(trace, users, step)
-        names = {end.layer for end in ends}
+        ends, values = reach(trace, users, step)
+        names = {bases.get(end.layer, end.layer) for end in ends}
         if len(names) != 1 or values.intersection(trace.outputs) or ends[0].kind != "product":
             continue
         (last,) = names
@@ -178,20 +169,31 @@ def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
             continue
         if step.layer not in pairs.setdefault(last, []):
             pairs[last].append(step.layer)
-        taken |= {last, step.layer}
+        taken |= {last, step.layer, *(one.second for one in added if one.base == last)}
     return pairs
 
 
-def _pair(trace: Trace, undivided: States, size: int, able: Able, found: Found, firsts: list[str], last: str) -> None:
-    """Try to divide some layers and the one that they reach."""
+def _pair(
+    trace: Trace,
+    undivided: States,
+    size: int,
+    able: Able,
+    found: Found,
+    firsts: list[str],
+    last: str,
+    added: Sequence[LowRank],
+) -> None:
+    """Try to divide some layers and the one that they reach, and what is added to these as these are."""
+    beside = {one.second: one.base for one in added if {one.second, one.base} <= set(firsts)}
+    lasts = [last, *(one.first for one in added if one.base == last)]
     try:
         numbers = {name: style for name, style in found.plan.items() if isinstance(style, PerRank)}
-        styles = divided_pair(trace, undivided, size, firsts, last, numbers)
+        styles = divided_pair(trace, undivided, size, firsts, lasts, numbers, beside)
         for name, style in styles.items():
             if not isinstance(style, PerRank | Slice) and not able(name, style):
                 raise NotPossible(f"{name} cannot be divided as {brief(style)}")
     except (PlanError, NotPossible) as error:
-        found.reasons.update(dict.fromkeys((*firsts, last), f"{error}"))
+        found.reasons.update(dict.fromkeys((*firsts, *lasts), f"{error}"))
         return
     found.plan.update(styles)
     found.reasons.update(dict.fromkeys(styles, f"{', '.join(firsts)} -> {last}"))

@@ -23,25 +23,35 @@ States = Mapping[int, State]
 
 
 def divided_pair(
-    trace: Trace, undivided: States, size: int, firsts: list[str], last: str, given: Mapping[str, PerRank]
+    trace: Trace,
+    undivided: States,
+    size: int,
+    firsts: list[str],
+    lasts: list[str],
+    given: Mapping[str, PerRank],
+    beside: Mapping[str, str],
 ) -> dict[str, Style]:
-    """Return styles for the layers `firsts`, for `last`, and for norms, dropout and numbers between them.
+    """Return styles for the layers `firsts`, for `lasts`, and for norms, dropout and numbers between them.
 
-    undivided: the states of all values where no layer is divided. given: numbers that have a style already.
+    undivided: the states of all values where no layer is divided. given: numbers that have a style already. beside: by
+    layers among `firsts` the one whose result theirs is added to, as whose features theirs are divided.
 
     The rules are asked, and what they refuse is mended where the trace shows how: fused features that are split into
     parts, heads of keys and values that all queries share, dropout of what is divided, tables that have a bias for each
     head. Raises PlanError for what they refuse after that, and NotPossible where they cannot tell, where there are too
     few heads, or where numbers in shapes fit the whole alone.
     """
-    part = _between(trace, undivided, {*firsts, last})
-    styles, states = _accepted(part, {**given, **dict.fromkeys(firsts, Column()), last: Row()}, firsts)
+    part = _between(trace, undivided, {*firsts, *lasts})
+    asked = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
+    styles, states = _accepted(part, asked, firsts, beside)
     heads = {name: _heads(part, states, name) for name in firsts}
+    for name, base in beside.items():  # what is made of their sum goes by one of the two
+        heads[name] = heads[base] = max(heads[name], heads[base])
     most = max((max(counts) for counts in heads.values()), default=0)
     one = [name for name in firsts if 1 in heads[name]]
     if one and most >= size:  # it serves the queries of all ranks
         changes = {name: _with_one_head(styles[name], heads[name]) for name in one}
-        styles, states = _accepted(part, styles | changes, firsts, size)
+        styles, states = _accepted(part, styles | changes, firsts, beside, size)
         heads = {name: tuple(0 if count == 1 else count for count in counts) for name, counts in heads.items()}
     few = {name: [count for count in counts if _are_few(count, size)] for name, counts in heads.items()}
     shared = {name: min(counts) for name, counts in few.items() if counts}
@@ -51,7 +61,7 @@ def divided_pair(
     if shared:
         styles = styles | {name: _with_units(styles[name], heads[name], units, size) for name in shared}
         styles |= {name: PerRank(among=size // min(shared.values())) for name in _repeats(part, states, set(shared))}
-        styles, states = _accepted(part, styles, firsts, size)
+        styles, states = _accepted(part, styles, firsts, beside, size)
     if units and units < size:
         raise NotPossible(f"{units} heads for {size} ranks")
     for name, style in styles.items():
@@ -66,7 +76,8 @@ def divided_pair(
             raise NotPossible(f"{name} has something for {style.units} heads, for {size} ranks")
     numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
     more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
-    return {name: style for name, style in styles.items() if name not in given} | {last: Row(units=units)} | more
+    rows: dict[str, Style] = dict.fromkeys(lasts, Row(units=units))
+    return {name: style for name, style in styles.items() if name not in given} | rows | more
 
 
 def _are_few(heads: int, size: int) -> bool:
@@ -89,7 +100,7 @@ def _with_units(style: Style, heads: tuple[int, ...], units: int, size: int) -> 
 
 
 def _accepted(
-    part: Trace, styles: dict[str, Style], firsts: list[str], size: int = 1
+    part: Trace, styles: dict[str, Style], firsts: list[str], beside: Mapping[str, str], size: int = 1
 ) -> tuple[dict[str, Style], States]:
     """Return styles that the rules accept, and the states of values with them.
 
@@ -103,6 +114,9 @@ def _accepted(
             changes = _mended(part, styles, firsts, error)
             if not changes:
                 raise
+            together = [{name, base} for name, base in beside.items() if not changes.keys().isdisjoint({name, base})]
+            for names in together:
+                changes |= dict.fromkeys(names, next(changes[name] for name in names if name in changes))
             styles = styles | changes
     checked = check(part, styles, size=size)
     if checked.doubts:
@@ -160,13 +174,13 @@ def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State
     lengths = {shape[state.dim] for shape in shapes if state.dim < len(shape)} - {1}
     found: dict[str, Style] = {}
     for value in step.inputs:
-        for behind in _behind(part, value, past_layers=True) or ():
-            if behind.kind == "equation" and behind.asked:  # one head of keys, repeated for all of queries
-                found |= {name: PerRank() for name in _expanding(part, behind) if name not in styles}
-        for behind in _behind(part, value) or ():
-            if behind.kind == "table" and behind.layer not in styles and behind.size[1] in lengths:
-                found[behind.layer] = Column()
-            for length in behind.asked if behind.kind == "constant" else ():
+        for one in behind(part, value, past_layers=True) or ():
+            if one.kind == "equation" and one.asked:  # one head of keys, repeated for all of queries
+                found |= {name: PerRank() for name in _expanding(part, one) if name not in styles}
+        for one in behind(part, value) or ():
+            if one.kind == "table" and one.layer not in styles and one.size[1] in lengths:
+                found[one.layer] = Column()
+            for length in one.asked if one.kind == "constant" else ():
                 for source in sources_of(length):
                     if int(length) in lengths and isinstance(source[0], str) and attribute(source) not in styles:
                         found[attribute(source)] = PerRank()
@@ -179,7 +193,7 @@ def _arguments(part: Trace, styles: Mapping[str, Style], step: Step, state: Stat
     length, found = max(lengths, default=1), dict[str, Style]()
     units = length // state.parts
     for value in step.inputs if units > 1 else ():
-        last = [one for one in _behind(part, value) or () if one.kind == "slice"][-1:]
+        last = [one for one in behind(part, value) or () if one.kind == "slice"][-1:]
         if last and last[0].layer not in styles:
             shape = part.shapes[last[0].outputs[0]]
             dims = [(one != length, dim) for dim, one in enumerate(shape) if one > 1 and one % units == 0]
@@ -209,7 +223,7 @@ def _expanding(part: Trace, step: Step) -> set[str]:
     }
 
 
-def _behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step] | None:
+def behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step] | None:
     """Return the steps that a value is made by, in their order; None if layers that mix features are among them.
 
     past_layers: then those after these layers.
@@ -240,12 +254,12 @@ def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
     sources = [Step("", "weight", (), (_ANY_WEIGHT,))]
     for value in dict.fromkeys(value for step in steps for value in step.inputs):
         if value not in known:
-            behind = _behind(trace, value)
-            if behind is None or undivided[value].name != "whole":
+            made_by = behind(trace, value)
+            if made_by is None or undivided[value].name != "whole":
                 sources.append(Step("", "unknown", (_ANY_WEIGHT,), (value,)))
                 known.add(value)
             else:
-                more = [step for step in behind if not known.issuperset(step.outputs)]
+                more = [step for step in made_by if not known.issuperset(step.outputs)]
                 earlier += more
                 known.update(made for step in more for made in step.outputs)
     return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True)

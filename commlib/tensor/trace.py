@@ -106,3 +106,18 @@ class Trace:
     def maker(self, value: int) -> Step:
         """Return the step that makes a value."""
         return self.steps[self.makers[value]]
+
+
+def reach(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> tuple[list[Step], set[int]]:
+    """Return the layers that a layer's result reaches without another one between, and the values on the way."""
+    ends: dict[int, Step] = {}
+    waiting, seen = list(step.outputs), set(step.outputs)
+    while waiting:
+        for at in users.get(waiting.pop(), ()):
+            user = trace.steps[at]
+            if user.kind in ("product", "table", "attention"):
+                ends[at] = user
+            else:
+                waiting += [value for value in user.outputs if value not in seen]
+                seen.update(user.outputs)
+    return [ends[at] for at in sorted(ends)], seen

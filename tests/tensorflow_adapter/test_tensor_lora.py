@@ -85,3 +85,43 @@ def test_ranks_that_enable_another_one(comm: Any) -> None:
     model = parallelize(dense(), comm, PAIR)
     with pytest.raises(MismatchError, match="given LoRA"):
         model.get_layer("up").enable_lora(2 + comm.rank)
+
+
+class Tuned(L.Layer):  # type: ignore[misc]
+    """A layer and a product of two small ones beside it, as those who tune large models write them."""
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.base, self.a = L.Dense(features, name="base"), L.Dense(2, use_bias=False, name="a")
+        self.b = L.Dense(features, use_bias=False, name="b")
+
+    def build(self, shape: Any) -> None:
+        self.base.build(shape)
+        self.a.build(shape)
+        self.b.build((*shape[:-1], 2))
+
+    def call(self, x: Any) -> Any:
+        return self.base(x) + self.b(self.a(x))
+
+    def merge(self) -> None:
+        self.base.kernel.assign_add(keras.ops.matmul(self.a.kernel, self.b.kernel))
+        self.b.kernel.assign(keras.ops.zeros_like(self.b.kernel))
+
+
+def test_auto_divides_ones_own_lora_as_its_layers(comm: Any) -> None:
+    """Its factors were divided by its rank beside whole layers: merging added a part's product to them in silence."""
+
+    def make() -> Any:
+        return sequential(Tuned(8, name="up"), L.ReLU(), Tuned(6, name="down"), shape=(6,))
+
+    own, whole = parallelize(make(), comm, "auto", report=lambda table: None), make()
+    up, down = own.get_layer("up"), own.get_layer("down")
+    assert [hasattr(one, "style") for one in (up.base, up.a, up.b)] == [True, False, True]
+    assert [hasattr(one, "style") for one in (down.base, down.a, down.b)] == [True, True, False]
+    near(own(values(4, 6)), whole(values(4, 6)))
+    for model in (own, whole):
+        for name in ("up", "down"):
+            model.get_layer(name).merge()
+    for got, expected in zip(gather_weights(own), whole.get_weights(), strict=True):
+        near(got, expected)
+    near(own(values(4, 6)), whole(values(4, 6)))

@@ -367,3 +367,21 @@ def test_lora_around_divided_layers(comm: Any, way: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     close(gather_state_dict(divided), dict(plain.state_dict()))
+
+
+def test_auto_divides_lora_as_its_layers(comm: Any) -> None:
+    """Its factors were divided by its rank beside whole layers: merging added a part's product to them in silence."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(LoRA(nn.Linear(WIDTH, HIDDEN)), nn.GELU(), LoRA(nn.Linear(HIDDEN, WIDTH))).double()
+    divided: Any = parallelize(copy.deepcopy(plain), comm, "auto", example=data(), report=lambda table: None)
+    assert {name for name, one in divided.named_modules() if hasattr(one, "style")} == set(LORA["divided"])
+    for model in (plain, divided):
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
+        model(data()).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for one in (model[0], model[2]):
+                one.base.weight += one.b.weight @ one.a.weight
+                one.b.weight.zero_()
+    close(gather_state_dict(divided), dict(plain.state_dict()))
+    close(divided(data(seed=1)), plain(data(seed=1)))

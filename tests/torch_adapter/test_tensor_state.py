@@ -169,3 +169,18 @@ def test_layers_are_divided_in_turn(comm: Any) -> None:
     plain = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 7))
     plain.double().load_state_dict(whole)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
+def test_arguments_in_another_order_are_named() -> None:
+    """They ended in errors of Python, on attributes that the user has never heard of."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = gather_optimizer_state(optimizer, model.named_parameters())
+    with pytest.raises(UsageError, match=r"load_optimizer_state.*: state is a generator, expected what gather_opt"):
+        load_optimizer_state(optimizer, model.named_parameters(), model.named_parameters())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="named_parameters is a dict, expected pairs of names and parameters"):
+        load_optimizer_state(optimizer, state, model.named_parameters())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"gather_optimizer_state.*: optimizer is a Linear, expected an optimizer"):
+        gather_optimizer_state(model, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="named_parameters is a Linear"):
+        gather_optimizer_state(optimizer, model)  # type: ignore[arg-type]

@@ -42,16 +42,37 @@ def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: N
     Raises MismatchError unless ranks keep the same for the same parameters, UsageError for state of a divided parameter
     that is neither one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
     """
-    named = list(named_parameters)
+    named = _checked("gather_optimizer_state(optimizer, named_parameters)", optimizer, named_parameters)
     state = named_state(optimizer, named)
     _check_alike(state["state"], named)
     return _by_parameter(state, named, _whole_state)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
-    """Load what `gather_optimizer_state` returned, on any number of ranks: each takes its parts. Not collective."""
-    named = list(named_parameters)
+    """Load what `gather_optimizer_state` returned, on any number of ranks: each takes its parts. Not collective.
+
+    Raises UsageError for arguments in another order, for what lacks some parameters, or has other settings for them.
+    """
+    call = "load_optimizer_state(optimizer, named_parameters, state)"
+    named = _checked(call, optimizer, named_parameters)
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise UsageError(f"{call}: state is {_said(state)}, expected what gather_optimizer_state returned")
     load_named(optimizer, named, _by_parameter(state, named, _own))
+
+
+def _checked(call: str, optimizer: Any, named: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return named parameters as a list. Raises UsageError if they, or the optimizer, are something else."""
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"{call}: optimizer is {_said(optimizer)}, expected an optimizer")
+    found = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
+    if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in found):
+        expected = "expected pairs of names and parameters, such as model.named_parameters()"
+        raise UsageError(f"{call}: named_parameters is {_said(named)}, {expected}")
+    return found
+
+
+def _said(value: Any) -> str:
+    return f"a {type(value).__name__}"
 
 
 def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, nn.Parameter]]) -> None:

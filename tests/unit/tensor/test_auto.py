@@ -349,3 +349,40 @@ def test_a_norm_of_each_head_that_is_written_out():
     head = m.linear("head", m.linear("o", m.joined(y), WIDTH), WORDS)
     assert found(m.trace(head)).plan == {**ENDS, **HEADS, "norm": Sequence(1)}
     assert found(m.trace(head), able=lambda name, style: name != "norm").plan == ENDS
+
+
+def tuned(order):
+    """An MLP and heads whose layers have a product of two small ones beside them, as LoRA adds."""
+
+    def layer(m, x, name, features, rank=2):
+        def factors():
+            return m.linear(f"{name}.b", m.linear(f"{name}.a", m.pointwise(x, text="dropout"), rank), features)
+
+        added = factors() if order == "factors first" else None
+        base = m.linear(f"{name}.base", x, features)
+        return m.pointwise(base, m.pointwise(factors() if added is None else added, text="mul"))
+
+    m = Written()
+    x = m.given(2, 5, WIDTH)
+    q, k, v = (layer(m, x, name, WIDTH) if name != "k" else m.linear(name, x, WIDTH) for name in "qkv")
+    y = layer(m, m.joined(m.attend(*(m.heads(one, 4) for one in (q, k, v)))), "o", WIDTH)
+    return m.trace(layer(m, m.pointwise(layer(m, y, "up", 64), text="gelu"), "down", WIDTH))
+
+
+@pytest.mark.parametrize("order", ["base first", "factors first"])
+def test_low_rank_beside_layers(order):
+    """Factors of LoRA were divided by its rank, bases not at all, and merging added a part's product to the whole."""
+    result = found(tuned(order))
+    heads = dict.fromkeys(["q.base", "q.b", "k", "v.base", "v.b"], Column(units=4))
+    rows: Plan = {"o.base": Row(units=4), "o.a": Row(units=4), "down.base": Row(), "down.a": Row()}
+    assert result.plan == {**heads, **rows, "up.base": Column(), "up.b": Column()}
+    assert result.reasons["q.a"] == "of rank 2, beside q.base"
+    whole = found(tuned(order), able=lambda name, style: not name.endswith("base"))
+    assert whole.plan == {}
+
+
+def test_positions_are_no_words():
+    """A table of positions was divided as words where as many features as it has rows came out."""
+    m = Written()
+    x = m.pointwise(m.table("words", m.given(2, 5), WORDS, WIDTH), m.table("places", m.constant(5), 12, WIDTH))
+    assert found(m.trace(m.linear("projection", x, 12))).plan == {"words": Vocabulary()}
