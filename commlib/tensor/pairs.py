@@ -42,7 +42,7 @@ def divided_pair(
     few heads, or where numbers in shapes fit the whole alone.
     """
     part = _between(trace, undivided, {*firsts, *lasts})
-    asked = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
+    asked: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
     styles, states = _accepted(part, asked, firsts, beside)
     heads = {name: _heads(part, states, name) for name in firsts}
     for name, base in beside.items():  # what is made of their sum goes by one of the two

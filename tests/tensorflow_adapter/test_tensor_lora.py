@@ -87,7 +87,7 @@ def test_ranks_that_enable_another_one(comm: Any) -> None:
         model.get_layer("up").enable_lora(2 + comm.rank)
 
 
-class Tuned(L.Layer):  # type: ignore[misc]
+class Tuned(keras.layers.Layer):  # type: ignore[misc]
     """A layer and a product of two small ones beside it, as those who tune large models write them."""
 
     def __init__(self, features: int, **options: Any) -> None:

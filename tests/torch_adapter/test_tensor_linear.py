@@ -375,6 +375,7 @@ def test_auto_divides_lora_as_its_layers(comm: Any) -> None:
     plain = nn.Sequential(LoRA(nn.Linear(WIDTH, HIDDEN)), nn.GELU(), LoRA(nn.Linear(HIDDEN, WIDTH))).double()
     divided: Any = parallelize(copy.deepcopy(plain), comm, "auto", example=data(), report=lambda table: None)
     assert {name for name, one in divided.named_modules() if hasattr(one, "style")} == set(LORA["divided"])
+    model: Any
     for model in (plain, divided):
         optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
         model(data()).square().sum().backward()

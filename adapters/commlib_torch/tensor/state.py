@@ -64,7 +64,7 @@ def _checked(call: str, optimizer: Any, named: Any) -> list[tuple[str, nn.Parame
     """Return named parameters as a list. Raises UsageError if they, or the optimizer, are something else."""
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(f"{call}: optimizer is {_said(optimizer)}, expected an optimizer")
-    found = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
+    found: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
     if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in found):
         expected = "expected pairs of names and parameters, such as model.named_parameters()"
         raise UsageError(f"{call}: named_parameters is {_said(named)}, {expected}")
