@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -30,4 +31,8 @@ def _is_unfused(module: nn.Module) -> bool:
 
 
 def _called(module: nn.Module, args: Any) -> None:
-    """Do nothing: that it is there matters."""
+    """Tell the plan's check if a layer is called outside of the model; that the hook is there keeps it unfused."""
+    if not torch.compiler.is_compiling():  # else there would be a program for each value of `inside`
+        check = vars(module).get("plan_check")
+        if check is not None and not check.inside:
+            check.used(module, args)

@@ -338,6 +338,23 @@ def not_checked(model: str, layer: str) -> str:
     )
 
 
+def called_outside(model: str, layer: str, *, takes: bool = False) -> str:
+    """Return what is said where a divided layer is called outside of its model. takes: a part, else it returns one."""
+    does, option = ("takes", "split") if takes else ("returns", "gather")
+    return (
+        f"plan: {layer} is called outside of {model}, whose plan was checked: it {does} this rank's part, and nothing "
+        f"tells whether that is right there: call the model, or give it {option}=True"
+    )
+
+
+def too_many_kinds(model: str, looked: int) -> str:
+    """Return what is said where a model is called in more ways than are looked at."""
+    return (
+        f"plan: {model} is called in more than {looked} ways (modes, arguments that are given, flags and strings): its "
+        "plan was checked for the first ones alone: give as tensors or numbers what changes with every call"
+    )
+
+
 def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
     """Check the rules for a call of a model that is divided. Raises PlanError, a UsageError.
 

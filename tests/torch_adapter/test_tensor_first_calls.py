@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
-from commlib_torch.tensor import parallelize, verify
+from commlib_torch.tensor import checking, parallelize, verify
 
 PLAN: Any = {"up": Column(), "down": Row()}
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -25,14 +26,17 @@ class Model(nn.Module):
         super().__init__()
         self.up, self.down, self.wrong = nn.Linear(8, 12), nn.Linear(12, 8), wrong
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
         h = self.up(x)
-        if self.wrong == "always" or (self.wrong == "training" and self.training):
+        if how == "features":
+            return h
+        modes = {"always": True, "training": self.training, "evaluation": not self.training}
+        if modes.get(self.wrong, False) or how is True or how == "softmax":
             h = h.softmax(-1)
         out: Tensor = self.down(h.relu() if gate is None else h * gate)
         return out
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Any:
         return self.forward(x)
 
 
@@ -80,17 +84,93 @@ def test_a_call_around_the_model_is_told(comm: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("around", [*AROUND, "verify"])
-def test_what_is_checked_is_not_told(comm: Any, around: str) -> None:
+def test_what_is_called_around_a_model_that_was_checked(comm: Any, around: str) -> None:
+    """Layers gave their parts to whoever called them, and only before the model's first call somebody was told."""
     plain, model = made(comm, example=X) if around != "verify" else made(comm)
-    with warned(comm):
-        if around == "verify":
+    if around == "verify":
+        with warned(comm):
             verify(model, plain, comm, X)
             model(X)
-        else:
-            AROUND[around](model)
-        copied = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
+    with warned(comm, "up is called outside of Model", "down is called outside of Model"):
+        AROUND.get(around, AROUND["a layer"])(model)
+        model(X)
+        model.up(X)
+    with warned(comm, "up is called outside of Model, whose plan was checked: it returns this rank's part"):
         copied(X)
-        copied.encode(X)
+        copied.up(X)
+
+
+def test_what_the_model_itself_calls_is_not_told(comm: Any) -> None:
+    _, model = made(comm)
+    with warned(comm):
+        for part in (copy.deepcopy(model), model):
+            for _ in range(2):
+                checkpoint(part, X, use_reentrant=False).sum().backward()
+        with pytest.raises(RuntimeError):
+            model(X, torch.ones(7).double())
+        model(X)
+    layer = parallelize(nn.Sequential(nn.Linear(8, 8)).double(), comm, {"0": Column()}, divided_output=True)
+    with warned(comm):
+        layer(X)
+        layer[0](X)
+
+
+def without_gradients(model: Any) -> Any:
+    with torch.no_grad():
+        return model(X)
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "evaluation": ("evaluation", lambda model: model.eval()(X)),
+    "evaluation without gradients": ("evaluation", lambda model: without_gradients(model.eval())),
+    "a flag": ("", lambda model: model(X, how=True)),
+    "a string": ("", lambda model: model(X, None, "softmax")),
+    "another result": ("", lambda model: model(X, how="features")),
+}
+
+
+@pytest.mark.parametrize("looked_at", ["a call", "example"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_of_another_kind_is_checked(comm: Any, kind: str, looked_at: str) -> None:
+    """It went another path than the one that was looked at, and gave other numbers, or a part."""
+    wrong, call = KINDS[kind]
+    plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+    for _ in range(2):
+        torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-12)
+    for _ in range(2):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="divided_output" if kind == "another result" else "softmax"):
+                call(model)
+    torch.testing.assert_close(model.train()(X), plain(X), rtol=0, atol=1e-12)
+
+
+def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, keywords in another order, and the same without gradients are no other kind."""
+    looks: list[Any] = []
+    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    _, model = made(comm)
+    gate = torch.rand(4, 5, 1).double()
+    for at in range(3):
+        model(X, gate=gate, how=at)
+        model(X, how=at, gate=gate[:, :, :])
+        with torch.no_grad():
+            model(X, how=at, gate=gate)
+    assert len(looks) == 1
+    for _ in range(2):
+        model(X, how=1.0, gate=gate)
+        model(X, how=1.0)
+        model.eval()(X, how=1.0)
+        model.train()
+    assert len(looks) == 4
+
+
+def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
+    """Each is looked at by running the model again: what changes with every call is not, for ever."""
+    _, model = made(comm)
+    with warned(comm, "Model is called in more than 8 ways"):
+        for at in range(11):
+            model(X, how=f"number {at}")
 
 
 def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: Any) -> None:
@@ -158,6 +238,8 @@ def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
             one(X).square().sum().backward()
     torch.testing.assert_close(model.down.bias.grad, plain.down.bias.grad, rtol=1e-11, atol=1e-11)
     if comm.size > 1:
+        with pytest.raises(UsageError, match="softmax"):
+            compiled(X, how=True)  # another kind of call
         with pytest.raises(UsageError, match="softmax"):
             torch.compile(made(comm, "always")[1], backend=backend)(X)
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.checks import check_first_call, check_parts, not_checked
+from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
@@ -187,11 +187,7 @@ class Unchecked:
             warnings.warn(not_checked(self._name, layer.name), stacklevel=4)
         elif self.axis.rank == 0 and layer.name not in self._told and gives_part(layer) and not self.divided_output:
             self._told.add(layer.name)
-            warnings.warn(
-                f"plan: {layer.name} is called outside of {self._name}, whose plan was checked: it returns this rank's "
-                "part, and nothing tells whether that is right there: call the model, or give it gather=True",
-                stacklevel=4,
-            )
+            warnings.warn(called_outside(self._name, layer.name), stacklevel=4)
 
 
 def check_stages(comm: Communicator, graph: Any) -> None:

@@ -142,8 +142,6 @@ class _FirstUse:
         if any(isinstance(one, fx.Proxy) for one in args):
             return
         self.handle.remove()
-        if (plan_check := getattr(module, "plan_check", None)) is not None:
-            plan_check.used(self._what)
         tensors = [one for one in args if isinstance(one, Tensor)]
         said = {"style": getattr(module, "style", None), **self._options}
         said |= {f"dtype of {name}": one.dtype for name, one in module.named_parameters()}

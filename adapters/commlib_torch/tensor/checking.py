@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
 from commlib.functional.axis import Axis
-from commlib.functional.checks import check_first_call, check_parts, not_checked
+from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked, too_many_kinds
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.runs import Outputs, Run
-from commlib.tensor.styles import Style
+from commlib.tensor.styles import Row, Style, Vocabulary
 from commlib.tensor.trace import Trace
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
@@ -71,66 +71,145 @@ class Traced:
         check_layers([(name, module, style, find_layer(name, module, style))], Division(axis))
 
 
-class AtFirstCall:
-    """A hook that checks a divided model's plan at its first calls, and goes. Each runs the model once more.
+class PlanCheck:
+    """Hooks that check a divided model's plan at the first call of each kind. Each such look runs the model once more.
 
-    A model that was evaluated first may do other things when it is trained: it is checked once more then.
+    A model that was evaluated first may do other things when it is trained, or when it is called with a flag. Layers
+    that are called outside of the model's own calls are warned of: nobody has looked at what is done there.
     """
 
     @classmethod
-    def of(cls, model: nn.Module, axis: Axis, *, divided_output: bool) -> None:
-        """Put one on a model."""
-        hook = cls(axis, divided_output)
-        hook._model = type(model).__name__
+    def of(cls, model: nn.Module, axis: Axis, *, divided_output: bool, checked: Any = None) -> None:
+        """Put one on a model. checked: a call that was checked, as (arguments, options)."""
+        check = cls(axis, divided_output)
+        check._model = type(model).__name__
+        if checked is not None:
+            check._settle(kind_of_call(model, *checked))
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
-                module.plan_check = hook  # type: ignore[assignment]  # no module
-        hook._handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                module.plan_check = check  # type: ignore[assignment]  # no module
+        model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+        model.register_forward_hook(check.left, always_call=True)
 
     def __init__(self, axis: Axis, divided_output: bool) -> None:
         self.divided_output, self.warns = divided_output, axis.rank == 0
+        self.inside = 0
+        """How many calls of the model are running, one within the other."""
+        self.in_pieces = False
+        """A pipeline calls the layers, which has checked that."""
         self._axis = axis
-        self._checked: set[tuple[bool, bool]] = set()
-        """In which modes: training, and with gradients."""
+        self._checked: set[tuple[Any, ...]] = set()
+        """Kinds of calls."""
+        self._looks = 0
         self._is_checking = False
         self._model = ""
-        self._handle: Any = None  # copied with the model and its hooks
+        self._told: set[str] = set()
 
     @property
     def done(self) -> bool:
-        """The plan was checked, in one mode at least."""
-        return bool(self._checked)
+        """The plan was checked, for one kind of call at least."""
+        return bool(self._looks)
 
+    @uncompiled  # else a compiler would make one program for each kind
     def __call__(self, model: nn.Module, args: Any, options: Any) -> None:
-        """Check the plan for this call."""
-        mode = model.training, torch.is_grad_enabled()
-        is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
-        if mode not in self._checked and not (self._is_checking or is_transformed):
-            self._check(model, (args, options), mode)
+        """Check the plan for this call, if it is the first of its kind."""
+        self.inside += 1
+        kind = kind_of_call(model, args, options)
+        if kind not in self._checked and not self._is_checking:
+            self._meet(model, (args, options), kind)
 
     @uncompiled
-    def _check(self, model: nn.Module, call: Any, mode: tuple[bool, bool]) -> None:
-        if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
+    def left(self, model: nn.Module, args: Any, result: Any) -> None:
+        """Hear that a call of the model has ended."""
+        self.inside = max(0, self.inside - 1)
+
+    def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
+        training, with_gradients, *others = kind
+        is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
+        if is_transformed or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
             return  # the first call that is not traced is checked
+        if not with_gradients and (training, True, *others) in self._checked:  # which has seen more
+            self._checked.add(kind)
+        elif self._looks < KINDS:
+            self._check(model, call)
+            self._settle(kind)
+        elif self.warns and _MANY not in self._told:
+            self._told.add(_MANY)
+            warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
+
+    def _check(self, model: nn.Module, call: Any) -> None:
         self._is_checking = True
         try:
             traced = Traced(model, self._axis)
             check_first_call(self._axis, traced, call, divided_output=self.divided_output, warns=self.warns)
         finally:
             self._is_checking = False
-        self.settle(mode)
 
-    def settle(self, mode: tuple[bool, bool] = (True, True)) -> None:
-        """Note that the plan was checked. With training and gradients all was, and the hook goes."""
-        self._checked.add(mode)
-        if mode == (True, True):
-            self._handle.remove()
+    def _settle(self, kind: tuple[Any, ...]) -> None:
+        self._checked.add(kind)
+        self._looks += 1
 
-    def used(self, name: str) -> None:
-        """Hear that a divided layer is used: warn, once, if that is not within a call that is checked."""
-        if not (self.done or self._is_checking or not self.warns):
-            self.warns = False
-            warnings.warn(not_checked(self._model, name), stacklevel=6)  # who calls the layer
+    def settle_pieces(self) -> None:
+        """Note that the plan was checked for a pipeline."""
+        self._looks = max(1, self._looks)
+
+    def used(self, layer: nn.Module, args: Any) -> None:
+        """Hear that a divided layer is called outside of the model's own calls: warn, once for each that has parts.
+
+        What backward computes again is none of that.
+        """
+        is_told = not self.warns or self._is_checking or self.in_pieces or self._axis.size == 1
+        if is_told or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
+            return
+        name = str(layer.layer_name)
+        if not self.done:
+            if _UNCHECKED not in self._told:
+                self._told.add(_UNCHECKED)
+                warnings.warn(not_checked(self._model, name), stacklevel=6)  # who calls the layer
+        elif name not in self._told and not self.divided_output and (does := _with_part(layer)):
+            self._told.add(name)
+            warnings.warn(called_outside(self._model, name, takes=does == "takes"), stacklevel=6)
+
+
+KINDS = 8
+"""How many kinds of calls of a model are checked."""
+
+_MANY, _UNCHECKED = "too many kinds", "not checked"
+
+
+def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
+    """Return what tells a call from those of other kinds: modes, and what is given, by types.
+
+    Of flags, strings and None also which; numbers change with every call. The order of keywords says nothing.
+    """
+    kind = (model.training, torch.is_grad_enabled(), *map(_kind_of, args))
+    return (*kind, _kind_of(options)) if options else kind
+
+
+def _kind_of(value: Any) -> Any:
+    kind = type(value)
+    if kind is bool or kind is str:
+        return value
+    if kind is tuple:
+        return (kind, *map(_kind_of, value))
+    if kind is list:  # of any length
+        return kind, frozenset(map(type, value))
+    if kind is dict:
+        return frozenset([(name, _kind_of(one)) for name, one in value.items()])
+    return kind
+
+
+def _with_part(layer: Any) -> str:
+    """Return whether a divided layer "takes" this rank's part, or "returns" one; "" if neither."""
+    style = layer.style
+    if getattr(style, "sequence", None) is not None:
+        return "returns"
+    if isinstance(style, Row):
+        return "" if style.split else "takes"
+    is_whole = isinstance(layer, nn.MultiheadAttention) or (
+        isinstance(layer, nn.Embedding) and isinstance(style, Vocabulary)
+    )
+    return "" if is_whole or getattr(style, "gather", True) else "returns"
 
 
 def check_stages(
@@ -145,11 +224,11 @@ def check_stages(
     modules = {module for one in given for module in one.modules()}
     if not any(isinstance(getattr(module, "style", None), Style) for module in modules):
         return
-    hooks = {
-        id(hook): hook for module in modules if isinstance(hook := getattr(module, "plan_check", None), AtFirstCall)
-    }
+    hooks = {id(hook): hook for module in modules if isinstance(hook := getattr(module, "plan_check", None), PlanCheck)}
     called = {id(hook) for module in modules - {model} if calls_layers for hook in module._forward_pre_hooks.values()}
     left = [hook for key, hook in hooks.items() if not hook.done and key not in called]
+    for hook in hooks.values():
+        hook.in_pieces = True
     own = model._forward_pre_hooks.values() if isinstance(model, nn.Module) else ()
     axes = {hook._axis.comm: hook._axis for hook in left}
     axis = next(iter(axes.values())) if len(axes) == 1 else None
@@ -164,11 +243,11 @@ def check_stages(
             warns=any(hook.warns for hook in left),
         )
     for hook in left:
-        hook.settle()
+        hook.settle_pieces()
 
 
 @contextmanager
-def _checking(hooks: list[AtFirstCall]) -> Iterator[None]:
+def _checking(hooks: list[PlanCheck]) -> Iterator[None]:
     """Let hooks know that their plans are being checked, copies of them included."""
     for hook in hooks:
         hook._is_checking = True

@@ -27,7 +27,7 @@ from commlib_torch._uncompiled import original
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._numbers import numbers_in
-from commlib_torch.tensor.checking import AtFirstCall, Traced
+from commlib_torch.tensor.checking import PlanCheck, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
 
@@ -54,7 +54,8 @@ def parallelize(
     verify: a batch (a tensor, or a tuple or dict of the model's arguments), the same on all ranks, for one forward and
     backward beside those of the undivided model, which are kept for so long. example: a batch on which the plan is
     checked by `commlib.tensor.rules`, and by the numbers of a forward, before anything is divided. Without either these
-    are checked at the model's first call, which runs the model three times more. codec: in which activations and their
+    are checked at the model's first call, which runs the model three times more, as does the first call of each other
+    kind (in evaluation, with a flag). codec: in which activations and their
     gradients travel, such as "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()`
     without gather always may, for `vocabulary_cross_entropy`: of such, F.cross_entropy, argmax and generate() see this
     rank's words alone; with gather=True they are whole.
@@ -105,8 +106,7 @@ def parallelize(
     shared.threads = torch.get_num_threads()
     if checks is not None:
         checks.divided()
-    else:
-        AtFirstCall.of(model, shared, divided_output=divided_output)
+    PlanCheck.of(model, shared, divided_output=divided_output, checked=call)
     return whole
 
 
