@@ -91,7 +91,7 @@ def compare_runs(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], 
 
 
 def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> Iterator[Pair]:
-    for step, local in _aligned(whole.trace, own.trace):
+    for step, local in _aligned(axis, whole.trace, own.trace):
         for value, part in zip(step.outputs, local.outputs, strict=False):
             state, arrays = states[value], (own.values[part], whole.values[value])
             if step.kind in FROM_OUTSIDE or state.name in ("unknown", "partial") or state.inner:
@@ -109,10 +109,11 @@ def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> It
                 yield Pair(step.where, *arrays, shard=Shard(axis, features))
 
 
-def _aligned(whole: Trace, own: Trace) -> Iterator[tuple[Step, Step]]:
-    """Yield the steps of two runs that belong together: all, or if they differ the calls of layers."""
+def _aligned(axis: Axis, whole: Trace, own: Trace) -> Iterator[tuple[Step, Step]]:
+    """Yield the steps of two runs that belong together: all, or if they differ on any rank the calls of layers."""
     both = [[step for step in trace.steps if step.kind not in FROM_OUTSIDE] for trace in (whole, own)]
-    if [(step.layer, step.kind) for step in both[0]] != [(step.layer, step.kind) for step in both[1]]:
+    lines = [[(step.layer, step.kind) for step in steps] for steps in both]
+    if not all(axis.comm.all_gather_object(lines[0] == lines[1])):
         both = [[step for step in steps if step.layer] for steps in both]
     yield from ((step, part) for step, part in zip(*both, strict=False) if step.layer == part.layer)
 
