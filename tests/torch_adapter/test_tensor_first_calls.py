@@ -178,7 +178,7 @@ def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: An
     _, model = made(comm, "training")
     for mode in (False, False, True, True, False):
         model.train(mode)
-        if mode and comm.size > 1:  # and refused again
+        if mode:  # and refused again
             with pytest.raises(UsageError, match="softmax"):
                 model(X)
         else:

@@ -133,7 +133,7 @@ class PlanCheck:
         elif self._looks < KINDS:
             self._check(model, call)
             self._settle(kind)
-        elif self.warns and _MANY not in self._told:
+        elif self.warns and self._axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
 
