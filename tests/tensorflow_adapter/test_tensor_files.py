@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,14 @@ def test_parts_are_not_written(comm: Any, folder: Path) -> None:
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.ranks(min=2)
+def test_copies_are_refused(comm: Any) -> None:
+    """A reference model or a mean teacher is one that was cloned before."""
+    model = parallelize(make(attention=False), comm, FEW)
+    with pytest.raises(UsageError, match=r"for a copy, divide a clone that was made before"):
+        copy.deepcopy(model)
+
+
 def test_a_checkpoint_of_tensorflow_knows_whose_part_it_has(comm: Any, folder: Path) -> None:
     """Parts of other ranks have the same shapes: they were read in silence."""
     divided = parallelize(make(attention=False), comm, FEW)

@@ -23,7 +23,10 @@ class InFiles:
     """A divided layer: take own parts of what is read; refuse to write them as if they were all."""
 
     variables: list[Any]
-    whole_by = "save gather_model(model), on which all ranks call gather_model and one of them save or export"
+    whole_by = (
+        "save gather_model(model), on which all ranks call gather_model and one of them save or export; for a copy, "
+        "divide a clone that was made before this was divided"
+    )
     """What to do instead, for errors."""
 
     def save_own_variables(self, store: Any) -> None:
