@@ -12,17 +12,35 @@ from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._uncompiled import uncompiled
 
 
-@uncompiled  # else a compiler would make one program for each value of `on`
 def given(layer: Any, x: Any, what: str = "the input", sequence: int | None = None) -> None:
     """Note what a divided layer takes, in training: whole, or this rank's part along `sequence`."""
+    if _may_note(layer):
+        _given(layer, x, what, sequence)
+
+
+def returned(layer: Any, out: Tensor) -> None:
+    """Note the gradient that comes back to what a divided layer returns whole, in training."""
+    if _may_note(layer):
+        _returned(layer, out)
+
+
+def _may_note(layer: Any) -> bool:
+    """Return whether notes are taken now; a compiler, which would make one program for each answer, is told yes."""
+    if torch.compiler.is_compiling():
+        return True
+    watch: Watch | None = layer.axis.watch
+    return watch is not None and watch.on
+
+
+@uncompiled
+def _given(layer: Any, x: Any, what: str, sequence: int | None) -> None:
     watch: Watch | None = layer.axis.watch
     if watch is not None and watch.on:
         _note_given(watch, layer, x, what, sequence)
 
 
 @uncompiled
-def returned(layer: Any, out: Tensor) -> None:
-    """Note the gradient that comes back to what a divided layer returns whole, in training."""
+def _returned(layer: Any, out: Tensor) -> None:
     watch: Watch | None = layer.axis.watch
     if watch is not None and watch.on:
         _note_returned(watch, layer, out)
