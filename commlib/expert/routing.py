@@ -55,9 +55,8 @@ class Routing:
         kept = self.kept
         out = np.empty_like(kept.scores)
         experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # of a loss that is infinite, which scalers of losses look for
+        # A loss may be infinite, which scalers of losses look for.
+        with np.errstate(over="ignore", invalid="ignore"):
             of_shares, of_weights = kept.of_shares * of_balance, of_z * kept.weights
         gradient(
             kept.clean,

@@ -28,3 +28,13 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.last(self.first(x))
+
+
+def is_right(plain: Any, divided: Any, x: Tensor) -> None:
+    """Outputs and gradients of inputs are those of one process."""
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
+    for out in outputs:
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)

@@ -19,7 +19,7 @@ import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
 from commlib_torch.tensor import parallelize
-from tests.torch_adapter.pairs import Mlp, Two
+from tests.torch_adapter.pairs import Mlp, Two, is_right
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -59,16 +59,6 @@ def rows() -> Tensor:
 def given(how: str) -> dict[str, Any]:
     """Return what parallelize is given to check a plan by."""
     return {} if how == "first call" else {how: rows()}
-
-
-def is_right(plain: Any, divided: Any, x: Tensor) -> None:
-    """Outputs and gradients of inputs are those of one process."""
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
-    for out in outputs:
-        out.square().sum().backward()
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.ranks(min=2, max=3)

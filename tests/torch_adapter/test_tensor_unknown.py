@@ -20,7 +20,7 @@ import commlib_torch
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_torch.tensor import ParallelMLP, parallelize, reduce, shard_of
-from tests.torch_adapter.pairs import Mlp, Two
+from tests.torch_adapter.pairs import Mlp, Two, is_right
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -179,16 +179,6 @@ def made(kind: Any, function: Any) -> Any:
 
 def rows() -> Tensor:
     return torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def is_right(plain: Any, divided: Any, x: Tensor) -> None:
-    """Outputs and gradients of inputs are those of one process."""
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
-    for out in outputs:
-        out.square().sum().backward()
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-10)
 
 
 FIRST = list(WRONG)[:14]
