@@ -29,7 +29,7 @@ def _may_note(layer: Any) -> bool:
     if torch.compiler.is_compiling():
         return True
     watch: Watch | None = layer.axis.watch
-    return watch is not None and watch.on
+    return watch is not None and watch.takes
 
 
 @uncompiled
