@@ -15,8 +15,8 @@ import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import parallelize
-from tests.torch_adapter.pairs import Mlp
-from tests.torch_adapter.test_tensor_unknown import is_right, made, rows
+from tests.torch_adapter.pairs import Mlp, is_right
+from tests.torch_adapter.test_tensor_unknown import made, rows
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
