@@ -17,6 +17,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked, too_many_kinds
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
+from commlib.functional.kinds import KINDS, Kinds, kind_of
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Row, Style, Vocabulary
 from commlib.tensor.trace import Trace
@@ -84,7 +85,7 @@ class PlanCheck:
         check = cls(axis, divided_output)
         check._model = type(model).__name__
         if checked is not None:
-            check._settle(kind_of_call(model, *checked))
+            check._kinds.settle(kind_of_call(model, *checked))
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = check  # type: ignore[assignment]  # no module
@@ -98,9 +99,7 @@ class PlanCheck:
         self.in_pieces = False
         """A pipeline calls the layers, which has checked that."""
         self._axis = axis
-        self._checked: set[tuple[Any, ...]] = set()
-        """Kinds of calls."""
-        self._looks = 0
+        self._kinds = Kinds()
         self._is_checking = False
         self._model = ""
         self._told: set[str] = set()
@@ -108,14 +107,14 @@ class PlanCheck:
     @property
     def done(self) -> bool:
         """The plan was checked, for one kind of call at least."""
-        return bool(self._looks)
+        return bool(self._kinds.looks)
 
     @uncompiled  # else a compiler would make one program for each kind
     def __call__(self, model: nn.Module, args: Any, options: Any) -> None:
         """Check the plan for this call, if it is the first of its kind."""
         self.inside += 1
         kind = kind_of_call(model, args, options)
-        if kind not in self._checked and not self._is_checking:
+        if kind not in self._kinds and not self._is_checking:
             self._meet(model, (args, options), kind)
 
     @uncompiled
@@ -128,11 +127,11 @@ class PlanCheck:
         is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
         if is_transformed or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
             return  # the first call that is not traced is checked
-        if not with_gradients and (training, True, *others) in self._checked:  # which has seen more
-            self._checked.add(kind)
-        elif self._looks < KINDS:
+        if not with_gradients and (training, True, *others) in self._kinds:  # which has seen more
+            self._kinds.add(kind)
+        elif not self._kinds.too_many:
             self._check(model, call)
-            self._settle(kind)
+            self._kinds.settle(kind)
         elif self.warns and self._axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
@@ -145,13 +144,9 @@ class PlanCheck:
         finally:
             self._is_checking = False
 
-    def _settle(self, kind: tuple[Any, ...]) -> None:
-        self._checked.add(kind)
-        self._looks += 1
-
     def settle_pieces(self) -> None:
         """Note that the plan was checked for a pipeline."""
-        self._looks = max(1, self._looks)
+        self._kinds.looks = max(1, self._kinds.looks)
 
     def used(self, layer: nn.Module, args: Any) -> None:
         """Hear that a divided layer is called outside of the model's own calls: warn, once for each that has parts.
@@ -171,9 +166,6 @@ class PlanCheck:
             warnings.warn(called_outside(self._model, name, takes=does == "takes"), stacklevel=6)
 
 
-KINDS = 8
-"""How many kinds of calls of a model are checked."""
-
 _MANY, _UNCHECKED = "too many kinds", "not checked"
 
 
@@ -182,21 +174,8 @@ def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
 
     Of flags, strings and None also which; numbers change with every call. The order of keywords says nothing.
     """
-    kind = (model.training, torch.is_grad_enabled(), *map(_kind_of, args))
-    return (*kind, _kind_of(options)) if options else kind
-
-
-def _kind_of(value: Any) -> Any:
-    kind = type(value)
-    if kind is bool or kind is str:
-        return value
-    if kind is tuple:
-        return (kind, *map(_kind_of, value))
-    if kind is list:  # of any length
-        return kind, frozenset(map(type, value))
-    if kind is dict:
-        return frozenset([(name, _kind_of(one)) for name, one in value.items()])
-    return kind
+    kind = (model.training, torch.is_grad_enabled(), *map(kind_of, args))
+    return (*kind, kind_of(options)) if options else kind
 
 
 def _with_part(layer: Any) -> str:

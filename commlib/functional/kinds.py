@@ -1,0 +1,52 @@
+"""Kinds: what tells a call of a model from those that may go another way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+KINDS = 8
+"""How many kinds of calls of a model are looked at."""
+
+
+class Kinds:
+    """The kinds of calls of a model that are known to be right. looks: how many of them somebody has looked at."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+        self.looks = 0
+
+    def __contains__(self, kind: Hashable) -> bool:
+        return kind in self._known
+
+    def add(self, kind: Hashable) -> None:
+        """Take a kind as known, without a look."""
+        self._known.add(kind)
+
+    def settle(self, kind: Hashable) -> None:
+        """Note that somebody has looked at a call of a kind, and found it right."""
+        self.add(kind)
+        self.looks += 1
+
+    @property
+    def too_many(self) -> bool:
+        """As many were looked at as may be."""
+        return self.looks >= KINDS
+
+
+def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hashable:
+    """Return what tells an argument from those of other kinds: its type, and those of what is in it.
+
+    Of flags and strings also which; numbers change with every call, and so do the lengths of lists. kind_of_other: of
+    what is none of these.
+    """
+    kind = type(value)
+    if kind is bool or kind is str:
+        return value  # type: ignore[no-any-return]  # one of these
+    if kind is tuple:
+        return (kind, *(kind_of(one, kind_of_other) for one in value))
+    if kind is list:
+        return kind, frozenset(map(kind_of_other, value))
+    if kind is dict:
+        return frozenset((name, kind_of(one, kind_of_other)) for name, one in value.items())
+    return kind_of_other(value)

@@ -1,0 +1,57 @@
+"""Kinds of calls: what changes with every call tells none apart, what decides where a model goes does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commlib.functional.kinds import KINDS, Kinds, kind_of
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        ([1, 2], [3, 4, 5]),
+        ({"a": 1, "b": (2.0, None)}, {"b": (3.0, None), "a": 4}),
+        (KeyError("a"), KeyError("b")),
+    ],
+)
+def test_one_kind(one: Any, other: Any) -> None:
+    assert kind_of(one) == kind_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (True, False),
+        ("a", "b"),
+        (1, 1.0),
+        (1, None),
+        ((1,), [1]),
+        ((True,), (False,)),
+        ({"a": 1}, {"b": 1}),
+        ([1], [""]),
+    ],
+)
+def test_two_kinds(one: Any, other: Any) -> None:
+    assert kind_of(one) != kind_of(other)
+
+
+def test_a_framework_tells_its_own() -> None:
+    def length(value: Any) -> int:
+        return len(value)
+
+    assert kind_of((b"ab", [b"a"], True), length) == (tuple, 2, (list, frozenset([1])), True)
+
+
+def test_so_many_are_looked_at() -> None:
+    kinds = Kinds()
+    kinds.add("known")
+    for at in range(KINDS):
+        assert not kinds.too_many
+        kinds.settle(at)
+    assert kinds.too_many
+    assert "known" in kinds
+    assert KINDS not in kinds
