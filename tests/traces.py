@@ -124,8 +124,10 @@ class Written:
         rows, heads, tokens, width = self._shapes[x]
         return self.reshape(self.permute(x, 0, 2, 1, 3), rows, tokens, heads * width, asked=(rows, tokens, -1))
 
-    def trace(self, *outputs: int, tied: Sequence[tuple[str, ...]] = (), whole: bool = True) -> Trace:
-        return Trace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole)
+    def trace(
+        self, *outputs: int, tied: Sequence[tuple[str, ...]] = (), whole: bool = True, kept: Sequence[int] = ()
+    ) -> Trace:
+        return Trace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole, kept=tuple(kept))
 
 
 def _half(equation: Equation, label: int, arrays: Sequence[Any], half: int) -> list[Any]:

@@ -108,7 +108,8 @@ def _leave_what_differs(model: Model, axis: Axis, call: Any, trace: Trace, found
 def _leave_what_breaks(other: Model, axis: Axis, call: Any, trace: Trace, found: Found) -> None:
     """Leave whole what breaks a rule, or differs, in a mode in which the model does not what its trace says."""
     does, error = other.attempt(call, ())
-    if any(axis.comm.all_gather_object(error is not None or does.steps == trace.steps)):
+    same = (does.steps, does.kept) == (trace.steps, trace.kept)
+    if any(axis.comm.all_gather_object(error is not None or same)):
         return  # a model that fails so cannot be called so
     while found.plan:
         try:
@@ -174,7 +175,7 @@ class Checks:
         whole, self._run = self._run, None
         if whole is not None:
             own = self._model.run(self._call, self._styles, outputs_of(whole, self._styles, self._axis))
-            compare_runs(self._axis, whole, own, self._styles)
+            compare_runs(self._axis, whole, own, self._styles, divided_output=self._divided_output)
             left = [doubt for doubt in self._checked.doubts if doubt.stays]
             _settle(Verdict(), left, warns=self._axis.rank == 0)
 

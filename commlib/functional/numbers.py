@@ -79,7 +79,8 @@ class Verdict:
         if self.untold:
             return list(doubts)
         kinds = ("unknown", "unseen", "number")
-        return [*(one for one in doubts if one.step.kind in kinds and f"{one}" not in self.met), *self.more]
+        told = (one for one in doubts if (one.stays or one.step.kind in kinds) and f"{one}" not in self.met)
+        return [*told, *self.more]
 
 
 def judged(
@@ -264,14 +265,22 @@ class _Compared:
                 if self._can_pair(state) and not state.inner:
                     decides = bool(step.layer) or step.kind == "gradient"
                     yield self._pair("its result", value, part, state), step, state, decides
-        outputs = self._whole.trace.outputs, self._own.trace.outputs
-        for at, (value, part) in enumerate(zip(*outputs, strict=False)):
+        for what, value, part in self._ends():
             state = self._states[value]
             if state.name == "unknown" and not self._divided_output:
                 state = COMPUTED
             if self._can_pair(state):
                 step = self._whole.trace.maker(value)
-                yield self._pair(f"the model's result {at}", value, part, state), step, state, True
+                yield self._pair(what, value, part, state), step, state, True
+
+    def _ends(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (what it is, value, its part) of what goes on after the model's call with a gradient."""
+        whole, own = self._whole.trace, self._own.trace
+        for at, (value, part) in enumerate(zip(whole.outputs, own.outputs, strict=False)):
+            yield f"the model's result {at}", value, part
+        for value, part in zip(whole.kept, own.kept, strict=False) if len(whole.kept) == len(own.kept) else ():
+            if value not in whole.detached:
+                yield "what is kept of it after the model's call", value, part
 
     def _gradients(self, whole: list[Step], own: list[Step]) -> Iterator[tuple[Pair, Step, State, bool]]:
         """Yield pairs of the gradients that come to layers' results, as `_pairs` does, with what passes them on."""

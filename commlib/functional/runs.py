@@ -14,7 +14,7 @@ from commlib.functional.differences import Pair, compare
 from commlib.functional.shards import Shard
 from commlib.tensor.rules import check
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.states import State
+from commlib.tensor.states import COMPUTED, UNKNOWN, State
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
 
@@ -80,21 +80,33 @@ def outputs_of(whole: Run, styles: Mapping[str, Style], axis: Axis) -> Outputs:
     return Outputs(axis, [states[value] for value in places], [whole.trace.shapes[value] for value in places])
 
 
-def compare_runs(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], tolerance: float | None = None) -> None:
+def compare_runs(
+    axis: Axis,
+    whole: Run,
+    own: Run,
+    styles: Mapping[str, Style],
+    tolerance: float | None = None,
+    *,
+    divided_output: bool = False,
+) -> None:
     """Raise UsageError on all ranks if a divided model computed something else than the undivided one. Collective.
 
     What is compared, in this order: the results of layers, and of operations between them if the same ones ran, then
-    gradients of inputs and of weights. Of what is unknown nothing is claimed.
+    gradients of inputs and of weights. Of what is unknown nothing is claimed, but that it is whole where it is kept
+    after the call, unless divided_output is given.
     """
     states = check(whole.trace, styles, divided_output=True, size=axis.size).states
-    compare(axis, [*_values(axis, whole, own, states), *_gradients(whole, own)], tolerance)
+    kept = set() if divided_output else set(whole.trace.kept) - whole.trace.detached
+    ends = {value: COMPUTED for value in kept if states[value] == UNKNOWN and whole.trace.maker(value).inputs}
+    compare(axis, [*_values(axis, whole, own, {**states, **ends}), *_gradients(whole, own)], tolerance)
 
 
 def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> Iterator[Pair]:
     for step, local in _aligned(axis, whole.trace, own.trace):
         for value, part in zip(step.outputs, local.outputs, strict=False):
             state, arrays = states[value], (own.values[part], whole.values[value])
-            if step.kind in FROM_OUTSIDE or state.name in ("unknown", "partial") or state.inner:
+            is_outside = step.kind in FROM_OUTSIDE and not step.inputs
+            if is_outside or state.name in ("unknown", "partial") or state.inner:
                 continue
             if not state.is_divided:
                 yield Pair(step.where, *arrays)

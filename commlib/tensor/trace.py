@@ -76,7 +76,9 @@ class Trace:
     tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
     discrete: values that are integers or booleans, and so have no gradient. learns: arguments whose gradients go on to
     what has made them. used: sources of `lengths` whose number the model uses for something else than a shape, and the
-    line that does. numbers: the attributes among them, by names such as "h.0.num_heads".
+    line that does. numbers: the attributes among them, by names such as "h.0.num_heads". kept: values that the model
+    has made, and neither returns nor lets go: somebody holds them after its call, as an attribute or a list does.
+    detached: values without a gradient that could come back to weights, as the model has cut it off.
     """
 
     steps: tuple[Step, ...]
@@ -88,6 +90,8 @@ class Trace:
     learns: frozenset[int] = frozenset()
     used: Mapping[Source, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
+    kept: tuple[int, ...] = ()
+    detached: frozenset[int] = frozenset()
 
     @cached_property
     def users(self) -> Mapping[int, Sequence[int]]:

@@ -22,6 +22,7 @@ RULES = {
     "shape": "on a rank the divided dimension is shorter, and no other",
     "partial": "what is made of one rank's part is no result",
     "output": "a model returns what is whole",
+    "kept": "what is kept after a model's call is whole",
     "tied": "tied weights need one style",
     "inside": "a divided weight is used by its own layer alone",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from commlib.tensor.rules import layers, operations, shapes
+from commlib.tensor.rules import keeping, layers, operations, shapes
 from commlib.tensor.rules.broken import PlanError, counted
 from commlib.tensor.rules.following import Doubt, Following
 from commlib.tensor.states import SHARED, State
@@ -29,15 +29,18 @@ class Checked:
 def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1) -> Checked:
     """Follow all values of a trace under a plan. Raises PlanError, a UsageError, for the first rule that is broken.
 
-    divided_output: the caller goes on with this rank's part of what the model returns, as it does where the model is
-    one divided layer itself. size: of the axis, where that is known.
+    divided_output: the caller goes on with this rank's part of what the model returns, or keeps, as it does where the
+    model is one divided layer itself. size: of the axis, where that is known.
     """
     following = Following(trace, styles, size=size)
     _check_tied(trace, styles)
     for step in trace.steps:
         following.follow(step, _KINDS[step.kind](following, step))
-    for value in () if divided_output or "" in styles else trace.outputs:
-        _returned(following, value)
+    if not (divided_output or "" in styles):
+        for value in trace.outputs:
+            _returned(following, value)
+        for value in trace.kept:
+            keeping.kept(following, value)
     return Checked(following.states, tuple(following.doubts), following.came_in_parts, following.sequences_came)
 
 

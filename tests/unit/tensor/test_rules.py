@@ -343,3 +343,45 @@ def test_heads_that_ranks_share_serve_as_many_on_each(queries):
 
 def test_a_row_takes_nothing_that_ranks_share():
     refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "of which ranks share parts", size=4)
+
+
+def kept(make, **more):
+    """Return the trace of a pair of layers, of which something is kept that `make` makes of the features."""
+    m = Written()
+    h = m.linear("up", m.given(2, 5, 8), 16)
+    found = make(m, h)
+    return replace(m.trace(m.linear("down", h, 8), kept=[found]), **{name: one(found) for name, one in more.items()})
+
+
+KEPT = {"features": lambda m, h: h, "partial": lambda m, h: m.mean(m.pointwise(h, text="abs"), -1)}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_a_part_that_is_kept_is_refused(make):
+    refused(kept(make), PAIR, "kept", "(by ", "divided_output=True")
+    check(kept(make), PAIR, divided_output=True)
+    check(kept(make), {})
+
+
+@pytest.mark.parametrize("make", [*KEPT.values(), lambda m, h: m.unknown(h)], ids=[*KEPT, "unknown"])
+def test_a_part_without_a_gradient_that_is_kept_is_doubted(make):
+    trace = kept(make, detached=lambda value: frozenset([value]))
+    *_, doubt = check(trace, PAIR).doubts
+    assert doubt.stays and "each rank keeps something else" in f"{doubt}"
+    assert doubt not in check(trace, PAIR, divided_output=True).doubts
+
+
+def test_divided_logits_and_what_is_whole_may_be_kept():
+    check(kept(lambda m, h: m.linear("down", h, 8)), PAIR)
+    m = Written()
+    x = m.linear("mix", m.given(2, 5, 8), 8)
+    check(m.trace(x, kept=[m.linear("words", x, 16)]), {"words": Vocabulary()})
+
+
+def test_what_meets_parts_is_kept_without_its_gradient_alone():
+    m = Written()
+    key = m.linear("key", m.given(2, 5, 8), 4)
+    trace = m.trace(m.linear("last", m.given(2, 5, 8), 8), kept=[key])
+    plan: Plan = {"key": Replicate(into_sharded=True)}
+    refused(trace, plan, "count", "leave into_sharded out")
+    assert not check(replace(trace, detached=frozenset([key])), plan).doubts
