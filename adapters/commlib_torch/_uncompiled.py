@@ -19,16 +19,20 @@ _WHY = (
     "graphs: leave out fullgraph=True"
 )
 
+_follower: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+"""Returns what the compiler has that looks at each frame of this thread, None if nothing does."""
+
 
 def uncompiled(function: _F) -> _F:
     """Return a function that graphs break around. The compiler would else follow it into the core, and trace that.
 
     The compiler is loaded when it is first used: that takes a second, which most programs that import this do without.
+    Where none follows what runs now, none is told to stop, which takes longer than many of these functions.
     """
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if "torch._dynamo" not in sys.modules or _follower() is None:
             return function(*args, **kwargs)
         if "disabled" not in vars(called):
             vars(called)["disabled"] = torch.compiler.disable(function)

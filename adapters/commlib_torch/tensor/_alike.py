@@ -8,46 +8,36 @@ import torch
 from torch import Tensor, fx
 
 from commlib.functional.alike import Watch, noted, stride, whole_shape
+from commlib.functional.axis import Axis
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._uncompiled import uncompiled
 
 
 def given(layer: Any, x: Any, what: str = "the input", sequence: int | None = None) -> None:
-    """Note what a divided layer takes, in training: whole, or this rank's part along `sequence`."""
-    if _may_note(layer):
+    """Note what a divided layer takes, in training: whole, or this rank's part along `sequence`.
+
+    A compiler, which would make one program for each answer to whether notes are taken, is told yes.
+    """
+    if torch.compiler.is_compiling() or takes_notes(layer.axis):
         _given(layer, x, what, sequence)
 
 
-def returned(layer: Any, out: Tensor) -> None:
-    """Note the gradient that comes back to what a divided layer returns whole, in training."""
-    if _may_note(layer):
-        _returned(layer, out)
-
-
-def _may_note(layer: Any) -> bool:
-    """Return whether notes are taken now; a compiler, which would make one program for each answer, is told yes."""
-    if torch.compiler.is_compiling():
-        return True
-    watch: Watch | None = layer.axis.watch
+def takes_notes(axis: Axis) -> bool:
+    """Return whether notes are taken now, for callers that no compiler follows: each step asks some ten times."""
+    watch: Watch | None = axis.watch
     return watch is not None and watch.takes
 
 
 @uncompiled
 def _given(layer: Any, x: Any, what: str, sequence: int | None) -> None:
-    watch: Watch | None = layer.axis.watch
-    if watch is not None and watch.on:
-        _note_given(watch, layer, x, what, sequence)
+    if takes_notes(layer.axis):
+        note_given(layer, x, what, sequence)
 
 
-@uncompiled
-def _returned(layer: Any, out: Tensor) -> None:
-    watch: Watch | None = layer.axis.watch
-    if watch is not None and watch.on:
-        _note_returned(watch, layer, out)
-
-
-def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | None) -> None:
-    if not (torch.is_grad_enabled() and watch.takes and has_numbers(x)):
+def note_given(layer: Any, x: Any, what: str = "the input", sequence: int | None = None) -> None:
+    """Do what `given` does, where notes are taken and no compiler follows."""
+    watch: Watch = layer.axis.watch
+    if not (torch.is_grad_enabled() and has_numbers(x)):
         return
     if sequence is None:
         _note(watch, what, layer, x)
@@ -57,7 +47,9 @@ def _note_given(watch: Watch, layer: Any, x: Any, what: str, sequence: int | Non
     _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, tells=tells)
 
 
-def _note_returned(watch: Watch, layer: Any, out: Tensor) -> None:
+def note_returned(layer: Any, out: Tensor) -> None:
+    """Note the gradient that comes back to what a divided layer returns whole, where notes are taken, in training."""
+    watch: Watch = layer.axis.watch
     if not (torch.is_grad_enabled() and out.requires_grad and has_numbers(out)):
         return
 

@@ -27,7 +27,7 @@ from commlib.tensor.moves import COPY, Move, gather
 from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of
-from commlib_torch.tensor._alike import given
+from commlib_torch.tensor._alike import note_given, takes_notes
 from commlib_torch.tensor.moves import explained, moved
 
 
@@ -65,8 +65,8 @@ def product(
 
     sequence: the dimension along which the input is divided instead, and gathered first. layer: whose product it is.
     """
-    if layer is not None:
-        given(layer, x, sequence=sequence)
+    if layer is not None and takes_notes(axis):
+        note_given(layer, x, sequence=sequence)
     move = COPY if sequence is None else gather(sequence, partial=True)
     if axis.size == 1:
         return torch.nn.functional.linear(x, weight, bias)

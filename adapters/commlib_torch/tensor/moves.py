@@ -17,7 +17,7 @@ from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_torch._bridge import array_of, core_array, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of, in_order
-from commlib_torch.tensor._alike import given, returned
+from commlib_torch.tensor._alike import note_given, note_returned, takes_notes
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -75,16 +75,17 @@ def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False, layer: 
         return x
     if move.name in _LEAVES:
         axis.entered = None
-    if layer is not None and move.name in ("copy", "scatter"):
-        given(layer, x)
+    notes = layer is not None and takes_notes(axis)
+    if notes and move.name in ("copy", "scatter"):
+        note_given(layer, x)
     try:
         if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
             return _run(x, axis, move, may_write)[0]
         found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise explained(error) from error
-    if layer is not None and move.name in ("reduce", "gather"):
-        returned(layer, found)
+    if notes and move.name in ("reduce", "gather"):
+        note_returned(layer, found)
     return found
 
 
