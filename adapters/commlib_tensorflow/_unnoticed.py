@@ -30,7 +30,7 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
 def _hold(value: Any) -> Held | None:
     if isinstance(value, keras.layers.Layer):
         own = attributes(value)
-        return Held(own.restore, [*own.inside, type(value).call])
+        return Held(own.restore, [*own.inside, *(vars(kind).get("call") for kind in type(value).__mro__)])
     if isinstance(value, tf.Variable):
         return Held(functools.partial(_put_back, value, value.numpy()))
     if isinstance(value, Mixture | Counted):

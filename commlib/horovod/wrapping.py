@@ -14,7 +14,8 @@ def change_class(wrapped: Any, mixin: type, **more: Any) -> None:
         "__doc__": plain.__doc__,
     }
     names |= {"plain_class": plain, **more}
-    wrapped.__class__ = type(plain.__name__, (mixin, plain), names)
+    changed = type(plain.__name__, (mixin, plain), names)
+    vars(object)["__class__"].__set__(wrapped, changed)  # past a property, by which it says that it is another one
 
 
 class PicklesAsPlain:

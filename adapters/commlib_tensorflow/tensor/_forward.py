@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,6 +18,7 @@ from commlib.functional.per_rank import Number, changed_numbers, numbers_of_rank
 from commlib.functional.runs import Run
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._guided import Guided
 from commlib_tensorflow.tensor._numbers import numbers_in
 from commlib_tensorflow.tensor.attention import ColumnAttention
@@ -32,7 +32,7 @@ def forward(
     model: Any,
     layers: Layers,
     axis: Axis,
-    call: Any,
+    given: Any,
     styles: Mapping[str, Style],
     guide: Guide | None,
     *,
@@ -40,8 +40,9 @@ def forward(
 ) -> Run:
     """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode or in training.
 
-    call: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
+    given: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
     """
+    call = Call.of(given)
     whole = guide is None or guide.cuts
     numbers = _numbers(model, layers, axis, styles, guide)
     recorder = Recorder(
@@ -52,8 +53,8 @@ def forward(
     found: Mapping[str, Any] = {}
     arriving: Mapping[str, Any] | None = None
 
-    def once(values: Any) -> Any:
-        recorder.run(values, training=training)
+    def once(call: Call) -> Any:
+        recorder.run(call, training=training)
         if recorder.error is not None:
             raise recorder.error
         taken = {value for step in recorder.trace().steps if is_guided(step) for value in step.inputs}
@@ -67,13 +68,13 @@ def forward(
 
     with (
         tf.init_scope(),
-        unnoticed(model, call),
+        unnoticed(model, call.args, call.options),
         _changed(_undivided(layers) if whole else []),
         changed_numbers(numbers),
     ):
-        given = numbers_of(call)
+        numbered = numbers_of(call)
         try:
-            found, arriving = graph_of(once, given)(given)
+            found, arriving = graph_of(once, numbered)(*numbered.tensors)
         except Exception as raised:
             if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
                 raise
@@ -102,8 +103,8 @@ def can_run_whole(layers: Layers, axis: Axis) -> bool:
     return not blocks and all(one.comm is axis.comm for one in own if isinstance(one, Axis))
 
 
-def numbers_of(call: Any) -> Any:
-    """Return tensors for what a model is called with: the same random numbers on all ranks where none are given.
+def numbers_of(call: Call) -> Call:
+    """Return a call with numbers in its tensors: the same random ones on all ranks where none are given.
 
     Integers are 0 and 1, which are words of any vocabulary, and booleans are true.
     """
@@ -120,7 +121,7 @@ def numbers_of(call: Any) -> Any:
         numbers = random.normal(size=shape) if not one.dtype.is_integer else random.integers(0, 2, shape)
         return tf.cast(tf.constant(numbers), one.dtype)
 
-    return keras.tree.map_structure(made, call)
+    return call.mapped(made)
 
 
 def _numbers(

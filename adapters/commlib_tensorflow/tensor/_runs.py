@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,6 +13,7 @@ from commlib.functional.runs import Outputs, Run
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor.tracing import Layers, Recorder, graph_of, tensors_in
 
 
@@ -33,12 +33,12 @@ def ran(
     wanted: list[str] = []
     """Names of all gradients that the graph could give."""
 
-    def once(values: Any) -> Any:
-        given = [tensor for tensor in tensors_in(values) if tensor.dtype.is_floating]
+    def once(call: Call) -> Any:
+        given = [tensor for tensor in call.tensors if tensor.dtype.is_floating]
         wanted.extend((*(f"input {at}" for at in range(len(given))), *variables))
         with tf.GradientTape() as tape:
             tape.watch(given)
-            result = recorder.run(values, training=False)
+            result = recorder.run(call, training=False)
             if recorder.error is not None:
                 raise recorder.error
             loss = _loss(tensors_in(result), outputs)
@@ -49,9 +49,9 @@ def ran(
         made = [value for step in recorder.trace().steps for value in step.outputs]
         return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
 
-    tensors = keras.tree.map_structure(tf.convert_to_tensor, inputs)
+    call = Call.of(inputs).mapped(tf.convert_to_tensor)
     with unnoticed(model, inputs):
-        values, gradients = graph_of(once, tensors)(tensors)
+        values, gradients = graph_of(once, call)(*call.tensors)
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
     return Run(
         trace=recorder.trace(),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,16 +18,19 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked
+from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked, too_many_kinds
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
+from commlib.functional.kinds import KINDS, Kinds
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call
+from commlib_tensorflow.tensor._calls import Call, is_trained, kind_of_call
 from commlib_tensorflow.tensor._divided import gives_part
 from commlib_tensorflow.tensor._forward import can_run_whole, forward
+from commlib_tensorflow.tensor._hearing import hear_calls
 from commlib_tensorflow.tensor._numbers import styles_of_numbers
 from commlib_tensorflow.tensor._runs import ran
 from commlib_tensorflow.tensor.layers import check_layers, find_layer
@@ -35,7 +39,7 @@ from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, style
 
 
 class Traced:
-    """A model of Keras for `commlib.functional.checks`: a call is what it is called with, or specs of that.
+    """A model of Keras for `commlib.functional.checks`: a call is one value, or a `Call`, or specs of that.
 
     training: it is called so. Its numbers are, too, unless it draws random ones then.
     """
@@ -93,10 +97,10 @@ class Traced:
 
     def given(self, call: Any) -> list[Any]:
         """Return the values of tensors and arrays, also of those within structures; none in a graph."""
-        given = keras.tree.flatten(call)
+        given = Call.of(call).tensors
         if not tf.executing_eagerly() or any(isinstance(one, tf.TensorSpec | keras.KerasTensor) for one in given):
             return []
-        return [np.asarray(one) for one in given if hasattr(one, "shape")]
+        return [np.asarray(one) for one in given]
 
     def room(self) -> int:
         """Return any number: only the host's memory is counted."""
@@ -139,8 +143,10 @@ class Unchecked:
         self._model, self.axis, self.divided_output = weakref.ref(model), axis, divided_output
         self._name = type(model).__name__
         self.warns = axis.rank == 0
-        self.modes: set[bool] = set()
-        """In which its plan was checked: in training, or not."""
+        self.done = False
+        """The plan was checked, for one kind of call at least."""
+        self.kinds = Kinds()
+        """Of calls of the model."""
         self.is_checking = False
         self.in_pieces = False
         """A pipeline calls the layers, which has checked that."""
@@ -149,19 +155,36 @@ class Unchecked:
         self._told: set[str] = set()
 
     @contextmanager
-    def checking(self, modes: Collection[bool]) -> Iterator[None]:
-        """Let the model be run to check it; it is checked in these modes then."""
+    def checking(self) -> Iterator[None]:
+        """Let the model be run to check it."""
         self.is_checking = True
         try:
             yield
-            self.modes |= {*modes}
         finally:
             self.is_checking = False
 
-    @property
-    def done(self) -> bool:
-        """The plan was checked, in one mode at least."""
-        return bool(self.modes)
+    def settle(self, *kinds: Hashable) -> None:
+        """Note that the plan was checked, for calls of these kinds."""
+        self.done = True
+        for kind in kinds:
+            self.kinds.settle(kind)
+
+    def called(self, layers: Layers, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Hear that the model is called: check its plan for this call, before it, if that is the first of its kind.
+
+        Collective then. Raises UsageError, each time.
+        """
+        model = self._model()
+        training = is_trained(options)
+        kind = kind_of_call(training, args, options)
+        if self.is_checking or kind in self.kinds or model is None:
+            return
+        if not self.kinds.too_many:
+            _check(model, layers, self, Call.within(model, args, options), training)
+            self.settle(kind)
+        elif self.warns and self.axis.size > 1 and _MANY not in self._told:
+            self._told.add(_MANY)
+            warnings.warn(too_many_kinds(self._name, KINDS), stacklevel=4)
 
     def used(self, layer: Any) -> None:
         """Hear that a divided layer is used: check what calls it, if that is another model made of the same layers.
@@ -190,6 +213,9 @@ class Unchecked:
             warnings.warn(called_outside(self._name, layer.name), stacklevel=4)
 
 
+_MANY = "too many kinds"
+
+
 def check_stages(comm: Communicator, graph: Any) -> None:
     """Check the plan of the divided layers of a model that a pipeline calls part by part, if nobody has yet.
 
@@ -209,7 +235,7 @@ def check_stages(comm: Communicator, graph: Any) -> None:
     call = known_call(graph)
     check_parts(comm, traced, call, checked=not left, divided_output=True, warns=warns, axis=axis)
     for one in left:
-        one.modes |= {False, True}
+        one.settle()
 
 
 def check_another(model: Any, axis: Axis, *, training: bool) -> None:
@@ -219,7 +245,7 @@ def check_another(model: Any, axis: Axis, *, training: bool) -> None:
     try:
         with ExitStack() as stack:
             for one in checks.values():
-                stack.enter_context(one.checking(()))
+                stack.enter_context(one.checking())
             stack.enter_context(call_of_its_own())
             traced = Traced(model, layers, axis, training=training)
             divided_output = all(one.divided_output for one in checks.values())
@@ -238,38 +264,25 @@ def watched(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> 
     return unchecked
 
 
-def check_at_first_call(model: Any, layers: Layers, axis: Axis, *, divided_output: bool) -> None:
-    """Check a divided model's plan when it is called for the first time, before that call.
+def check_at_calls(model: Any, layers: Layers, unchecked: Unchecked, checked: Any) -> None:
+    """Check a divided model's plan when it is called for the first time, and at the first call of each other kind.
 
-    A model that was evaluated first may do other things when it is trained: it is checked once more then.
+    A model that was evaluated first may do other things when it is trained, or when it is called with a flag. checked:
+    what it was called with when it was checked, in evaluation and in training; None if it was not.
     """
-    unchecked = watched(model, layers, axis, divided_output=divided_output)
-
-    def call(inputs: Any, *args: Any, **options: Any) -> Any:
-        if (training := _trains(model, options)) not in unchecked.modes:
-            del model.call  # that of the class is left
-            try:
-                _check(model, layers, unchecked, inputs, training)
-            finally:
-                if True not in unchecked.modes:
-                    model.call = call  # which refuses it again, or checks it when it is trained
-        return type(model).call(model, inputs, *args, **options)
-
-    model.call = call
+    if checked is not None:
+        call = Call.of(checked)
+        unchecked.settle(*(kind_of_call(training, call.args, call.options) for training in (False, True)))
+    if checked is None or not type(model).call.__module__.startswith("keras."):  # which goes one way
+        hear_calls(model, functools.partial(unchecked.called, layers))
 
 
-def _trains(model: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a model that is being called is trained, as Keras tells it or its layers."""
-    given = options.get("training")
-    return bool(model._get_call_context().get_value("training") if given is None else given)
-
-
-def _check(model: Any, layers: Layers, unchecked: Unchecked, inputs: Any, training: bool) -> None:
+def _check(model: Any, layers: Layers, unchecked: Unchecked, call: Call, training: bool) -> None:
     axis = unchecked.axis
     traced = Traced(model, layers, axis, training=training)
     try:
-        with unchecked.checking({training}), call_of_its_own():
-            check_first_call(axis, traced, inputs, divided_output=unchecked.divided_output, warns=unchecked.warns)
+        with unchecked.checking(), call_of_its_own():
+            check_first_call(axis, traced, call, divided_output=unchecked.divided_output, warns=unchecked.warns)
         if unchecked.warns:
             traced.warn()
     except UsageError as error:

@@ -26,7 +26,7 @@ from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._in_files import kept_as
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
-from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call, watched
+from commlib_tensorflow.tensor.checking import Traced, check_at_calls, known_call, watched
 from commlib_tensorflow.tensor.layers import check_layers, check_wrapper, find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
@@ -120,11 +120,11 @@ def parallelize(
         divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
+    unchecked = watched(model, layers, shared, divided_output=divided_output)
     if checks is not None:
-        with watched(model, layers, shared, divided_output=divided_output).checking({False, True}):
+        with unchecked.checking():
             checks.divided()
-    else:
-        check_at_first_call(model, layers, shared, divided_output=divided_output)
+    check_at_calls(model, layers, unchecked, call)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
+from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._conditions import asking, decided_by
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
@@ -49,7 +50,7 @@ Layers = Mapping[str, Any]
 def attempted(
     model: Any,
     layers: Layers,
-    inputs: Any,
+    given: Any,
     styles: Collection[str] = (),
     hidden: list[str] | None = None,
     *,
@@ -57,19 +58,21 @@ def attempted(
 ) -> tuple[Trace, Exception | None]:
     """Return a model's layers and the operations between them, in the order in which they are called.
 
-    inputs: with what it is called, or `tf.TensorSpec`s of it. styles: layers that are taken as a whole because they
-    have one. A graph is made, and never run: nothing is computed, and a divided model communicates nothing but what its
-    ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its error is returned, and
-    the trace up to the layer that did. hidden: gets the names of divided layers that ran where nothing is seen of them.
+    given: with what it is called, or `tf.TensorSpec`s of it: one value, or a `Call`. styles: layers that are taken as a
+    whole because they have one. A graph is made, and never run: nothing is computed, and a divided model communicates
+    nothing but what its ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its
+    error is returned, and the trace up to the layer that did. hidden: gets the names of divided layers that ran where
+    nothing is seen of them.
     """
+    call = Call.of(given)
     for inlines in (True, False):  # without AutoGraph some functions cannot be written here
         recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles)
 
-        def once(values: Any, recorder: Recorder = recorder) -> None:
-            recorder.run(values, training=training)
+        def once(call: Call, recorder: Recorder = recorder) -> None:
+            recorder.run(call, training=training)
 
-        with tf.init_scope(), unnoticed(model):
-            graph_of(once, inputs)
+        with tf.init_scope(), unnoticed(model, call.args, call.options):
+            graph_of(once, call)
         if recorder.error is None:
             break
     if recorder.error is not None and recorder.asked:
@@ -90,10 +93,10 @@ def styles_in(layers: Layers) -> dict[str, Style]:
     return {name: style for name, style in given.items() if isinstance(style, Style)}
 
 
-def graph_of(function: Any, inputs: Any) -> Any:
-    """Return a concrete function for these inputs: its graph is made, as it is written."""
-    plain = tf.autograph.experimental.do_not_convert(function)
-    return tf.function(plain, autograph=False).get_concrete_function(keras.tree.map_structure(_spec, inputs))
+def graph_of(function: Callable[[Call], Any], call: Call) -> Any:
+    """Return a concrete function of a call's tensors: its graph is made, as it is written."""
+    plain = tf.autograph.experimental.do_not_convert(lambda *tensors: function(call.with_tensors(tensors)))
+    return tf.function(plain, autograph=False).get_concrete_function(*map(_spec, call.tensors))
 
 
 def _spec(value: Any) -> Any:
@@ -174,15 +177,15 @@ class Recorder:
         self._recording = Recording(shape_of, self._source, _key, _is_discrete, lambda: running_line(_PACKAGES))
         self.tensors = self._recording.tensors
 
-    def run(self, values: Any, *, training: bool) -> Any:
+    def run(self, call: Call, *, training: bool) -> Any:
         """Call the model, and note its steps. What it raises is kept as `error`."""
         self._graph = tf.compat.v1.get_default_graph()
-        for tensor in tensors_in(values):
+        for tensor in call.tensors:
             self._recording.add("", "given", (), (tensor,), text="an argument")
         before, result = self._count(), None
         with self._watching(), keras.StatelessScope():
             try:
-                result = self._model(values, training=training)
+                result = self._model(*call.args, training=training, **call.options)
             except Exception as error:
                 self.error = error
         self._results = tensors_in(result)

@@ -1,0 +1,86 @@
+"""Calls: with what a model of Keras is called, tensors apart from flags and whatever else a model goes by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.functional.kinds import kind_of
+from commlib_tensorflow.tensor._call_context import current_call
+
+
+@dataclass(frozen=True)
+class Call:
+    """With what a model is called, or specs of that. Whether it is trained is said apart."""
+
+    args: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Any) -> Call:
+        """Return a call with one value, as that of an example or a batch is; a call is what it is."""
+        return given if isinstance(given, Call) else cls((keras.tree.map_structure(_number_as_tensor, given),))
+
+    @classmethod
+    def within(cls, model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
+        """Return a model's call, as its `call` hears of it."""
+        names = list(inspect.signature(model.call).parameters)
+        at = names.index("training") if "training" in names else len(names)
+        more = zip(names[at + 1 :], args[at + 1 :], strict=False)
+        return cls(args[:at], {name: one for name, one in {**dict(more), **options}.items() if name != "training"})
+
+    def mapped(self, function: Callable[[Any], Any]) -> Call:
+        """Return the call with other tensors, each made by a function of its own."""
+        args, options = keras.tree.map_structure(
+            lambda one: function(one) if is_tensor(one) else one, (self.args, dict(self.options))
+        )
+        return Call(args, options)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Its tensors, arrays and specs of some, in order."""
+        return [one for one in keras.tree.flatten((self.args, dict(self.options))) if is_tensor(one)]
+
+    def with_tensors(self, tensors: tuple[Any, ...]) -> Call:
+        """Return the call with these tensors in the places of its own."""
+        left = iter(tensors)
+        return self.mapped(lambda _: next(left))
+
+
+def is_tensor(one: Any) -> bool:
+    """Return whether a value is a tensor, an array, or a spec of one."""
+    return hasattr(one, "shape") and hasattr(one, "dtype")
+
+
+def _number_as_tensor(one: Any) -> Any:
+    return tf.convert_to_tensor(one) if isinstance(one, int | float) else one
+
+
+def is_trained(options: Mapping[str, Any]) -> bool:
+    """Return whether a model is trained that is being called so, as Keras tells it or its layers."""
+    given, call = options.get("training"), current_call()
+    return bool(call.get_value("training") if given is None and call is not None else given)
+
+
+def kind_of_call(training: bool, args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
+    """Return what tells a call from those of other kinds: see `kind_of`; of tensors their dtypes and ranks.
+
+    Keras casts floats to those of the model, so that all are one kind.
+    """
+    given = [(name, kind_of(one, _kind_of_tensor)) for name, one in options.items() if name != "training"]
+    return training, kind_of(args, _kind_of_tensor), frozenset(given)
+
+
+def _kind_of_tensor(one: Any) -> Any:
+    if not is_tensor(one):
+        return type(one)
+    dtype = tf.as_dtype(one.dtype)
+    return tf.Tensor, "a float" if dtype in _FLOATS else dtype, one.shape.rank if tf.is_tensor(one) else len(one.shape)
+
+
+_FLOATS = frozenset((tf.float64, tf.float32, tf.float16, tf.bfloat16))

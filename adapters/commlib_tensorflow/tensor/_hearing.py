@@ -1,0 +1,31 @@
+"""Hearing: of each call of a model, from within it, when Keras has made its arguments ready."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from commlib.horovod.wrapping import change_class
+
+
+class Heard:
+    """A model of whose calls somebody hears."""
+
+
+def hear_calls(model: Any, hear: Callable[[tuple[Any, ...], Mapping[str, Any]], object]) -> None:
+    """Let `hear` be called with the arguments of each call of a model, before it. To others it is what it was."""
+
+    def heard(call: Callable[..., Any], given: int) -> Any:
+        @functools.wraps(call)
+        def calling(*args: Any, **options: Any) -> Any:
+            hear(args[given:], options)
+            return call(*args, **options)
+
+        return calling
+
+    if "call" in vars(model):  # put there by a user: such as tf.function(model.call)
+        model.call = heard(model.call, 0)
+        return
+    plain = model.__class__
+    change_class(model, Heard, call=heard(type(model).call, 1), __class__=property(lambda self: plain))

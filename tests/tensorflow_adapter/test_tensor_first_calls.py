@@ -1,0 +1,191 @@
+"""The first call of each kind of a divided model is checked: the others passed, and computed something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_tensorflow.tensor import checking, parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]  # which pytest uses
+
+L = keras.layers
+PLAN: Any = {"up": Column(), "down": Row()}
+X = values(3, 6)
+
+
+class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Goes by what it is given: wrong on parts where that is `wrong`, or how=True."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.up, self.down, self.wrong = L.Dense(8, "relu", name="up"), L.Dense(4, name="down"), wrong
+
+    def call(self, x: Any, gate: Any = None, how: Any = "", training: bool = False) -> Any:
+        several = isinstance(x, list | dict)
+        first = (x[0] if isinstance(x, list) else x["a"]) if several else x
+        hidden = self.up(first)
+        if how == "features":
+            return hidden
+        found = {
+            "training": training, "evaluation": not training, "list": isinstance(x, list), "dict": isinstance(x, dict),
+            "gate": gate is not None, "rank": len(first.shape) == 3,
+            "integers": gate is not None and "int" in gate.dtype.name,
+        }  # fmt: skip
+        if found.get(self.wrong, False) or how is True or how == "softmax":
+            hidden = ops.softmax(hidden)
+        return self.down(hidden if gate is None else hidden * ops.cast(gate, hidden.dtype))
+
+
+def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+    """Return a plain model, and a divided one."""
+    plain, model = Model(), Model()
+    for one in (plain, model):
+        one(X)
+        filled(one)
+        one.wrong = wrong
+    return plain, parallelize(model, comm, PLAN, **options)
+
+
+@contextmanager
+def warned(comm: Any, *texts: str) -> Iterator[None]:
+    """See to it that rank 0 warns so, and nobody else warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
+    for text, got in zip(texts, said, strict=False):
+        assert text in got
+
+
+def fitted(model: Any, call: Callable[[Any], Any]) -> Any:
+    """Call within a function of TensorFlow."""
+    return tf.function(lambda: call(model), autograph=False)()
+
+
+GATE = values(3, 1, seed=2)
+KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "training": ("training", lambda model: model(X, training=True)),
+    "a flag": ("", lambda model: model(X, how=True)),
+    "a string": ("", lambda model: model(X, how="softmax")),
+    "another result": ("", lambda model: model(X, how="features")),
+    "another argument": ("gate", lambda model: model(X, gate=GATE)),
+    "a list": ("list", lambda model: model([X, X])),
+    "a dict": ("dict", lambda model: model({"a": X})),
+    "another rank": ("rank", lambda model: model(X[None])),
+    "a function": ("gate", lambda model: fitted(model, lambda one: one(X, gate=GATE))),
+    "predict": ("dict", lambda model: model.predict({"a": X}, verbose=0)),
+}
+
+
+RIGHT = [one for name, one in KINDS.items() if name not in ("a flag", "a string", "another result")]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("looked_at", ["a call", pytest.param("example", marks=pytest.mark.long)])
+def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
+    """They went another path than the one that was looked at, and gave other numbers, or a part."""
+    for kind, (wrong, call) in KINDS.items():
+        if kind == "training" and looked_at == "example":
+            continue  # which is looked at then
+        plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+        for _ in range(2):
+            near(model(X), plain(X), what=kind)
+        for _ in range(2):  # each time
+            with pytest.raises(UsageError, match="divided_output" if kind == "another result" else "softmax|Softmax"):
+                call(model)
+        near(model(X), plain(X), what=kind)
+    _, model = made(comm, "integers")
+    model(X, gate=GATE)
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(X, gate=tf.ones((3, 1), tf.int32))
+
+
+@pytest.mark.ranks(min=2)
+def test_right_calls_of_other_kinds(comm: Any) -> None:
+    plain, model = made(comm)
+    with warned(comm):
+        for _, call in RIGHT:
+            near(call(model), call(plain))
+
+
+@pytest.mark.ranks(min=2)
+def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, shapes, and graphs are no other kind."""
+    looks: list[Any] = []
+    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    _, model = made(comm)
+    for at in range(3):
+        model(X, gate=GATE, how=at)
+        model(X[:2], how=at, gate=GATE[:2])
+        tf.function(model, autograph=False)(X, gate=GATE, how=at)
+    assert len(looks) == 1
+    for _ in range(2):
+        model(X, how=1.0, gate=GATE)
+        model(X, how=1.0)
+        model(X, how=1.0, training=True)
+    assert len(looks) == 4
+    model.compile("sgd", "mse")
+    model.fit(X, values(3, 4), batch_size=2, epochs=2, verbose=0)
+    model.evaluate(X, values(3, 4), batch_size=2, verbose=0)
+    assert len(looks) == 6
+
+
+@pytest.mark.ranks(min=2)
+def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
+    _, model = made(comm)
+    with warned(comm, "Model is called in more than 8 ways"):
+        for at in range(11):
+            model(X, how=f"number {at}")
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_call_that_a_user_has_wrapped(comm: Any, when: str) -> None:
+    """It stays, and its model is checked; it went with the first check."""
+    calls: list[int] = []
+    plain, model = Model(), Model()
+    for one in (plain, model):
+        one(X)
+        filled(one)
+
+    def wrapped(call: Any) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return call(*args, **options)
+
+        return counting
+
+    if when == "before":
+        model.call = wrapped(model.call)  # type: ignore[method-assign]
+    parallelize(model, comm, PLAN)
+    if when == "after":
+        model.call = wrapped(model.call)  # type: ignore[method-assign]
+    near(model(X), plain(X))
+    calls.clear()
+    near(model(X), plain(X))
+    assert calls == [1]
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(X, how=True)
+
+
+@pytest.mark.ranks(min=2)
+def test_the_model_is_what_it_was(comm: Any) -> None:
+    _, model = made(comm)
+    model(X)
+    assert model.__class__ is Model
+    assert isinstance(model, Model)
+    assert type(model).__name__ == "Model"
+    assert "call" not in vars(model)
