@@ -490,7 +490,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that a call of a module runs, but for our own."""
-    found = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+    found = [hook for name in _HOOKS if (hooks := getattr(module, name, None)) for hook in hooks.values()]
     return [hook for hook in found if not _is_ours(hook)]
 
 

@@ -88,14 +88,21 @@ class Gradients:
 
         Ranks may have dropped earlier ones at different times. Those that are still there on some are counted.
         """
-        comm = self.comm
-        others = [member for member in backward_passes.members if member.comm is comm]
-        highest = max((member.number for member in others), default=0)
-        taken = max(comm.all_gather_object(highest)) if comm.size > 1 else 0
+        others, taken = self._others()
+        if taken:
+            gc.collect()  # one in a cycle would cost overlap for good
+            others, taken = self._others()
         self.number, self.takes_turns = taken + 1, False
         if taken:
             for member in [*others, self]:
                 member.take_turns()
+
+    def _others(self) -> tuple[list[Any], int]:
+        """Return those on this communicator, and the highest number that one has on any rank."""
+        comm = self.comm
+        found = [member for member in backward_passes.members if member.comm is comm]
+        highest = max((member.number for member in found), default=0)
+        return found, max(comm.all_gather_object(highest)) if comm.size > 1 else 0
 
     def take_turns(self) -> None:
         """Say before each reduction that it is this one's: others are on its communicator, and ranks may join."""
@@ -228,7 +235,8 @@ class Gradients:
     def _ready(self, index: int) -> None:
         reducer = self.reducer
         if not reducer.active:
-            eager = len(backward_passes.members) == 1
+            # Whose turn it is ranks meet for, so all of them do so at the end, however many are left on this one.
+            eager = len(backward_passes.members) == 1 and not self.takes_turns
             if backward_passes.pipeline is not None and self._begins_together(index, *backward_passes.pipeline):
                 eager = False
             # Several reducers at once: the order in which backward reaches them may differ among ranks.

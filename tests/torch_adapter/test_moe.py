@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib import Communicator
 from commlib.errors import PeerError, UsageError
 from commlib.expert import Experts
+from commlib_torch import gather_state_dict
 from commlib_torch._shards import shard_of
 from commlib_torch.expert import MoE, auxiliary_loss, expert_stats
 from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
@@ -132,6 +135,76 @@ def test_what_is_put_on_experts(comm: Communicator, built_in: bool) -> None:
         model.experts[0] = adapted
     with pytest.raises(UsageError, match=r"mix: parameter (up|0)\.\w+ was put into the experts after they were made"):
         model(x)
+
+
+def doubled(module: nn.Module, x: Tensor) -> Tensor:
+    return 2 * type(module).forward(module, x)
+
+
+@pytest.mark.parametrize("where", ["experts.down", "experts.2", "experts"])
+def test_forwards_that_are_put_over_those_of_classes(comm: Communicator, where: str) -> None:
+    """As quantisers, offloading and injected adapters do. The product of all experts at once ignored them."""
+    own = None if where == "experts.down" else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
+    model: Any = made(layer(Experts(6, top_k=2, hidden=None if own else 4), expert=own), comm)
+    x = tokens(comm)[comm.rank]
+    y = model(x)
+    module = model.get_submodule(where)
+    module.forward = types.MethodType(doubled, module)
+    near(model(x), 2 * y, "outputs", 1e-9)
+
+
+class LowRank(nn.Module):
+    """A linear layer and an adapter, with the weight of the layer, as peft's has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Linear(12, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + 3 * self.b(self.a(x))
+        return out
+
+
+@pytest.mark.parametrize("how", ["hook", "forward", "adapter", "bias", "half"])
+def test_routers_that_are_changed(comm: Communicator, how: str) -> None:
+    """Their own weight alone was read, whatever else they had."""
+    model: Any = made(layer(Experts(6, top_k=1, hidden=4)), comm)
+    x = tokens(comm)[comm.rank].requires_grad_()
+    torch.manual_seed(3)
+    if how == "hook":
+        model.router.register_forward_hook(lambda module, args, out: 2 * out)
+    elif how == "forward":
+        model.router.forward = types.MethodType(doubled, model.router)
+    elif how == "bias":
+        weight = model.router.weight
+        model.router = nn.Linear(12, 6).double()
+        model.router.weight = weight
+    else:
+        model.router = LowRank(model.router).to(torch.bfloat16 if how == "half" else torch.float64)
+    router = copy.deepcopy(model.router).float()  # in which it computes
+    state = gather_state_dict(model)
+    logits = router(x.float())
+    gates, chosen = torch.softmax(logits, -1).max(-1)
+    stacks = {name: state[f"experts.{name}"][chosen] for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+    inside = F.gelu(torch.einsum("...w,...hw->...h", x, stacks["up.weight"]) + stacks["up.bias"])
+    expected = torch.einsum("...h,...wh->...w", inside, stacks["down.weight"]) + stacks["down.bias"]
+    expected = expected * gates[..., None]
+    near(model(x), expected, "outputs", 1e-6)
+    model(x).sum().backward()
+    expected.sum().backward()
+    for (name, own), one in zip(model.router.named_parameters(), router.parameters(), strict=True):
+        near(own.grad.float(), one.grad, f"gradient of router.{name}", 2e-2 if how == "half" else 1e-5)
+
+
+def test_a_router_without_a_score_for_each_expert(comm: Communicator) -> None:
+    model: Any = made(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
+    model.router = nn.Linear(12, 5, bias=False).double()
+    with pytest.raises(UsageError, match=r"mix: the router made \(15, 5\) of 15 tokens, expected .* 6 experts"):
+        model(tokens(comm)[comm.rank])
 
 
 def test_experts_that_nobody_chose_have_zeros(comm: Communicator) -> None:

@@ -233,3 +233,68 @@ def test_clones_do_not_say_of_which_experts_they_are(comm: Communicator) -> None
         model.load_state_dict(copied)
     with pytest.warns(UserWarning, match=r"blocks.1.experts.* does not say of which experts it is"):
         model.load_state_dict(clones)
+
+
+def test_gradients_go_along(comm: Communicator) -> None:
+    """Those of passes that accumulate were dropped; one rank may have none yet, if nobody chose its experts."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    found = []
+    for moves in (False, True):
+        model: Any = Blocks(comm).double()
+        optimizer = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), comm=comm)
+        with optimizer.no_sync():
+            (model(mine(comm, rows(comm, 0))).square().mean() + auxiliary_loss(model)).backward()
+        if moves:
+            busy(model, 0)
+            before = owners(model)
+            rebalance_experts(model, optimizer)
+            assert owners(model) != before
+        trained(model, optimizer, mine(comm, rows(comm, 1)))
+        found.append(gather_state_dict(model))
+    for name, value in found[0].items():
+        near(found[1][name], value, name, 1e-10)
+
+
+def test_a_rank_without_gradients_gets_those_of_experts(comm: Communicator) -> None:
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    model: Any = Blocks(comm).double()
+    busy(model, 0)
+    for block in model.blocks:
+        if comm.rank == 0:
+            for weight in block.experts.parameters():
+                weight.grad = torch.ones_like(weight)
+    rebalance_experts(model)
+    for block in model.blocks:
+        for weight in block.experts.parameters():
+            sums = comm.all_reduce(weight.grad.flatten(1).sum(1).sum().reshape(1).numpy(), "sum")
+            assert sums[0] == weight.numel()  # as many as rank 0 had
+
+
+@pytest.mark.parametrize("saved", ["before", "after"])
+def test_a_rank_s_own_optimizer_state_says_of_which_experts_it_is(comm: Communicator, saved: str) -> None:
+    """Moments of other experts were taken without a word."""
+    if comm.size == 3:
+        pytest.skip("8 experts")
+    model: Any = Blocks(comm).double()
+    optimizer = adam(model.parameters())
+
+    def step(number: int) -> None:
+        trained(model, optimizer, mine(comm, rows(comm, number)))
+
+    for number in range(3):
+        step(number)
+    own = copy.deepcopy(optimizer.state_dict())
+    busy(model, 0)
+    rebalance_experts(model, optimizer)
+    if saved == "after":
+        step(3)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(4)
+        own = copy.deepcopy(optimizer.state_dict())
+        model = Blocks(comm).double()
+        optimizer = adam(model.parameters())
+    optimizer.load_state_dict(own)
+    with pytest.raises(UsageError, match=r"exp_avg that Adam keeps on rank \d.*the state has the part of rank"):
+        step(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -430,3 +431,52 @@ def anew(comm: Any) -> Any:
     found = comm.split(0, name="together")
     assert found is not None
     return found
+
+
+@pytest.mark.ranks(min=2)
+def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
+    """A rank that had collected the first one reduced within backward, where ranks take turns, and all waited."""
+    kept = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, EXPERTS, comm), nn.Linear(WIDTH, WIDTH)).double()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(plain, model.named_parameters(), comm=comm, overlap=True)
+        if comm.rank == 0:
+            kept.append(optimizer)  # as a traceback does, or a variable of a notebook
+        for number in range(3):
+            generator = torch.Generator().manual_seed(comm.rank + 10 * number)
+            x = torch.randn(2, 3, WIDTH, generator=generator, dtype=torch.float64)
+            (model(x).square().mean() + auxiliary_loss(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del model, plain, optimizer
+        gc.collect()
+
+
+class Averaged(nn.Module):
+    """A mixture, and behind it a mean over features that a plan divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 12)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(x)
+        return x + torch.relu(self.up(x)).mean(-1, keepdim=True)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rules_see_what_is_behind_divided_experts(comm: Communicator, chunks: int) -> None:
+    """A look put hooks on experts, which took that for the user's; so it ended there, in silence."""
+    if comm.size % 2:
+        pytest.skip("two ranks for each expert")
+    mesh = Mesh(comm, dp=-1, tp=2)
+    model = Averaged().double()
+    expertize(model, mesh, {"mlp": Experts(4, hidden=6, chunks=chunks)})
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    parallelize(model, mesh["tp"], {"up": Column()})
+    with pytest.raises(UsageError, match=r"plan: add in the model: what is made of one rank's part is no result"):
+        model(x)

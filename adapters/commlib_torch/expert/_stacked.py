@@ -19,6 +19,7 @@ from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import describe, shards_of
+from commlib_torch._tracer import hooks_of
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.expert._stepped import watch_gradients
 from commlib_torch.tensor._dividing import take_own_when_loaded
@@ -67,12 +68,12 @@ def stacked(
 def computed(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what the experts of a rank make of their rows, the first counts[0] of which are the first one's.
 
-    Linear layers and functions of one element at a time, one after another, take all rows at once, if nobody has hooks
-    on them. Raises UsageError for a parameter that was put into them since they were made.
+    Linear layers and functions of one element at a time, one after another, take all rows at once, if calls of them
+    are those of their classes. Raises UsageError for a parameter that was put into them since they were made.
     """
     if type(experts) is not nn.Sequential or not all(type(layer) in _AT_ONCE for layer in experts):
         return _each_alone(what, experts, rows, counts)
-    if has_hooks(experts) or any(map(has_hooks, experts)):
+    if not (is_called_plainly(experts) and all(map(is_called_plainly, experts))):
         return _each_alone(what, experts, rows, counts)
     for layer in experts:
         rows = (
@@ -83,11 +84,9 @@ def computed(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int])
     return rows
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether somebody wants to know of a module's own calls."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def is_called_plainly(module: nn.Module) -> bool:
+    """Return whether a call of a module is the forward of its class: no hooks but our own, none put over it."""
+    return "forward" not in vars(module) and not hooks_of(module)
 
 
 def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:

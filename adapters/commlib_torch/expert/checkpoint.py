@@ -90,7 +90,8 @@ def _layers(model: nn.Module) -> list[MoE]:
 
 
 def _named(layer: MoE) -> Iterator[tuple[str, Any]]:
-    yield "router", layer.router.weight
+    for name, parameter in layer.router.named_parameters():
+        yield "router" if name == "weight" else f"router.{name}", parameter
     for place, parameter in enumerate(layer.experts.parameters()):
         yield f"experts.{place}", parameter
     if layer.shared is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 from commlib_torch.expert._grouped import grouped_linear
-from commlib_torch.expert._stacked import has_hooks
+from commlib_torch.expert._stacked import is_called_plainly
 from commlib_torch.tensor.mlp import Activation, activation_of
 from commlib_torch.tensor.moves import copy, reduce
 
@@ -46,7 +46,7 @@ class MLP(nn.Module):
     def is_plain(self) -> bool:
         """Whether `grouped` makes what calls of the layers make: nobody has replaced them, or has hooks on them."""
         up, down = self.up, self.down
-        return type(up) is type(down) is nn.Linear and not (has_hooks(self) or has_hooks(up) or has_hooks(down))
+        return type(up) is type(down) is nn.Linear and all(map(is_called_plainly, (self, up, down)))
 
     def grouped(self, rows: Tensor, counts: list[int], tensor: Axis | None = None) -> Tensor:
         """Return the outputs of several experts, with stacked parameters: the first counts[0] rows are of the first.

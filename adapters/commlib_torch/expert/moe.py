@@ -26,7 +26,7 @@ from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
 from commlib_torch.expert._parts import in_parts
-from commlib_torch.expert._stacked import computed, seeded, stacked
+from commlib_torch.expert._stacked import computed, is_called_plainly, seeded, stacked
 from commlib_torch.expert._steppers import watch_steps
 from commlib_torch.expert._waiting import is_again
 from commlib_torch.expert.losses import KeepsLosses
@@ -127,7 +127,7 @@ class MoE(KeepsShards, KeepsLosses):
         logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:
-            call_after_step(self.router.weight, self._balance)
+            call_after_step(next(self.router.parameters()), self._balance)
         routing = mixture.route(
             host_array(logits),
             training=self.training,
@@ -211,7 +211,22 @@ class MoE(KeepsShards, KeepsLosses):
             x = tokens.float()
             if jitter:
                 x = x * torch.empty_like(x).uniform_(1 - jitter, 1 + jitter)
-            return F.linear(x, self.router.weight.float())
+            scores = self._scores(x)
+        if scores.shape != (len(tokens), self.options.count):
+            raise UsageError(
+                f"{self.mixture.name}: the router made {tuple(scores.shape)} of {len(tokens)} tokens, expected a score "
+                f"for each of {self.options.count} experts"
+            )
+        return scores
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Return what the router makes of float32, with its weights in that: another one, or with hooks, is called."""
+        router: Any = self.router
+        if type(router) is nn.Linear and router.bias is None and is_called_plainly(router):
+            return F.linear(x, router.weight.float())
+        exact = {name: one.float() for name, one in router.named_parameters() if one.is_floating_point()}
+        found: Tensor = torch.func.functional_call(router, exact, (x,))
+        return found
 
     def extra_repr(self) -> str:
         """Say how many experts there are, and where."""

@@ -17,7 +17,8 @@ from commlib.expert.ranks import placed
 from commlib.functional.agreement import together
 from commlib.functional.shards import world_ranks
 from commlib_torch._bridge import array_of, on_host, to_tensor
-from commlib_torch._shards import change_shard, shards_of
+from commlib_torch._saved_parts import mark_part
+from commlib_torch._shards import change_shard, shard_of, shards_of
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._states import is_number, is_stack
 from commlib_torch.expert._steppers import keepers_of
@@ -35,9 +36,9 @@ def rebalance_experts(
 
     It goes by how often experts were chosen since the last time, or since `expert_stats`, by tokens of all ranks; call
     it between steps, every some hundred of them. A layer whose busiest rank would not get `least` times less stays as
-    it is. Copies of a layer, such as that of an average of weights, and what any optimizer keeps for these, go with it:
-    those that `copy.deepcopy` has made, and those that have loaded the layer's own state. optimizer: one that may not
-    have made a step yet. copies: other models with the same mixtures.
+    it is. Gradients go with experts. So do copies of a layer, such as that of an average of weights, and what any
+    optimizer keeps for these: those that `copy.deepcopy` has made, and those that have loaded the layer's own state.
+    optimizer: one that may not have made a step yet. copies: other models with the same mixtures.
 
     Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective. Raises
     UsageError on all ranks, before a layer's experts go, for `copies` with other mixtures, and for an optimizer that
@@ -123,14 +124,14 @@ def _are_together(copy: MoE, layer: MoE) -> bool:
 def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | None, placement: Placement) -> None:
     mixture, everyone = layer.mixture, [layer, *copies]
     comm = mixture.ranks.axis.comm
+    _fill_gradients(comm, everyone)
     stacks = _agreed(comm, mixture.name, everyone, optimizer)
     arrays = moved([array_of(on_host(each)) for each in stacks], mixture.placement, placement, comm)
     for each, array in zip(stacks, arrays, strict=True):
         each.copy_(to_tensor(array))
     for one in everyone:
         _mark(one, placement)
-        for parameter in one.experts.parameters():
-            parameter.grad = None
+        _mark_kept(one, optimizer)
     mixture.place(placement)
     for copy in copies:
         if copy.mixture.ranks is mixture.ranks:
@@ -144,6 +145,25 @@ def _mark(layer: MoE, placement: Placement) -> None:
     for module in layer.experts.modules():
         for name, shard in shards_of(module).items():
             change_shard(module, name, placed(shard, placement.owners))
+
+
+def _mark_kept(layer: MoE, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let what optimizers keep for the weights of a layer know of which experts it is, in a file of theirs, too."""
+    for parameter in layer.experts.parameters():
+        shard = shard_of(parameter)
+        for keeper in keepers_of(parameter, optimizer):
+            for value in keeper.state[parameter].values():
+                if shard is not None and is_stack(value, parameter):
+                    mark_part(value, shard)
+
+
+def _fill_gradients(comm: Communicator, layers: Sequence[MoE]) -> None:
+    """Give zeros to weights without a gradient of which another rank has one: gradients go with experts. Collective."""
+    weights = [weight for layer in layers for weight in layer.experts.parameters()]
+    everyone = comm.all_gather_object([weight.grad is not None for weight in weights])
+    for weight, *have in zip(weights, *everyone, strict=False):  # others may have others, which is told by and by
+        if any(have) and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
 
 
 def owners_of(model: nn.Module) -> list[list[int]]:
@@ -176,6 +196,8 @@ def _stacks(name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer |
         for own, parameter in layer.experts.named_parameters():
             what = f"{name}.experts.{own}" if number == 0 else f"{name}.experts.{own} of copy {number}"
             yield what, parameter
+            if parameter.grad is not None:
+                yield f"the gradient of {what}", parameter.grad
             for one in keepers_of(parameter, optimizer):
                 for key, value in sorted(one.state[parameter].items()):
                     if is_stack(value, parameter):

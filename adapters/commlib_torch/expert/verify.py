@@ -42,10 +42,11 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float | None = None, grad
     layers = {name or "MoE": module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise UsageError("verify: the model has no mixture of experts")
-    first = next(iter(layers.values())).mixture.ranks
+    at, layer = next(iter(layers.items()))
+    first = layer.mixture.ranks
     call = together(first.data, lambda: arguments_of(batch))
     wholes = {name: _gathered(layer) for name, layer in layers.items()}
-    wanted = None if gradients else f"{next(iter(layers))}.router.weight"
+    wanted = None if gradients else f"{at}.router.{next(layer.router.named_parameters())[0]}"
     own = _ran(model, layers, call, {}, wanted)
     dense = _ran(model, layers, call, wholes, wanted)
     shards = {

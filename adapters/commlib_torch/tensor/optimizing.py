@@ -106,13 +106,13 @@ def _settle_state(optimizer: Optimizer) -> None:
     """
     for parameter, kept in optimizer.state.items():
         shard = shard_of(parameter) if isinstance(parameter, Tensor) else None
-        if shard is None or shard.is_local or tuple(parameter.shape) == shard.sharding.shape:
+        if shard is None or tuple(parameter.shape) == shard.sharding.shape:
             continue
         for key, value in kept.items():
             if not isinstance(value, Tensor):
                 continue
             check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
-            if tuple(value.shape) == shard.sharding.shape:
+            if tuple(value.shape) == shard.sharding.shape and not shard.is_local:
                 value = kept[key] = back(shard.own(host_array(value)), value)
             if value.shape == parameter.shape:
                 mark_part(value, shard)
