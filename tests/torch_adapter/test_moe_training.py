@@ -473,7 +473,7 @@ def test_rules_see_what_is_behind_divided_experts(comm: Communicator, chunks: in
     """A look put hooks on experts, which took that for the user's; so it ended there, in silence."""
     if comm.size % 2:
         pytest.skip("two ranks for each expert")
-    mesh = Mesh(comm, dp=-1, tp=2)
+    mesh = Mesh(dp=-1, tp=2)
     model = Averaged().double()
     expertize(model, mesh, {"mlp": Experts(4, hidden=6, chunks=chunks)})
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
