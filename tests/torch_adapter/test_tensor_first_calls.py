@@ -186,6 +186,31 @@ def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: An
                 model(X)
 
 
+class Scaled(nn.Module):
+    """Divides by the number of features, which no rule sees, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        out: Tensor = self.down(h / h.shape[-1] if self.training else h)
+        return out
+
+
+def test_verify_does_not_stand_for_training(comm: Any) -> None:
+    """It compares in evaluation mode, and what a model does in training alone had passed."""
+    torch.manual_seed(0)
+    plain = Scaled()
+    model: Any = parallelize(copy.deepcopy(plain), comm, PLAN, verify=X)
+    torch.testing.assert_close(model.eval()(X), plain.eval()(X), rtol=0, atol=1e-12)
+    if comm.size > 1:
+        with pytest.raises(UsageError, match="div in the model"):
+            model.train()(X)
+
+
 class Outer(nn.Module):
     """Makes a gate outside of what is divided."""
 

@@ -20,6 +20,13 @@ from commlib_torch.tensor import ColumnLinear, gather, parallelize, scatter, ver
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
 
+class Slopes(nn.Module):
+    """Draws slopes by a function."""
+
+    def forward(self, x):
+        return F.rrelu(x, training=self.training)
+
+
 class Attention(nn.Module):
     """Heads in the ways in which models cut them."""
 
@@ -225,6 +232,9 @@ class TestPlans:
         refused(tp, norm, {"0": Column(), "2": Row()}, "needs all of a dimension", torch.rand(3, 8))
         dropout = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8))
         refused(tp, dropout, {"0": Column(), "2": Row()}, "other random numbers on each rank", torch.rand(3, 8))
+        for draws in (nn.RReLU(), nn.FeatureAlphaDropout(0.1), Slopes()):
+            model = nn.Sequential(nn.Linear(8, 12), draws, nn.Linear(12, 8))
+            refused(tp, model, {"0": Column(), "2": Row()}, "other random numbers on each rank", torch.rand(3, 8))
         slope = nn.Sequential(nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8))
         refused(tp, slope, {"0": Column(), "2": Row()}, "take gradients from the whole", torch.rand(3, 8))
 

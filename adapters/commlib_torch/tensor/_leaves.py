@@ -22,7 +22,7 @@ _POINTWISE = (
 
 _KNOWN = (
     nn.Linear, _ConvNd, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm,
-    _DropoutNd, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.PReLU, *_POINTWISE,
+    _DropoutNd, nn.RReLU, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.PReLU, *_POINTWISE,
 )  # fmt: skip
 
 
@@ -61,6 +61,8 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
             return _equation(equations.along(shape, every), module)
         case _DropoutNd():
             return _equation(equations.pointwise(shape), module) | {"draws": module.p > 0}
+        case nn.RReLU():
+            return _equation(equations.pointwise(shape), module) | {"draws": module.lower < module.upper}
         case nn.Softmax() | nn.LogSoftmax() | nn.Softmin():
             return _equation(equations.along(shape, every if module.dim is None else (module.dim,)), module)
         case nn.PReLU():

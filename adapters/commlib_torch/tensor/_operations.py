@@ -78,6 +78,11 @@ def _dropout(called: Called) -> Found | None:
     return _equation(equations.pointwise(called.shape), draws=draws)
 
 
+def _random_slopes(called: Called) -> Found | None:
+    draws = bool(called.argument(3, "training", False))
+    return _equation(equations.pointwise(called.shape), draws=draws)
+
+
 def _along(called: Called, default: int | None = -1, place: int = 1) -> Found | None:
     given = called.argument(place, "dim", default)
     dims = range(len(called.shape)) if given is None else (given,) if isinstance(given, int) else given
@@ -361,7 +366,9 @@ NUMBERS = {
 
 _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
-    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _dropout),
+    "rrelu": _random_slopes,
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort"), _along),
     "logcumsumexp": _along,
     "topk": lambda called: _along(called, -1, 2),

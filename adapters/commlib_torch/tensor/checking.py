@@ -80,12 +80,15 @@ class PlanCheck:
     """
 
     @classmethod
-    def of(cls, model: nn.Module, axis: Axis, *, divided_output: bool, checked: Any = None) -> None:
-        """Put one on a model. checked: a call that was checked, as (arguments, options)."""
+    def of(
+        cls, model: nn.Module, axis: Axis, *, divided_output: bool, checked: Any = None, evaluated: bool = False
+    ) -> None:
+        """Put one on a model. checked: a call that was checked, as (arguments, options); `evaluated`: in that mode."""
         check = cls(axis, divided_output)
         check._model = type(model).__name__
         if checked is not None:
-            check._kinds.settle(kind_of_call(model, *checked))
+            training, *others = kind_of_call(model, *checked)
+            check._kinds.settle((training and not evaluated, *others))
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = check  # type: ignore[assignment]  # no module

@@ -106,7 +106,7 @@ def parallelize(
     shared.threads = torch.get_num_threads()
     if checks is not None:
         checks.divided()
-    PlanCheck.of(model, shared, divided_output=divided_output, checked=call)
+    PlanCheck.of(model, shared, divided_output=divided_output, checked=call, evaluated=verify is not None)
     return whole
 
 
