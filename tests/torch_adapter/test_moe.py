@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.init import normal_ as taken_before
 
 from commlib import Communicator
 from commlib.errors import PeerError, UsageError
@@ -138,7 +140,8 @@ def test_what_is_put_on_experts(comm: Communicator, built_in: bool) -> None:
 
 
 def doubled(module: nn.Module, x: Tensor) -> Tensor:
-    return 2 * type(module).forward(module, x)
+    out: Tensor = 2 * type(module).forward(module, x)
+    return out
 
 
 @pytest.mark.parametrize("where", ["experts.down", "experts.2", "experts"])
@@ -151,6 +154,39 @@ def test_forwards_that_are_put_over_those_of_classes(comm: Communicator, where: 
     module = model.get_submodule(where)
     module.forward = types.MethodType(doubled, module)
     near(model(x), 2 * y, "outputs", 1e-9)
+
+
+INITIALISED: dict[str, Callable[[Any], object]] = {
+    "normal": lambda linear: nn.init.normal_(linear.weight, std=0.02),
+    "taken before": lambda linear: taken_before(linear.weight),
+    "xavier": lambda linear: nn.init.xavier_uniform_(linear.weight),
+    "reset_parameters": lambda linear: linear.reset_parameters(),
+}
+
+
+@pytest.mark.parametrize("how", INITIALISED)
+def test_values_that_are_made_anew(comm: Communicator, how: str) -> None:
+    """Experts of one rank were copies of those of another, and scaled by the size of their stack."""
+    found = []
+    for ranks in (comm, single(comm)):
+        model = made(layer(Experts(6, top_k=2, hidden=4)), ranks)
+        torch.manual_seed(5)
+        model.apply(lambda module: INITIALISED[how](module) if isinstance(module, nn.Linear) else None)
+        found.append(gather_state_dict(model))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    fan = (12 + 4) / 6 if how == "xavier" else 12.0  # variances: 6 / (in + out) / 3, or 1 / in / 3
+    expected = 0.02 if how == "normal" else 1.0 if how == "taken before" else (1 / fan / 3) ** 0.5
+    spread = found[0]["experts.up.weight"].std()  # of 288 numbers
+    assert 0.8 * expected < spread < 1.2 * expected
+
+
+def test_an_initialisation_that_one_expert_does_not_take(comm: Communicator) -> None:
+    model: Any = made(layer(Experts(6, top_k=2, hidden=4)), comm)
+    with pytest.raises(ValueError, match="fewer than 2 dimensions") as caught:
+        nn.init.xavier_uniform_(model.experts.up.bias)
+    assert "one of 6 experts" in caught.value.__notes__[0]
 
 
 class LowRank(nn.Module):

@@ -232,3 +232,21 @@ def test_stages_that_compute_again(comm: Communicator, how: Any) -> None:
             assert layer.stats().tokens == 24 * dp.size
     pipe.close()
     mesh.close()
+
+
+def test_a_forward_that_fails_leaves_no_loss(comm: Communicator) -> None:
+    """It was added to that of the next forward, where somebody had caught the error."""
+    layer, x = made(comm), tokens(comm)
+    layer(x)
+    once = auxiliary_loss(layer)
+
+    def fail(module: Any, args: Any, out: Any) -> None:
+        if comm.rank == comm.size - 1:
+            raise ValueError("no result")
+
+    hook = layer.experts.up.register_forward_hook(fail)
+    with pytest.raises(Exception, match="no result"):
+        layer(x)
+    hook.remove()
+    layer(x)
+    near(auxiliary_loss(layer), once, "auxiliary loss", 1e-12)

@@ -23,6 +23,7 @@ from commlib_torch._tracer import hooks_of
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.expert._stepped import watch_gradients
 from commlib_torch.tensor._dividing import take_own_when_loaded
+from commlib_torch.tensor._initializing import watch_initialization
 from commlib_torch.tensor.optimizing import watch_optimizers
 
 
@@ -62,6 +63,7 @@ def stacked(
         take_own_when_loaded(module)
     watch_optimizers()
     watch_gradients()
+    watch_initialization()
     return whole
 
 

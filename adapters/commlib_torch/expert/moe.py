@@ -141,8 +141,13 @@ class MoE(KeepsShards, KeepsLosses):
         waiting = self.recalled() if has_loss else None
         weights = (options.balance_weight, options.z_weight) if has_loss else (0.0, 0.0)
         gates, loss = Routed.apply(logits, routing, weights, waiting)  # type: ignore[no-untyped-call]
-        if has_loss:
+        y = self._through_experts(tokens, routing, gates)
+        if has_loss:  # a forward that has failed before leaves none
             self.keep_or_wait(loss, waiting)
+        return y
+
+    def _through_experts(self, tokens: Tensor, routing: Any, gates: Tensor) -> Tensor:
+        options, mixture = self.options, self.mixture
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
             flow = Flow(mixture, parts_of(routing, options.chunks), read(tokens), routing.gates)
             return in_parts(flow, tokens, gates, self._computed)
