@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.init import normal_ as normal_before
 from torch.nn.utils import parametrizations, prune
 
 from commlib import Mesh
@@ -172,8 +173,15 @@ def initialized(name: str) -> Callable[[nn.Module], None]:
     return run
 
 
+def taken(model: nn.Module) -> None:
+    """As tables of Hugging Face have the functions."""
+    for parameter in model.parameters():
+        normal_before(parameter, std=0.1)
+
+
 WAYS_TO_BEGIN: dict[str, Callable[[nn.Module], None]] = {
     "reset_parameters": reset,
+    "taken before": taken,
     **{
         name: initialized(name)
         for name in (
