@@ -39,12 +39,12 @@ class Column:
                 )
             for units in self.units:
                 _check_units("Column", units)
+        _check_dim("Column", self.sequence)
 
     @property
     def shares(self) -> bool:
         """Whether what has fewer units than there are ranks is shared by some: of one part, or units of each."""
         return self.parts == 1 or not isinstance(self.units, int)
-        _check_dim("Column", self.sequence)
 
 
 @dataclass(frozen=True, slots=True)
