@@ -104,9 +104,9 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
             wide = tf.where(tf.cast(mask, tf.bool)[:, :, tf.newaxis], wide, wide.dtype.min)
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
 
-    def compute_output_shape(self, input_shape: Any, attention_mask_shape: Any = None) -> Any:
+    def compute_output_shape(self, inputs_shape: Any, attention_mask_shape: Any = None) -> Any:
         """Return the shape of whole outputs."""
-        return input_shape
+        return inputs_shape
 
 
 class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
