@@ -71,6 +71,15 @@ def own_of(variable: Any, value: Any) -> Any:
     return shard.own(np.asarray(value[...]))
 
 
+def counted(values: Any, shard: Shard | None) -> Any:
+    """Return what of a part, or of its gradient, counts here: what several ranks have, on the first of them."""
+    dim, pieces = (0, None) if shard is None else shard.counted
+    if pieces is None:
+        return values
+    front = (slice(None),) * dim
+    return tf.concat([values[(*front, slice(*piece))] for piece in pieces or ((0, 0),)], dim)
+
+
 def shards_in(model: Any) -> Iterator[tuple[Any, Shard]]:
     """Yield (variable, shard) of each variable that is divided, once."""
     for variable in model.variables:

@@ -19,7 +19,7 @@ from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._replicas import Gradients, note, reduced
-from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._shards import counted, shard_of
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
@@ -101,7 +101,10 @@ def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | Non
     """
     shards = [shard_of(variable) for variable, _ in gradients]
     powers = (
-        (None if shard is None else shard.axis.comm, 0.0 if gradient is None else _power(_flat(gradient), norm_type))
+        (
+            None if shard is None else shard.axis.comm,
+            0.0 if gradient is None else _power(_flat(counted(gradient, shard)), norm_type),
+        )
         for shard, (_, gradient) in zip(shards, gradients, strict=True)
     )
     return norm_of_powers(comm.all_gather_object(power_over_axes(powers, norm_type)), norm_type)

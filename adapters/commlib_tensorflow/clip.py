@@ -16,7 +16,7 @@ from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays, sum
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._placement import place_of
-from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._shards import counted, shard_of
 
 
 @no_autograph
@@ -43,6 +43,7 @@ def clip_by_global_norm(
         raise UsageError(f"clip_by_global_norm: {len(t_list)} gradients, but {len(variables)} variables")
     of = variables or t_list
     shards = [shard_of(one) for one, value in zip(of, values, strict=True) if value is not None]
+    given = [counted(value, shard) for value, shard in zip(given, shards, strict=True)]
     comms = [None if shard is None else shard.axis.comm for shard in shards] or None
 
     def measured(norm: float) -> list[Array]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from commlib.tensor.heads import units_of_queries
 from commlib.tensor.low_rank import LowRank, low_ranks
 from commlib.tensor.numbers import NotPossible
 from commlib.tensor.pairs import States, behind, divided_pair
@@ -145,7 +146,7 @@ def _is_last(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> bo
 
 def _attention(step: Step, size: int, able: Able, found: Found) -> None:
     style = Column()
-    if step.size[1] < size:
+    if not units_of_queries(*step.size, size):
         found.reasons[step.layer] = f"{step.size[1]} heads for {size} ranks"
     elif able(step.layer, style):
         found.plan[step.layer], found.reasons[step.layer] = style, f"a whole attention of {step.size[1]} heads"

@@ -45,6 +45,9 @@ def divided_pair(
     asked: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
     styles, states = _accepted(part, asked, firsts, beside)
     heads = {name: _heads(part, states, name) for name in firsts}
+    outputs = {name: _call(part, name).size[1] for name in firsts}
+    if min(outputs.values()) < size:  # so few are heads themselves, beside which others are
+        heads = {name: counts if any(counts) else (outputs[name],) for name, counts in heads.items()}
     for name, base in beside.items():  # what is made of their sum goes by one of the two
         heads[name] = heads[base] = max(heads[name], heads[base])
     most = max((max(counts) for counts in heads.values()), default=0)

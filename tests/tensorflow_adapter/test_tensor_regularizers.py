@@ -11,7 +11,7 @@ from keras import ops
 from keras.regularizers import L1, L1L2, L2
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row
+from commlib.tensor import Column, Replicate, Row, Sequence
 from commlib_tensorflow.tensor import gather_weights, parallelize
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, sequential, values
 
@@ -97,6 +97,30 @@ def test_activity_regularizers(comm: Any) -> None:
     parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})
     with pytest.raises(UsageError, match="whose gradient would be added up"):
         parallelize(pair(activity_regularizer="l2"), comm, {"up": Replicate(into_sharded=True)})
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_activity_is_reported_whole(comm: Any, eager: bool) -> None:
+    """Each rank reported its part of the output's penalty."""
+
+    def make() -> Any:
+        up = L.Dense(10, "tanh", name="up", activity_regularizer=L2(0.1))
+        between = L.ActivityRegularization(l1=0.2, name="between")
+        return sequential(up, between, L.Dense(3, name="down", activity_regularizer="l1"), shape=(4,))
+
+    def fit(model: Any) -> Any:
+        model.compile("sgd", "mse", run_eagerly=eager)
+        x, y = values(4, 4), values(4, 3, seed=1)
+        losses = model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*losses, model.evaluate(x, y, verbose=0)]
+
+    whole, own = make(), parallelize(make(), comm, {"up": Column(), "between": Sequence(-1), "down": Row()})
+    expected, weights = alone(comm, lambda: (fit(whole), whole.get_weights()))
+    near(fit(own), expected)
+    for got, other in zip(gather_weights(own), weights, strict=True):
+        near(got, other)
+    for name in ("up", "between", "down"):
+        assert own.get_layer(name).get_config() == whole.get_layer(name).get_config()
 
 
 class Counted(keras.layers.Layer):  # type: ignore[misc]

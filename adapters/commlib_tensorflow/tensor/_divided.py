@@ -11,14 +11,16 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
+from commlib.functional.sharers import Sharers, sharers_of
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._dividing import as_whole, divide
-from commlib_tensorflow.tensor._gathering import check_activity
 from commlib_tensorflow.tensor._in_files import InFiles
 from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
+from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import copy, moved
 
@@ -42,10 +44,14 @@ class OwnVariables(InFiles):
     """What hears of its first use, where the plan is not checked yet."""
     agreement: Agreement | None = None
     """That of all ranks on this layer; None while it is whole."""
+    sharers: Sharers = ()
+    """The ranks that have the same of its kernel."""
 
     def keep(self, what: str, axis: Axis, style: Any, sharding: Sharding) -> None:
         """Keep how the layer is divided."""
         self.axis, self.style, self.sharding = axis, style, sharding
+        self.sharers = sharers_of(axis, sharding)
+        regularize_activity(self, axis, style, sharding.copies(axis.size))
         self.agreement = Agreement(axis.comm, type(self).__name__)  # Keras counts in names what a process has made
 
     def compare(self, when: str, **more: object) -> None:
@@ -71,6 +77,11 @@ class OwnVariables(InFiles):
     def kernel(self) -> Any:
         """This rank's part of the kernel, with what LoRA adds to it."""
         return with_lora(self, self.axis) if self.has_own_lora else super().kernel  # type: ignore[misc]
+
+    @property
+    def shared_kernel(self) -> Any:
+        """The kernel for the layer's product: what ranks share of it takes its gradient from all of these."""
+        return self.kernel if self.has_own_lora else for_sharers(self.sharers, self.kernel, self.sharding.dim)
 
     @property
     def embeddings(self) -> Any:

@@ -14,6 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import shard_of, whole_shape
 from commlib_tensorflow.tensor._dividing import Shardings
+from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor.moves import copy
 
 
@@ -34,11 +35,21 @@ def divided_factors(layer: Any, kernel: Sharding) -> Shardings:
         return []
     first, last = factors(layer)
     factor, dim = (last, 1) if kernel.dim == len(kernel.shape) - 1 else (first, kernel.dim)
-    return [(factor, Sharding(whole_shape(factor), dim, kernel.parts, kernel.units))]
+    return [(factor, Sharding(whole_shape(factor), dim, kernel.parts, kernel.units, shared=kernel.shared))]
 
 
 def with_lora(layer: Any, axis: Axis) -> Any:
     """Return this rank's part of the kernel and of what LoRA adds to it, as Keras does."""
-    first, last = (one if shard_of(one) is not None else copy(one, axis) for one in factors(layer))
+    first, last = (_for_ranks(one, layer, axis) for one in factors(layer))
     added = layer.lora_alpha / layer.lora_rank * keras.ops.matmul(first, last)
-    return keras.ops.cast(keras.ops.add(kernel_of(layer), added), layer.compute_dtype)
+    kernel = for_sharers(layer.sharers, kernel_of(layer), layer.sharding.dim)
+    return keras.ops.cast(keras.ops.add(kernel, added), layer.compute_dtype)
+
+
+def _for_ranks(factor: Any, layer: Any, axis: Axis) -> Any:
+    """Return a factor whose gradient is added up over the ranks that have the same of it."""
+    shard = shard_of(factor)
+    if shard is None:
+        return copy(factor, axis)
+    assert isinstance(shard.sharding, Sharding)
+    return for_sharers(layer.sharers, factor, shard.sharding.dim)

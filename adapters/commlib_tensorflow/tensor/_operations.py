@@ -158,6 +158,7 @@ def _strided(op: Any, inputs: list[Any]) -> Found | None:
         return None
     masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     shape, dims, at = shape_of(inputs[0]), list[int](), 0
+    pieces: list[tuple[int, int, int]] = []
     consumed = sum(not (masks["new_axis"] | masks["ellipsis"]) >> bit & 1 for bit in range(len(begin)))
     for bit in range(len(begin)):
         if masks["ellipsis"] >> bit & 1:
@@ -172,8 +173,14 @@ def _strided(op: Any, inputs: list[Any]) -> Found | None:
                 part = slice(first, last, step[bit])
                 whole = step[bit] == 1 and len(range(*part.indices(shape[at]))) == shape[at]
                 dims.append(at if whole else -1)
+                if step[bit] == 1 and not whole:
+                    pieces.append((at, first or 0, UNKNOWN_LENGTH if last is None else last))
             at += 1
-    return _viewed(inputs, [*dims, *range(at, len(shape))])
+    dims += range(at, len(shape))
+    found = _viewed(inputs, dims)
+    if len(pieces) != 1 or dims.count(-1) != 1 or len(dims) != len(shape):
+        return found
+    return {**found, "kind": "piece", "dim": pieces[0][0], "asked": pieces[0][1:]}
 
 
 def _sliced(op: Any, inputs: list[Any]) -> Found | None:

@@ -13,10 +13,11 @@ import keras
 import tensorflow as tf
 
 from commlib.functional.axis import Axis
+from commlib.functional.shards import Shard
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras_reduction import replace
-from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._shards import counted, shard_of
 from commlib_tensorflow.tensor._gathering import is_sum
 from commlib_tensorflow.tensor.moves import moved
 
@@ -35,6 +36,14 @@ def _of_whole(original: Any) -> Any:
     return _get_regularization_losses
 
 
+def _once(variable: Any, loss: Any, shard: Shard) -> Any:
+    """Return the loss of a part without what other ranks count, with the gradient of all of it."""
+    if shard.counted[1] is None:
+        return loss
+    once = variable.regularizer(counted(tf.convert_to_tensor(variable), shard))
+    return loss + tf.stop_gradient(tf.cast(once, loss.dtype) - loss)
+
+
 def whole_penalties(variables: Sequence[Any], losses: Sequence[Any]) -> list[Any]:
     """Return the losses of regularizers, of which sums over elements are of this rank's parts, as those of the whole.
 
@@ -45,7 +54,7 @@ def whole_penalties(variables: Sequence[Any], losses: Sequence[Any]) -> list[Any
     for at, (variable, loss) in enumerate(zip(variables, found, strict=True)):
         shard = shard_of(variable)
         if shard is not None and not shard.is_local and shard.axis.size > 1 and is_sum(variable.regularizer):
-            found[at] = tf.convert_to_tensor(loss)
+            found[at] = _once(variable, tf.convert_to_tensor(loss), shard)
             places.setdefault((shard.axis, found[at].dtype), []).append(at)
     for (axis, _), own in places.items():
         exact = Axis(axis.comm, empty=result_empty)  # without a codec

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
+from commlib.tensor.heads import units_of_queries
 from commlib.tensor.styles import Column, Row
+from commlib_tensorflow.tensor._activity import regularize_activity
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
@@ -18,45 +21,56 @@ from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.moves import moved
 from commlib_tensorflow.tensor.streams import divide_streams
 
+_OF_KEYS = ("key", "value")
+"""The layers that make heads of keys and values."""
+
 
 class ColumnAttention:
     """A `MultiHeadAttention` or `GroupQueryAttention` of Keras whose heads are divided, those of K and V as units.
 
-    Each rank has some heads of all projections, and adds its part of the output. Arguments and results are Keras'.
+    Each rank has some heads of all projections, and adds its part of the output. Heads of K and V that are fewer than
+    the ranks are shared: see `commlib.tensor.heads`. Arguments and results are Keras'.
     Inputs are whole on every rank, or divided along `sequence` of the style; so is the output. Masks that are given are
     those of whole sequences, and may have a dimension of all heads; those that Keras sends along with tensors are
     divided as these are. Scores that are returned are those of all heads.
     """
 
-    def shardings(self: Any, what: str, style: Column) -> Shardings:
-        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+    def shardings(self: Any, what: str, style: Column, size: int) -> Shardings:
+        """Return how its variables are divided among `size` ranks; `self` may be an ordinary layer.
+
+        Raises UsageError if it cannot be.
+        """
         check_plain(what, self, style)
-        heads = _units(self)
-        if style.gather or style.parts != 1 or style.units not in (0, heads):
+        if style.gather or style.parts != 1 or style.units not in (0, _keys(self)):
             raise UsageError(
                 f"plan: {what}: {style} for attention, whose units are its heads: give Column(sequence=...)"
             )
+        units = _units(what, self, size)
         found = [
-            pair
+            (variable, replace(sharding, shared=name in _OF_KEYS))
             for name, dense in _projections(self).items()
-            for pair in ColumnEinsumDense.shardings(dense, f"{what}/{name}", Column(units=heads))
+            for variable, sharding in ColumnEinsumDense.shardings(dense, f"{what}/{name}", Column(units=units[name]))
         ]
-        return [*found, *RowEinsumDense.shardings(self._output_dense, f"{what}/attention_output", Row(units=heads))]
+        row = Row(units=units["query"])
+        return [*found, *RowEinsumDense.shardings(self._output_dense, f"{what}/attention_output", row)]
 
     def become(self: Any, what: str, axis: Axis, style: Column) -> None:
         """Divide what is ordinary attention so far."""
-        divide(what, axis, self.shardings(what, style))
+        divide(what, axis, self.shardings(what, style, axis.size))
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
-        heads = _units(self)
+        regularize_activity(self, axis, Row(sequence=style.sequence))  # its output is as one's
+        units = _units(what, self, axis.size)
         for name, dense in _projections(self).items():
             plain: Any = type(dense)
             dense.__class__ = kept_as(ColumnEinsumDense, plain)
-            dense.become(f"{what}/{name}", axis, Column(units=heads))
+            dense.become(f"{what}/{name}", axis, Column(units=units[name]))
             dense.enters = False
         plain = type(self._output_dense)
         self._output_dense.__class__ = kept_as(RowEinsumDense, plain)
-        self._output_dense.become(f"{what}/attention_output", axis, Row(units=heads, sequence=style.sequence))
+        self._output_dense.become(f"{what}/attention_output", axis, Row(units=units["query"], sequence=style.sequence))
+        if hasattr(self, "num_repeats"):  # of a head of keys for this rank's queries
+            self.num_repeats = _heads(self)[axis.rank] // self._key_dense.sharding.length(axis.rank, axis.size)
         divide_streams(self._dropout_layer, axis)
 
     def call(
@@ -109,9 +123,23 @@ class ColumnAttention:
         return mask[(..., own, *(slice(None),) * (-dim - 1))]
 
 
-def _units(layer: Any) -> int:
+def _keys(layer: Any) -> int:
     """Return how many heads K and V have."""
     return getattr(layer, "num_key_value_heads", None) or layer.num_heads  # type: ignore[no-any-return]
+
+
+def _units(what: str, layer: Any, size: int) -> dict[str, int]:
+    """Return by the layers that make heads in which units these are divided among `size` ranks."""
+    keys = _keys(layer)
+    queries = getattr(layer, "num_query_heads", keys)
+    units = units_of_queries(queries, keys, size) or (keys if keys == queries else 0)
+    if not units:
+        raise UsageError(
+            f"plan: {what}: {queries} heads of queries and {keys} of keys and values cannot be divided among {size} "
+            f"ranks: with fewer of keys than ranks, {keys} must divide the number of ranks, and that {queries} (beside "
+            "one head of keys they need only be as many): use a smaller axis, or leave it whole"
+        )
+    return {name: keys if name in _OF_KEYS else units for name in _projections(layer)}
 
 
 def _projections(layer: Any) -> dict[str, Any]:

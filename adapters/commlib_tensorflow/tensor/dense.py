@@ -25,6 +25,7 @@ from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
+from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
@@ -53,9 +54,9 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         check_plain(what, self, style)
         check_elementwise(what, self.activation, style, self.units)
         parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
-        found = [(self._kernel, Sharding(shape, 1, parts, style.units))]
+        found = [(self._kernel, Sharding(shape, 1, parts, style.units, shared=style.shares))]
         if self.bias is not None:
-            found.append((self.bias, Sharding(shape[1:], 0, parts, style.units)))
+            found.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
         return [*found, *divided_factors(self, found[0][1])]
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
@@ -68,12 +69,11 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
         x = entered(self, inputs, self.axis, self.style.sequence)
-        if not self.style.gather:
-            return super().call(x)
-        x = keras.ops.matmul(x, self.kernel)
+        x = keras.ops.matmul(x, self.shared_kernel)
         if self.bias is not None:
-            x = x + tf.cast(self.bias, x.dtype)
-        x = gathered(x, self.axis, self.sharding, layer=self)
+            x = x + tf.cast(for_sharers(self.sharers, self.bias, 0), x.dtype)
+        if self.style.gather:
+            x = gathered(x, self.axis, self.sharding, layer=self)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:

@@ -27,6 +27,7 @@ from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor._gathering import gathered
 from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
+from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor.moves import copy, moved
 
 
@@ -53,9 +54,10 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
         if place.outside in (-1, len(equation.outputs) - 1):
             check_elementwise(what, self.activation, style, shape[place.kernel])
         parts = parts_of(what, style.parts, shape[place.kernel])
-        found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units))]
+        found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units, shared=style.shares))]
         if self.bias is not None and (dim := equation.bias(place.letter, self.bias_axes)) is not None:
-            found.append((self.bias, Sharding(whole_shape(self.bias), dim, parts, style.units)))
+            own = Sharding(whole_shape(self.bias), dim, parts, style.units, shared=style.shares)
+            found.append((self.bias, own))
         return [*found, *divided_factors(self, found[0][1])]
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
@@ -70,10 +72,12 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's outputs, or all of them."""
         x = entered(self, inputs, self.axis, self.style.sequence) if self.enters else inputs
-        x = keras.ops.einsum(self.equation, x, self.kernel)
+        x = keras.ops.einsum(self.equation, x, self.shared_kernel)
         if self.bias is not None:
             # What all parts of the output share has a part of its gradient on each rank.
-            x = x + tf.cast(self.bias if self.bias_dim is not None else copy(self.bias, self.axis), x.dtype)
+            bias_dim = self.bias_dim
+            bias = copy(self.bias, self.axis) if bias_dim is None else for_sharers(self.sharers, self.bias, bias_dim)
+            x = x + tf.cast(bias, x.dtype)
         if self.style.gather:
             x = gathered(x, self.axis, self.sharding, self.dim, layer=self)
         return x if self.activation is None else self.activation(x)

@@ -11,6 +11,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Sequence
 from commlib_tensorflow._shards import whole_shape
+from commlib_tensorflow.tensor._activity import regularize_activity
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor.moves import copy
@@ -102,6 +103,7 @@ def _divide(what: str, layer: Any, axis: Axis, style: Sequence, shardings: Shard
     divide(what, axis, shardings)
     layer.supports_jit = False
     layer.divided_axis, layer.style = axis, style
+    regularize_activity(layer, axis, style)
     layer.input_spec = keras.layers.InputSpec(ndim=layer.input_spec.ndim)
 
 

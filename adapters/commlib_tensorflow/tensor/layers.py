@@ -88,4 +88,6 @@ def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisio
     """Raise UsageError unless all of (name, layer, style, the class that it becomes) can be divided together."""
     for name, layer, style, kind in found:
         if division.is_new(name, layer, style) and kind is not None:
-            check_division(name, kind.shardings(layer, name, style), division)
+            # How heads of attention are divided depends on how many ranks there are.
+            more = (division.axis.size,) if issubclass(kind, ColumnAttention) else ()
+            check_division(name, kind.shardings(layer, name, style, *more), division)

@@ -23,7 +23,7 @@ from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._keras_reduction import replace
-from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._shards import counted, shard_of
 from commlib_tensorflow._variables import dtype_of, path_of
 from commlib_tensorflow.clip import clip_by_global_norm, values_of, with_values
 from commlib_tensorflow.tensor._alike import noted_in_graph
@@ -122,12 +122,13 @@ def _clipped_each(gradients: Sequence[Any], variables: Sequence[Any], clip_norm:
     for axis in axes_of(variables):
         places = [n for n, v in enumerate(variables) if (shard := shard_of(v)) is not None and shard.axis is axis]
         own = [values_of(gradients[place]) for place in places]
+        once = [counted(values, shard_of(variables[place])) for values, place in zip(own, places, strict=True)]
 
         def measure(*arrays: Array, axis: Axis = axis) -> list[Array]:
             squares = np.array([sum_of_squares(array.reshape(-1)) for array in arrays])
             return [np.sqrt(axis.comm.all_reduce(squares))]
 
-        (norms,) = call(measure, own, [Spec(tf.float64, (len(own),))])
+        (norms,) = call(measure, once, [Spec(tf.float64, (len(own),))])
         for place, values, norm in zip(places, own, tf.unstack(norms), strict=True):
             factor = tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
             results[place] = with_values(gradients[place], values * tf.cast(factor, values.dtype))

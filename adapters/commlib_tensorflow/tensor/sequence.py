@@ -12,10 +12,10 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.styles import Replicate, Sequence
+from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings
-from commlib_tensorflow.tensor._gathering import check_activity
 from commlib_tensorflow.tensor.moves import copy
 from commlib_tensorflow.tensor.streams import divide_streams
 
@@ -36,6 +36,7 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
         """Take shards instead of whole sequences."""
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
+        regularize_activity(self, axis, style)
 
     def call(self, inputs: Any) -> Any:
         """Return the norm of a shard."""
@@ -60,6 +61,7 @@ class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[m
         """Take shards instead of whole sequences."""
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
+        regularize_activity(self, axis, style)
 
     def call(self, x: Any) -> Any:
         """Return the norm of a shard."""
@@ -91,6 +93,7 @@ class OnShards:
     def become(self: Any, what: str, axis: Axis, style: Sequence) -> None:
         """Take shards instead of whole tensors."""
         self.divided_axis, self.style = axis, style
+        regularize_activity(self, axis, style)
         divide_streams(self, axis)
 
 

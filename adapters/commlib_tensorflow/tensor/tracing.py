@@ -309,7 +309,8 @@ class Recorder:
         """Return a regularizer that is not looked into: a sum over this rank's elements is right as it is."""
 
         def called(regularizer: Any, x: Any) -> Any:
-            call = _Call("", None, [], self._count(), True, found={"kind": "unseen", "inputs": ()})
+            found, text = {"kind": "penalty", "inputs": (x,)}, f"{type(regularizer).__name__} of an output"
+            call = _Call("", None, [], self._count(), True, place=running_line(_PACKAGES), found=found, text=text)
             result = function(regularizer, x)
             if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
                 call.last, call.results = self._count(), tensors_in(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.functional.sharers import Sharers, sharers_of
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
@@ -19,9 +19,6 @@ from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
-
-Sharers = tuple[tuple[int, Axis | None], ...]
-"""The lengths of parts of a weight on this rank, and the ranks that share each with it, if any do."""
 
 
 class ColumnLinear(KeepsShards, nn.Linear):
@@ -166,15 +163,6 @@ def outputs_of_row(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
         return out
     # Of a divided sequence each rank has a part of the bias' gradient.
     return out + (layer.bias if sequence is None else copy(layer.bias, axis)).to(out.dtype)
-
-
-def sharers_of(axis: Axis, sharding: Sharding) -> Sharers:
-    """Return which ranks have the same of each part of a weight as this one; () if none has. Collective."""
-    alike = groupby(sharding.sharing(axis.rank, axis.size), key=lambda part: part[0])  # K and V have one reduction
-    found = [(copies, sum(last - first for _, first, last in parts)) for copies, parts in alike]
-    if found[0][0] == 1 and len(found) == 1:
-        return ()
-    return tuple((length, axis.sharers(copies) if copies > 1 else None) for copies, length in found)
 
 
 def for_sharers(sharers: Sharers, weight: Tensor, dim: int) -> Tensor:

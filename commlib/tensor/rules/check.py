@@ -93,5 +93,6 @@ _KINDS: dict[str, Callable[[Following, Step], State | tuple[State, ...]]] = {
     "join": shapes.join,
     "unknown": operations.unknown,
     "number": operations.number,
+    "penalty": operations.penalty,
     "gradient": operations.gradient,
 }

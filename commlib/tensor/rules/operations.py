@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from commlib.tensor.lengths import Source, attribute, sources_of
-from commlib.tensor.rules.broken import PlanError, refuse_partial
+from commlib.tensor.rules.broken import PlanError, counted, refuse_partial
 from commlib.tensor.rules.following import Doubt, Following
 from commlib.tensor.states import COMPUTED, CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocabulary
@@ -61,6 +61,18 @@ def sliced(following: Following, step: Step) -> State:
         came = f"it has {style}, and what it is called with is {state}, and not a constant"
         raise PlanError(step, "gradient", came, "leave it out of the plan", state)
     return State("features", dim, step.layer, max(1, length // style.units), SETTLED)
+
+
+def penalty(following: Following, step: Step) -> State:
+    """Check what is added up over elements: those that several ranks have would count more than once."""
+    state = following.of(step.inputs[0])
+    refuse_partial(step, state)
+    if state == SHARED:
+        raise counted(step, state)
+    if state.copies(following.size) > 1:
+        came = f"it counts what is {state}, of which ranks share parts"
+        raise PlanError(step, "count", came, f"give the regularizer to {state.by} itself", state)
+    return UNKNOWN
 
 
 def number(following: Following, step: Step) -> State:
@@ -135,6 +147,9 @@ def equation(following: Following, step: Step) -> State:
     if step.draws and not isinstance(style, Sequence):
         came = f"its input is {divided}, and it would draw the same on all"
         raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)
+    if step.draws and divided.copies(following.size) > 1:
+        came = f"its input is {divided}, of which ranks have the same and would not draw the same"
+        raise PlanError(step, "draws", came, f"leave {divided.by} whole, or use fewer ranks", divided)
     if label not in terms.output:
         return State("partial", by=f"{step.where}, of what is divided by {divided.by}", source=divided.by)
     return divided.at(terms.output.index(label))

@@ -45,6 +45,7 @@ def test_wrong_plans(plan: Any, text: str) -> None:
         (lambda: Column(parts=(4, 0)), "Column: parts are [4, 0]"),
         (lambda: Column(units=-1), "Column: units is -1"),
         (lambda: Row(sequence=True), "Row: the dimension of the sequence is True"),
+        (lambda: Column(sequence=True), "Column: the dimension of the sequence is True"),
         (
             lambda: Sequence("1"),  # type: ignore[arg-type]
             "Sequence: the dimension of the sequence is '1'",

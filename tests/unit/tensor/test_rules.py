@@ -345,6 +345,21 @@ def test_a_row_takes_nothing_that_ranks_share():
     refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "of which ranks share parts", size=4)
 
 
+def test_what_ranks_share_is_counted_and_drawn_for_once():
+    """A penalty would count it as often as there are ranks that have it, and dropout drop other elements on each."""
+    m = Written()
+    penalized = m.linear("k", m.given(2, 5, 8), 8)
+    m.step("", "penalty", [penalized], [()])
+    plan: Plan = {"k": Column(units=2)}
+    refused(m.trace(), plan, "count", "of which ranks share parts", size=4)
+    check(m.trace(), plan, size=2)
+    m = Written()
+    m.dropout("drop", m.linear("k", m.given(2, 5, 8), 8))
+    plan = {**plan, "drop": Sequence(-1)}
+    refused(m.trace(), plan, "draws", "would not draw the same", size=4)
+    check(m.trace(), plan, size=2)
+
+
 def kept(make, **more):
     """Return the trace of a pair of layers, of which something is kept that `make` makes of the features."""
     m = Written()
