@@ -1,4 +1,4 @@
-"""Parameters that hold a shard: how one tells, how copies do, and how modules keep the note wherever they go.
+"""Parameters and buffers that hold a shard: how one tells, how copies do, and how modules keep the note anywhere.
 
 A module knows what its parameters are parts of; a parameter has a note of that, for whoever is given parameters alone.
 Where PyTorch makes another parameter of one, the module renews the note.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -46,13 +47,13 @@ def shard_of(parameter: Tensor) -> Shard | None:
 
 
 def shards_of(module: nn.Module) -> Mapping[str, Shard]:
-    """Return what a module's own parameters hold parts of, by their names."""
+    """Return what a module's own parameters and buffers hold parts of, by their names."""
     found: Mapping[str, Shard] = vars(module).get(_SHARDS, {})
     return found
 
 
 def describe(module: nn.Module, name: str, shard: Shard) -> None:
-    """Let a module know what its own parameter of this name holds, from now on."""
+    """Let a module know what its own parameter, or buffer, of this name holds, from now on."""
     if not shards_of(module):
         setattr(module, _SHARDS, {})
         module.register_state_dict_post_hook(mark_in_state)
@@ -64,7 +65,9 @@ def describe(module: nn.Module, name: str, shard: Shard) -> None:
 def renew(module: nn.Module) -> None:
     """Renew the notes of parameters that PyTorch may have made anew. Raises UsageError for what cannot be the part."""
     for name, shard in shards_of(module).items():
-        parameter = vars(module)["_parameters"].get(name)
+        parameter = _held(module, name)
+        if parameter is None and name in vars(module)["_buffers"]:
+            continue  # a norm may be told to keep no moments
         if parameter is None:
             raise UsageError(
                 f"{type(module).__name__} on rank {shard.axis.rank} of {shard.axis.comm.name} has lost its parameter "
@@ -77,7 +80,15 @@ def renew(module: nn.Module) -> None:
 def change_shard(module: nn.Module, name: str, shard: Shard) -> None:
     """Let a module know that its parameter holds another part by now."""
     getattr(module, _SHARDS)[name] = shard
-    _mark(module.get_parameter(name), shard)
+    held = _held(module, name)
+    assert held is not None
+    _mark(held, shard)
+
+
+def _held(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's own parameter, or buffer, of a name."""
+    found: Tensor | None = vars(module)["_parameters"].get(name)
+    return vars(module)["_buffers"].get(name) if found is None else found
 
 
 class KeepsShards(nn.Module):
@@ -108,9 +119,15 @@ def _renew(what: str, name: str, parameter: Tensor, shard: Shard) -> None:
 
 
 def _mark(parameter: Tensor, shard: Shard) -> None:
-    """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not."""
+    """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not.
+
+    Those of a buffer have it anyway.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        setattr(parameter, _MARK, shard)
+        return
     key = id(parameter)
-    reference = weakref.ref(parameter, lambda _: _DIVIDED.pop(key, None))
+    reference: weakref.ref[Tensor] = weakref.ref(parameter, lambda _: _DIVIDED.pop(key, None))
     _DIVIDED[key] = reference
 
     def copied(memo: dict[int, Any]) -> nn.Parameter:
@@ -128,7 +145,7 @@ def _forget(module: nn.Module) -> None:
     """Take the notes away for a while: PyTorch exchanges no tensors to which there are weak references."""
     for name in shards_of(module):
         parameter = vars(module)["_parameters"].get(name)
-        if shard_of(parameter) is not None:
+        if parameter is not None and shard_of(parameter) is not None:
             _DIVIDED.pop(id(parameter), None)
             delattr(parameter, _MARK)
             delattr(parameter, "__deepcopy__")
@@ -156,6 +173,7 @@ def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 def _watch() -> None:
     """Look at what is registered with modules that are divided, from now on."""
     register_module_parameter_registration_hook(_registered)
+    register_module_buffer_registration_hook(_registered)
     register_module_module_registration_hook(_extended)
 
 

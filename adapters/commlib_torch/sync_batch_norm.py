@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commlib import horovod as core
+from commlib.errors import UsageError
 from commlib.horovod.batch_norm import check_several, compare_layer, gather_statistics, next_layer, running_factors
 from commlib_torch._bridge import device_kind, host_array, to_tensor
+from commlib_torch._shards import shards_of
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.horovod._start import ProcessSets, Reduction, first, start_allreduce
 
@@ -107,9 +109,17 @@ def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -
     """Return `module` with every nn.BatchNorm in it replaced by SyncBatchNorm, with the same parameters and statistics.
 
     `module` itself is changed, unless it is an nn.BatchNorm. Optimizers go on working: parameters are the same objects.
+    Raises UsageError for a norm that is divided with its features: other ranks have other ones.
     """
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        if shards := shards_of(module):
+            axis = next(iter(shards.values())).axis
+            raise UsageError(
+                f"convert_sync_batchnorm: a {type(module).__name__} on rank {axis.rank} of {axis.comm.name} is divided "
+                "with its features, of which other ranks have others: convert it before the model is divided, where it "
+                "stays whole"
+            )
         layer = SyncBatchNorm(
             module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_set
         )

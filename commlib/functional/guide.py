@@ -13,13 +13,13 @@ from commlib.tensor.states import COMPUTED, State
 from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib.tensor.trace import Step
 
-GUIDED = ("product", "table", "attention")
+_GUIDED = ("product", "table", "attention")
 """Kinds of layers that take what is whole, or what a style makes of it; see `is_guided` for others."""
 
 
 def is_guided(step: Step) -> bool:
     """Return whether a step is a layer of these kinds, or one whose weights are divided with the features it takes."""
-    return bool(step.layer) and (step.kind in GUIDED or (step.weights and step.dims[0] >= 0))
+    return bool(step.layer) and (step.kind in _GUIDED or (step.weights and step.dims[0] >= 0))
 
 
 class Guide:

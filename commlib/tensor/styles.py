@@ -85,7 +85,8 @@ class Sequence:
     """Leave a layer's weights whole, for an input that is divided along `dim`: norms and dropout between blocks.
 
     Each rank has a part of the gradient of its weights; these are added. Dropout draws other masks on each rank: give
-    it this style, too, where features are divided (-1), between a `Column` and its `Row`.
+    it this style, too, where features are divided (-1), between a `Column` and its `Row`. What has weights for each
+    feature there, as batch norms have, is divided with them, along the dimension of features: 1 in PyTorch.
     """
 
     dim: int = 1

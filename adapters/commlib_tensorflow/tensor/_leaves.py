@@ -65,13 +65,13 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
             dims = (layer.axis,) if isinstance(layer.axis, int) else layer.axis
             return _equation(equations.along(shape, tuple(dims)), layer)
         case layers.PReLU():
-            return _equation(equations.pointwise(shape), layer) | {"dims": (len(shape) - 1,) * 2}
+            return _of_features(equations.pointwise(shape), len(shape) - 1)
         case layers.BatchNormalization():
             dim = layer.axis % len(shape)
-            return _equation(equations.along(shape, set(every) - {dim}), layer) | {"dims": (dim, dim)}
+            return _of_features(equations.along(shape, set(every) - {dim}), dim)
         case layers.GroupNormalization():
             dim = layer.axis % len(shape)
-            return _equation(equations.along(shape, set(every) - {0, dim}), layer) | {"dims": (dim, dim)}
+            return _of_features(equations.along(shape, set(every) - {0, dim}), dim)
     if isinstance(layer, _MIXING):
         dim = -1 if layer.data_format == "channels_last" else 1
         return {"kind": "product", "dims": (dim, dim)}
@@ -101,3 +101,8 @@ def _whole(layer: Any) -> tuple[int, ...]:
 
 def _equation(equation: Equation, layer: Any) -> dict[str, Any]:
     return {"kind": "equation", "equation": equation, "weights": bool(layer.trainable_variables)}
+
+
+def _of_features(equation: Equation, dim: int) -> dict[str, Any]:
+    """Return the fields of a layer that has something for each feature, frozen or not: weights, moments, or groups."""
+    return {"kind": "equation", "equation": equation, "weights": True, "dims": (dim, dim)}

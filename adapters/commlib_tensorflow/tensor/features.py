@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.tensor import features
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Sequence
 from commlib_tensorflow._shards import whole_shape
@@ -50,7 +50,7 @@ class FeatureGroupNormalization(keras.layers.GroupNormalization):  # type: ignor
         whole.check(what, axis.size)
         _divide(what, self, axis, style, shardings)
         self.channels, self.whole_groups = whole.length(axis.rank, axis.size), self.groups
-        self.groups = self.channels * self.groups // channels
+        self.groups = features.own_groups(whole, axis.rank, axis.size)
 
     def call(self, inputs: Any) -> Any:
         """Return the norm of this rank's groups."""
@@ -91,11 +91,7 @@ class PartPReLU(keras.layers.PReLU):  # type: ignore[misc]  # Keras has no types
 def _of_channels(what: str, layer: Any, style: Sequence, units: int = 0) -> Shardings:
     check_plain(what, layer, style)
     ndim = layer.input_spec.ndim
-    if style.dim % ndim != layer.axis % ndim:
-        raise UsageError(
-            f"plan: {what} has weights of dimension {layer.axis % ndim}, and looks at all of the others together: "
-            f"Sequence({layer.axis % ndim}) divides it with its features, else leave it whole"
-        )
+    features.check_dim(what, style.dim % ndim, layer.axis % ndim)
     return [(one, Sharding(whole_shape(one), 0, (), units)) for one in layer.variables]
 
 
@@ -109,10 +105,5 @@ def _divide(what: str, layer: Any, axis: Axis, style: Sequence, shardings: Shard
 
 def _check_length(layer: Any, x: Any, dim: int, expected: int) -> None:
     """Raise UsageError unless a rank has as many features as weights."""
-    if x.shape[dim] not in (expected, None):
-        axis = layer.divided_axis
-        raise UsageError(
-            f"{layer.name} on rank {axis.rank} of {axis.comm.name}: its input has length {x.shape[dim]} along "
-            f"dimension {dim}, expected {expected}: divide features evenly before it (Column without units=), or "
-            "gather them"
-        )
+    axis = layer.divided_axis
+    features.check_length(f"{layer.name} on rank {axis.rank} of {axis.comm.name}", x.shape[dim], dim, expected)

@@ -27,10 +27,11 @@ _TAKES = "commlib_takes_own"
 
 
 def check_division(what: str, module: nn.Module, shardings: Mapping[str, Sharding], division: Division) -> None:
-    """Raise UsageError unless parameters of a module can be divided so: those that it has, by their names."""
+    """Raise UsageError unless parameters and buffers of a module can be divided so: those that it has, by name."""
     for name, sharding in shardings.items():
-        parameter = _parameter(what, module, name)
-        _check_reduced(f"{what}.{name}", parameter)
+        parameter = _held(what, module, name)
+        if isinstance(parameter, nn.Parameter):
+            _check_reduced(f"{what}.{name}", parameter)
         division.add(f"{what}.{name}", parameter, shard_of(parameter), sharding)
 
 
@@ -45,7 +46,10 @@ def _check_reduced(what: str, parameter: nn.Parameter) -> None:
                 )
 
 
-def _parameter(what: str, module: nn.Module, name: str) -> nn.Parameter:
+def _held(what: str, module: nn.Module, name: str) -> Tensor:
+    """Return a parameter of a module, or of modules within it, or a buffer of its own."""
+    if (buffer := module._buffers.get(name)) is not None:
+        return buffer
     try:
         return module.get_parameter(name)
     except AttributeError:
@@ -58,7 +62,7 @@ def _parameter(what: str, module: nn.Module, name: str) -> nn.Parameter:
 
 
 def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sharding]) -> None:
-    """Let parameters of a module hold this rank's part of their values: the same objects, with smaller tensors.
+    """Let parameters and buffers of a module hold this rank's part of their values: the same objects, smaller ones.
 
     An optimizer that has one already goes on with it. A parameter that several modules share is divided once. Raises
     UsageError, before anything is changed, if one is divided otherwise already.
@@ -71,7 +75,7 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     keep_unfused(module)
     take_own_when_loaded(module)
     for name, sharding in shardings.items():
-        parameter, shard = module.get_parameter(name), Shard(axis, sharding)
+        parameter, shard = _held(what, module, name), Shard(axis, sharding)
         tied = shard_of(parameter)
         if tied is None:
             with torch.no_grad():
@@ -86,7 +90,7 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     compare_at_first_use(module, what, axis, shardings)
 
 
-def _end_graphs(what: str, parameter: nn.Parameter) -> None:
+def _end_graphs(what: str, parameter: Tensor) -> None:
     """Let graphs from before, that somebody holds, be none of the divided parameter's.
 
     A graph ends in a node that knows the shape of the parameter, and later ones share it while it lives. Data of

@@ -24,6 +24,7 @@ from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
 from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor._numbers import numbers_in
+from commlib_torch.tensor.features import OnFeatures
 from commlib_torch.tensor.tracing import Recorder
 from commlib_torch.tensor.verify import evaluating, unfused
 
@@ -96,7 +97,7 @@ def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> 
 
 
 def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
-    """Return with which styles a divided model computes the whole, on all ranks alike; None if with none.
+    """Return with which attributes a divided model computes the whole, on all ranks alike; None if with none.
 
     Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
     weights that it has.
@@ -118,6 +119,9 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
         if module in heads or (isinstance(style, Vocabulary) and isinstance(module, nn.Embedding)):
             change: Style = replace(style, sequence=None)  # type: ignore[arg-type]  # all of these have one
         elif module in others:
+            continue
+        elif isinstance(module, OnFeatures):
+            found.append((module, "takes_whole", True))
             continue
         elif isinstance(style, Column | Vocabulary):
             change = replace(style, gather=True, sequence=None)

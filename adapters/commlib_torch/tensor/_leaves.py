@@ -20,9 +20,11 @@ _POINTWISE = (
     nn.Tanh, nn.Tanhshrink, nn.Threshold,
 )  # fmt: skip
 
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 _KNOWN = (
     nn.Linear, _ConvNd, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm,
-    _DropoutNd, nn.RReLU, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.PReLU, *_POINTWISE,
+    *INSTANCE_NORMS, _DropoutNd, nn.RReLU, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.PReLU, *_POINTWISE,
 )  # fmt: skip
 
 
@@ -56,19 +58,44 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
         case nn.LayerNorm() | nn.RMSNorm():
             return _equation(equations.along(shape, every[-len(module.normalized_shape) :]), module)
         case nn.GroupNorm():
-            return _equation(equations.along(shape, every[1:]), module)
+            return _of_features(equations.along(shape, every[2:]), module)
         case _BatchNorm():
-            return _equation(equations.along(shape, every), module)
+            return _of_features(equations.along(shape, (*every[:1], *every[2:])), module)
+        case nn.InstanceNorm1d() | nn.InstanceNorm2d() | nn.InstanceNorm3d():
+            return _of_features(equations.along(shape, every[feature_dim(module, len(shape)) + 1 :]), module)
         case _DropoutNd():
             return _equation(equations.pointwise(shape), module) | {"draws": module.p > 0}
         case nn.RReLU():
             return _equation(equations.pointwise(shape), module) | {"draws": module.lower < module.upper}
         case nn.Softmax() | nn.LogSoftmax() | nn.Softmin():
             return _equation(equations.along(shape, every if module.dim is None else (module.dim,)), module)
+        case nn.PReLU() if has_features(module):
+            return _of_features(equations.pointwise(shape), module)
         case nn.PReLU():
-            return _equation(equations.along(shape, every[1:2] if module.num_parameters > 1 else ()), module)
+            return _equation(equations.pointwise(shape), module)
     return _equation(equations.pointwise(shape), module) if isinstance(module, _POINTWISE) else {"kind": "unknown"}
 
 
 def _equation(equation: Equation, module: nn.Module) -> dict[str, Any]:
     return {"kind": "equation", "equation": equation, "weights": any(True for _ in module.parameters())}
+
+
+def _of_features(equation: Equation, module: nn.Module) -> dict[str, Any]:
+    dim = feature_dim(module, len(equation.output))
+    return {"kind": "equation", "equation": equation, "weights": has_features(module), "dims": (dim, dim)}
+
+
+def has_features(module: nn.Module) -> bool:
+    """Return whether a norm of channels, or PReLU, has something for each feature, and has to be divided with these.
+
+    Weights, moments, groups, or, in instance norms, how many there are: which a batch norm alone may be without.
+    """
+    if isinstance(module, nn.PReLU):
+        return module.num_parameters > 1
+    return not isinstance(module, _BatchNorm) or bool([*module.parameters(), *module.buffers()])
+
+
+def feature_dim(module: nn.Module, rank: int) -> int:
+    """Return the dimension of features that a norm of channels, or PReLU, has in inputs of `rank` dimensions."""
+    behind = next((at for at, kind in enumerate(INSTANCE_NORMS, 1) if isinstance(module, kind)), None)
+    return 1 if behind is None else rank - 1 - behind

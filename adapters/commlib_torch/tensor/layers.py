@@ -11,12 +11,13 @@ from commlib.errors import UsageError
 from commlib.functional.division import Division
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_torch.tensor._dividing import check_division
-from commlib_torch.tensor._leaves import is_transposed
+from commlib_torch.tensor._leaves import has_features, is_transposed
 from commlib_torch.tensor._linear import is_plain_linear
 from commlib_torch.tensor._looking_up import beneath, goes_on_with_rows
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_torch.tensor.features import FEATURE_LAYERS, OnFeatures, features_of
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
 from commlib_torch.tensor.sequence import (
     IntoSharded,
@@ -44,6 +45,7 @@ _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
     (nn.MultiheadAttention, Column): ColumnAttention,
     (nn.LayerNorm, Sequence): SequenceLayerNorm,
     (nn.RMSNorm, Sequence): SequenceRMSNorm,
+    **{(plain, Sequence): layer for plain, layer in FEATURE_LAYERS.items()},
 }
 
 
@@ -58,7 +60,8 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         raise UsageError(f"plan: {name} has a forward of its own, put over that of its class: divide the model before")
     if isinstance(style, Replicate):
         return mixed(IntoSharded, plain)  # type: ignore[arg-type]  # types have a hash
-    if found := _LAYERS.get((plain, type(style))):
+    found = _LAYERS.get((plain, type(style)))
+    if found is not None and (not issubclass(found, OnFeatures) or has_features(module)):
         return found
     if is_transposed(module) and isinstance(style, Column | Row):
         return mixed(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
@@ -81,3 +84,5 @@ def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisio
     for name, module, style, layer in found:
         if division.is_new(name, module, style) and layer is not type(module):
             check_division(name, module, layer.shardings(module, name, style), division)
+            if issubclass(layer, OnFeatures):  # it may have no weights
+                features_of(module).check(name, division.axis.size)

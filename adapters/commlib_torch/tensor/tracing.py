@@ -19,13 +19,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 import commlib
 from commlib.errors import UsageError
-from commlib.functional.guide import GUIDED, Guide
+from commlib.functional.guide import Guide, is_guided
 from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Slice, Style
-from commlib.tensor.trace import Trace
+from commlib.tensor.trace import Step, Trace
 from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor import _arguments, _leaves, moves
 from commlib_torch.tensor._arguments import Slicing, slicings_in
@@ -329,7 +329,9 @@ class Recorder(TorchFunctionMode):
             result = result if changed is None else exchanged(result, changed)
             found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
             outputs = tensors_in(result)
-            kept = [one.detach().clone() for one in outputs] if self._keeps and found.get("kind") in GUIDED else []
+            kept = (
+                [one.detach().clone() for one in outputs] if self._keeps and found and _is_guided(name, found) else []
+            )
             self._leaves.pop()
             self._inside += self._calls() - first
             if not inputs:
@@ -381,7 +383,7 @@ class Recorder(TorchFunctionMode):
     def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
         """Keep what a layer takes; return what it is called with instead."""
         tensors = tensors_in([args, options])
-        if not tensors or _leaves.described(module, tensors[0])["kind"] not in GUIDED:
+        if not tensors or not _is_guided(name, _leaves.described(module, tensors[0])):
             return None
         numbers = [self._recording.number(tensor) for tensor in tensors]
         if self._keeps:
@@ -467,6 +469,11 @@ def _is_plain(value: Any) -> bool:
 def _source(name: str) -> tuple[str, str]:
     path, _, own = name.rpartition(".")
     return path, own
+
+
+def _is_guided(layer: str, found: Mapping[str, Any]) -> bool:
+    """Return whether a guide has a say in a call of a leaf, of which these fields are known."""
+    return is_guided(Step(layer, inputs=(), outputs=(), **found))
 
 
 def _is_discrete(tensor: Tensor) -> bool:

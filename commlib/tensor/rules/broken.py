@@ -14,6 +14,7 @@ RULES = {
     "meet": "what is divided meets only what is divided the same way",
     "needs": "an operation that needs all of a dimension takes none that is divided",
     "gradient": "weights that are whole take gradients from the whole",
+    "features": "what has something for each feature is divided as these are",
     "count": "a gradient that is whole on every rank must not be added up over them",
     "draws": "what is divided needs other random numbers on each rank",
     "same": "what is whole needs the same random numbers on each rank",

@@ -26,6 +26,10 @@ def given(following: Following, step: Step) -> State:
         came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
         raise PlanError(step, "inside", came, "call the layer, or leave it whole")
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Sequence):
+        calls = [one for one in following.trace.steps if one.layer == step.layer and one.kind == "equation"]
+        if any(one.dims[0] >= 0 for one in calls):
+            came = f"{step.layer}'s weight is used outside it, where it is that of this rank's features"
+            raise PlanError(step, "inside", came, "call the layer, or leave it whole")
         return SHARED
     for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
         for source in sources_of(length):
@@ -138,12 +142,18 @@ def equation(following: Following, step: Step) -> State:
             "by gather=True, or by a Row" if divided.name == "features" else "gather along the sequence"
         )
         raise PlanError(step, "needs", f"its input is {divided}", todo, divided)
+    of_features = step.weights and divided.dim == step.dims[0]
     if step.weights and not isinstance(style, Sequence):
-        came = f"its input is {divided}, so each rank has a part of its weights' gradient"
-        raise PlanError(step, "gradient", came, f"give it Sequence({divided.dim})", divided)
-    if step.weights and divided.parts > 1 and divided.dim == step.dims[0]:
+        came = f"its input is {divided}"
+        rule = "features" if of_features else "gradient"
+        came += "" if of_features else ", so each rank has a part of its weights' gradient"
+        raise PlanError(step, rule, came, f"give it Sequence({divided.dim})", divided)
+    if of_features and divided.parts > 1:
         came = f"its input is {divided}, which is {divided.parts} fused parts, and its weights would be divided as one"
         raise PlanError(step, "parts", came, "split them first", divided)
+    if of_features and divided.unit > 1 and divided.units % following.size:
+        came = f"its input is {divided} in {divided.units} units for {following.size} ranks, so not evenly"
+        raise PlanError(step, "features", came, f"give {divided.by} no units, or leave this whole", divided)
     if step.draws and not isinstance(style, Sequence):
         came = f"its input is {divided}, and it would draw the same on all"
         raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)
