@@ -519,6 +519,40 @@ def test_biases_of_heads_become_those_of_a_rank(tp, joined):
         parallelize(copy.deepcopy(plain), tp, {"attention.bias": Slice(0, HEADS)})
 
 
+class ManyBiased(nn.Module):
+    """With biases of several names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Biased(False)
+
+    def forward(self, x: Tensor, *, far: Tensor, near: Tensor, left: Tensor, right: Tensor, both: Tensor) -> Tensor:
+        found: Tensor = self.attention(x, biases=far + near + left + right + both)
+        return found
+
+
+class ManySlopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = ManyBiased()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = 0.5 ** torch.arange(HEADS, dtype=x.dtype)[:, None, None]
+        named = {name: slopes * at for at, name in enumerate(("far", "near", "left", "right", "both"))}
+        found: Tensor = self.block(x, **named)
+        return found
+
+
+@pytest.mark.ranks(max=3)
+def test_several_arguments_are_noted_in_one_order(tp):
+    """That of a set of names is another one in each process: `verify` then called the plan wrong, now and then."""
+    plain: Any = made(ManySlopes)
+    own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
+    slices = {f"block.{name}": Slice(0, HEADS) for name in ("far", "near", "left", "right", "both")}
+    model = parallelize(copy.deepcopy(plain), tp, {**own, **slices}, verify=rows())
+    same_losses(plain, model, rows())
+
+
 @pytest.mark.ranks(min=2, max=2)
 def test_learned_biases_of_heads_are_no_slices(tp):
     """Each rank would have the gradient of its heads alone."""

@@ -53,8 +53,8 @@ def exchanged_arguments(module: nn.Module, args: Any, options: Any, change: Mapp
     for at, name in enumerate(_names(module)[: len(own)]):
         if name in change and isinstance(own[at], Tensor):
             own[at] = change[name](own[at])
-    for name in change.keys() & named.keys():
-        if isinstance(named[name], Tensor):
+    for name in options:  # in one order on all ranks, which note what they see
+        if name in change and isinstance(named[name], Tensor):
             named[name] = change[name](named[name])
     return tuple(own), named
 

@@ -32,7 +32,7 @@ def given(following: Following, step: Step) -> State:
             raise PlanError(step, "inside", came, "call the layer, or leave it whole")
         return SHARED
     for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
-        for source in sources_of(length):
+        for source in sorted(sources_of(length), key=repr):  # in one order on all ranks
             if (name := attribute(source)) in following.styles:  # filled on each rank with its own number
                 return State("features", dim, name)
     following.doubt(step, _UNKNOWN)
@@ -170,7 +170,8 @@ def _expanded(following: Following, step: Step, state: State) -> State | None:
     shape, rank = following.shape(step.inputs[0]), len(step.asked)
     shape, made = (1,) * (rank - len(shape)) + tuple(shape), following.shape(step.outputs[0])
     for dim, (length, was) in enumerate(zip(step.asked, shape, strict=False)):
-        own = next((name for name in map(partial(_own_number, following), sources_of(length)) if name), "")
+        sources = sorted(sources_of(length), key=repr)
+        own = next((name for name in map(partial(_own_number, following), sources) if name), "")
         if not own or was == made[dim]:
             continue
         if state.name == "whole" and was == 1:
