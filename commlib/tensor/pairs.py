@@ -265,7 +265,9 @@ def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
                 more = [step for step in made_by if not known.issuperset(step.outputs)]
                 earlier += more
                 known.update(made for step in more for made in step.outputs)
-    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True)
+    made = {value for step in steps for value in step.outputs}
+    kept = tuple(value for value in trace.kept if value in made)
+    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, kept=kept)
 
 
 def _call(part: Trace, name: str) -> Step:

@@ -31,6 +31,8 @@ class Recording:
     ) -> None:
         self._shape_of, self._outside, self._key, self._is_discrete = shape_of, outside, key, is_discrete
         self._numbers: dict[Hashable, int] = {}
+        self._came = set[Hashable]()
+        """Tensors from outside."""
         self.tensors: list[Any] = []
         """By their numbers."""
         self._steps: list[Step] = []
@@ -38,6 +40,12 @@ class Recording:
         """Values that weights had a part in."""
         self.used = Uses(line)
         """Of lengths, those that were used as numbers."""
+        self.made = set[int]()
+        """Values that are made of others."""
+        self.detached = set[int]()
+        """Values whose gradient reaches no weight."""
+        self.detaches = False
+        """What runs now records no gradients, as the model has asked."""
         self.numbers: dict[str, int] = {}
         """Attributes of modules that shapes may be asked for with."""
 
@@ -48,21 +56,37 @@ class Recording:
     def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
         """Note a step: its results are new values, even where a tensor was changed in place."""
         taken = tuple(self.number(tensor) for tensor in inputs)
-        made = tuple(self._new(tensor) for tensor in outputs)
+        results = list(outputs)
+        made = tuple(map(self._new, results))
+        self._came.update(map(self._key, () if taken else results))
         if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
             self.learned.update(made)
+        self.made.update(made if taken else ())
+        has_weights = kind in ("product", "table", "attention") or more.get("weights", False)
+        if self.detaches or kind == "constant" or (taken and not has_weights and self.detached.issuperset(taken)):
+            self.detached.update(made)
         self._steps.append(Step(layer, kind, taken, made, **more))
 
     def knows(self, tensor: Any) -> bool:
         """Return whether a tensor has a number yet."""
         return self._key(tensor) in self._numbers
 
+    def is_from_outside(self, tensor: Any) -> bool:
+        """Return whether a tensor was there before: its value is another one only if it was written."""
+        return self._key(tensor) in self._came
+
     def stands_for(self, tensor: Any, number: int) -> None:
         """Take another tensor for a value from now on. It must be kept as long as this."""
         self._numbers[self._key(tensor)] = number
 
-    def trace(self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool) -> Trace:
-        """Return what was recorded of a model that returned `results`."""
+    def detach(self, tensor: Any) -> None:
+        """Note that the gradient of a value is cut off there."""
+        self.detached.add(self.number(tensor))
+
+    def trace(
+        self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool, held: Iterable[int] = ()
+    ) -> Trace:
+        """Return what was recorded of a model that returned `results`. held: values that somebody holds after that."""
         outputs = tuple(self.number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
         discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
@@ -75,6 +99,8 @@ class Recording:
             discrete,
             used=dict(self.used),
             numbers=dict(self.numbers),
+            kept=tuple(sorted(self.made.intersection(held) - set(outputs))),
+            detached=discrete | self.detached,
         )
 
     def number(self, tensor: Any) -> int:
@@ -85,8 +111,11 @@ class Recording:
         kind, layer = self._outside(tensor) or ("unseen", "")
         text = f"a weight of {layer or 'the model'}" if kind == "weight" else "a value from outside"
         number = self._new(tensor)
+        self._came.add(self._key(tensor))
         if kind == "weight":
             self.learned.add(number)
+        elif kind == "constant":
+            self.detached.add(number)
         self._steps.append(Step(layer, kind, (), (number,), text))
         return number
 

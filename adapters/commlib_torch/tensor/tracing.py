@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,14 @@ from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor import _arguments, _leaves, moves
 from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
+from commlib_torch.tensor._keeping import held
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
 from commlib_torch.tensor._trial import gradients, tried
+
+_RUNNING: ContextVar[Any] = ContextVar("the recorder that runs a model", default=None)
+"""The innermost one: a look at a model may run within that at another."""
 
 TRANSFORMS = (
     (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
@@ -155,6 +160,10 @@ class Recorder(TorchFunctionMode):
         self._sliced = {name: style for name, style in slices.items() if name not in divided}
         """Arguments of which the model does not take a part by itself."""
         self._ranks = ranks
+        self._cuts = 0
+        """Contexts without gradients that the model has entered."""
+        self._written: dict[int, set[int]] = {}
+        """Values that were written into memory that was there, by this."""
         self._taken: list[Tensor] = []
         """Values that were used in what is not looked into."""
         self._recording = Recording(
@@ -167,10 +176,19 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_in([*args, *options.values()]):
             self._recording.add("", "given", (), (tensor,), text="an argument")
         first = self._calls()
-        with self._watching(), self._unseen(), self._measuring(), self:
-            result = self._model(*args, **options)
+        outer = _RUNNING.set(self)
+        try:
+            with self._watching(), self._unseen(), self._measuring(), self._cutting(), self:
+                result = self._model(*args, **options)
+        finally:
+            _RUNNING.reset(outer)
         self._moves |= self._calls() - first > self._inside
-        return self.trace_of(result), result
+        return self.trace_of(result, self._held(args, options, result)), result
+
+    @property
+    def _listens(self) -> bool:
+        """Whether what runs is to be noted: not what another one looks at meanwhile."""
+        return _RUNNING.get() is self
 
     @property
     def communicates(self) -> bool:
@@ -183,9 +201,44 @@ class Recorder(TorchFunctionMode):
         self.kept.clear()
         self._taken.clear()
 
-    def trace_of(self, result: Any) -> Trace:
-        """Return the trace of what ran so far."""
-        return self._recording.trace(tensors_in(result), tied(self._model), whole=self._whole)
+    def trace_of(self, result: Any, kept: Collection[int] = ()) -> Trace:
+        """Return the trace of what ran so far. kept: values that somebody holds, beside the model's results."""
+        return self._recording.trace(tensors_in(result), tied(self._model), whole=self._whole, held=kept)
+
+    def _held(self, args: Any, options: Any, result: Any) -> set[int]:
+        """Return the values that somebody holds after the call, those included that were written into memory."""
+        self._taken = []
+        values = {id(tensor): self._values(tensor) for tensor in self.tensors}
+        returned = set(map(id, tensors_in(result)))
+        wanted = {key for key, found in values.items() if found and key not in returned}
+        kept = held(self.tensors, wanted, (vars(self._model), args, options, result))
+        return {value for key in kept for value in values[key]}
+
+    def _values(self, tensor: Tensor) -> set[int]:
+        """Return the values that were made, and are in a tensor, or were written into its memory."""
+        own = set() if self._recording.is_from_outside(tensor) else {self._recording.number(tensor)}
+        if self._written:
+            own |= self._written.get(_storage(tensor), set())
+        return self._recording.made.intersection(own)
+
+    @contextmanager
+    def _cutting(self) -> Iterator[None]:
+        """Hear where the model cuts gradients off, for a while: nothing else tells where none are computed at all."""
+
+        def counting(function: Any, change: int) -> Any:
+            def called(*args: Any) -> Any:
+                if self._listens:
+                    self._cuts += change
+                    self._recording.detaches = self._cuts > 0
+                return function(*args)
+
+            return called
+
+        with ExitStack() as stack:
+            for kind in (torch.no_grad, torch.inference_mode):
+                for name, change in (("__enter__", 1), ("__exit__", -1)):
+                    stack.enter_context(replaced(kind, name, counting(getattr(kind, name), change)))
+            yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -194,7 +247,8 @@ class Recorder(TorchFunctionMode):
             for name, module in self._model.named_modules():
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+                last = module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True)
+                stack.callback(last.remove)  # prepended: what hooks of the user's do with a layer's result is seen
             yield
 
     @contextmanager
@@ -207,6 +261,7 @@ class Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             opaque: Any = classmethod(self._opaque(_apply, "unseen"))
             stack.enter_context(replaced(_SingleLevelFunction, "apply", opaque))
+            stack.enter_context(replaced(nn.Parameter, "__new__", self._detached(nn.Parameter.__new__)))
             stack.enter_context(replaced(_arguments, "part_of", self._sliced_part))
             stack.enter_context(replaced(moves, "moved", self._opaque(moves.moved, "unseen", moves=True)))
             for owner, transform in TRANSFORMS:
@@ -238,11 +293,19 @@ class Recorder(TorchFunctionMode):
 
     def _opaque(self, function: Any, kind: str, *, moves: bool = False) -> Any:
         def called(*args: Any, **options: Any) -> Any:
+            if not self._listens:
+                return function(*args, **options)
             package = str(getattr(args[0] if args else None, "__module__", "")).partition(".")[0]
             if package == "torch" and kind == "unseen" and not moves:  # such as one that computes again in backward
-                if args[0] is CheckpointFunction and not self._recomputes:
+                if args[0] is not CheckpointFunction:
+                    return function(*args, **options)
+                if not self._recomputes:
                     return args[1](*args[3:])
-                return function(*args, **options)
+                self._cuts -= 1  # it computes all gradients, later
+                try:
+                    return function(*args, **options)
+                finally:
+                    self._cuts += 1
             own, outermost = moves or package.startswith("commlib"), not self._leaves
             self._leaves.append("")
             try:
@@ -261,6 +324,18 @@ class Recorder(TorchFunctionMode):
                 self._recording.add("", kind, inputs, results, text=text, place=_line(), equation=equation)
                 if self._differentiates and kind == "unseen" and known and not (own or self.hides):
                     self._note_gradients(partial(function, args[0]), args[1:], text)
+            return result
+
+        return called
+
+    def _detached(self, function: Any) -> Any:
+        """Return what makes a parameter of a tensor, and notes it as a call of `detach`."""
+
+        def called(kind: Any, *args: Any, **options: Any) -> Any:
+            result, given = function(kind, *args, **options), tensors_in([args, options])
+            if given and self._listens and not self._leaves:
+                self._note("detach", (given[0],), {}, [result])
+                self._recording.detach(result)
             return result
 
         return called
@@ -308,6 +383,8 @@ class Recorder(TorchFunctionMode):
 
         def before(module: nn.Module, args: Any, options: Any) -> Any:
             nonlocal first
+            if not self._listens:
+                return None
             self._within.append(name)
             if not leaf:
                 return self._arguments(name, module, args, options)
@@ -320,6 +397,8 @@ class Recorder(TorchFunctionMode):
 
         def after(module: nn.Module, args: Any, options: Any, result: Any) -> Any:
             """Note the call of a leaf. A call that failed has no result."""
+            if not self._listens:
+                return None
             self._within.pop()
             inputs = tensors_in([args, options])
             if not leaf or len(self._leaves) > 1:
@@ -397,6 +476,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        if not self._listens:
+            return func(*args, **options)
+        given = tensors_in([args, options])
+        versions = [_version(tensor) for tensor in given]
         try:
             result = func(*args, **options)
         except Exception:
@@ -412,16 +495,21 @@ class Recorder(TorchFunctionMode):
             return lengths if isinstance(result, torch.Size) else lengths[args[1] if len(args) > 1 else options["dim"]]
         if name == "iter":
             result = list(result)
-        if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
+        written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
+        if name == "setitem" or getattr(func, "__name__", "") == "__set__":
+            written = given[:1]
+        if outputs := tensors_in(result) or written:
             self._note(name, args, options, outputs)
+            if name in ("detach", "data"):
+                self._recording.detach(outputs[0])
+            for tensor in written:
+                self._written.setdefault(_storage(tensor), set()).add(self._recording.number(tensor))
             if self._differentiates and _is_custom(func):
                 self._note_gradients(partial(func, **options), args, f"{name} in {self._place_in_model()}")
-        elif (
-            name in NUMBERS and (inputs := tensors_in([args, options])) and not runs_within(_OURS, (*_TORCH, __file__))
-        ):
+        elif name in NUMBERS and given and not runs_within(_OURS, (*_TORCH, __file__)):
             text = f"{NUMBERS[name]} in {self._place_in_model()}"
             dim = 0 if name == "len" else -1
-            self._recording.add("", "number", inputs, (), text=text, place=_line(), dim=dim)
+            self._recording.add("", "number", given, (), text=text, place=_line(), dim=dim)
         return iter(result) if name == "iter" else result
 
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
@@ -454,6 +542,19 @@ class Recorder(TorchFunctionMode):
 def _apply(function: Any, *args: Any) -> Any:
     """Do what `apply` of an autograd function, a class, ends in."""
     return vars(_FunctionBase)["apply"].__get__(None, function)(*args)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written, if it knows."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from that of others; 0 if it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # it is sparse, say
+        return 0
 
 
 def _is_custom(func: Any) -> bool:
