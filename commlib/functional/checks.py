@@ -94,15 +94,22 @@ def found_plan(
 
 
 def _leave_what_differs(model: Model, axis: Axis, call: Any, trace: Trace, found: Found) -> None:
-    """Leave whole what gives other numbers, though no rule says so: a length that is used in arithmetic. Collective."""
-    while found.plan:
+    """Leave whole what gives other numbers, though no rule says so: a length that is used in arithmetic.
+
+    So is what has a gradient that somebody has written, where numbers cannot tell of it. Collective.
+    """
+    while found.plan and axis.size > 1:
         verdict = judged(model, axis, found.plan, call, divided=False)
         if verdict.difference is not None:
             leave_whole(trace, found, verdict.difference.step, verdict.difference.state, f"{verdict.difference}")
         elif verdict.failed is not None:
             leave_whole(trace, found, verdict.failed.step, verdict.failed.state, verdict.failed.said)
         else:
-            return
+            doubts = check(trace, found.plan, divided_output=True, size=axis.size).doubts
+            left = [one for one in verdict.left(doubts) if one.is_of_gradient]
+            if not left:
+                return
+            leave_whole(trace, found, left[0].step, left[0].state, f"{left[0]}")
 
 
 def _leave_what_breaks(other: Model, axis: Axis, call: Any, trace: Trace, found: Found) -> None:

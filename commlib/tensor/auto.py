@@ -2,7 +2,7 @@
 
 A pair is a layer, or several with one input, whose features reach one other layer and nothing else: Q, K and V reach
 the output of attention, up and gate reach down. The first are Columns, the last is a Row. The rules judge each pair,
-and where they cannot tell it stays whole.
+and where they cannot tell it stays whole; but of gradients that somebody has written numbers tell, later.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def auto(trace: Trace, size: int, able: Able) -> Found:
             found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
     while True:
         try:
-            doubts = check(trace, found.plan, size=size).doubts
+            doubts = [one for one in check(trace, found.plan, size=size).doubts if not one.is_of_gradient]
         except PlanError as error:
             _give_up(trace, found, error)
             continue

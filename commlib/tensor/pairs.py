@@ -122,8 +122,9 @@ def _accepted(
                 changes |= dict.fromkeys(names, next(changes[name] for name in names if name in changes))
             styles = styles | changes
     checked = check(part, styles, size=size)
-    if checked.doubts:
-        raise NotPossible(f"{checked.doubts[0]}")
+    for doubt in checked.doubts:
+        if not doubt.is_of_gradient:
+            raise NotPossible(f"{doubt}")
     return styles, checked.states
 
 

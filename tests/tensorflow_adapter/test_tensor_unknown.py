@@ -15,9 +15,9 @@ from keras import ops
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
-from commlib_tensorflow.tensor import parallelize
+from commlib_tensorflow.tensor import copy, parallelize
 from tests.keras_pipelines import filled
-from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, same, sequential, values
 
 __all__ = ["in_float64"]
 
@@ -202,6 +202,35 @@ class TestRight:
             parallelize(model, comm, PLAN, example=None if way == "first call" else rows())
             near(model(rows()), plain(rows()))
         assert not [str(one.message) for one in said if "plan" in str(one.message)]
+
+
+WRITTEN: dict[str, Any] = {
+    "silu": ops.silu,
+    "silu with a slope": lambda h: tf.nn.silu(h, 1.5),
+    "a gradient": turns_gradient,
+    "a gradient of two": lambda h: tf.custom_gradient(lambda u, v: (u * v, lambda g: (g * v / 2, g * u)))(
+        h, ops.tanh(h)
+    ),
+    "elementwise": lambda h: tf.math.asinh(h) + tf.math.lgamma(h * h + 1),
+}
+
+
+@pytest.mark.ranks(min=2, max=3)
+class TestAuto:
+    """A pair with SiLU between, whose gradient TensorFlow has written, was left whole, as any with such a gradient."""
+
+    @pytest.mark.parametrize("name", WRITTEN)
+    def test_what_is_right_is_divided(self, comm: Any, name: str) -> None:
+        model = same(lambda: two(WRITTEN[name]), "auto", comm, values(4, 5, 8))
+        assert hasattr(model.get_layer("up"), "style")
+
+    def test_what_cannot_be_compared_stays_whole(self, comm: Any) -> None:
+        """What communicates by itself has no whole that could be run."""
+        inner = two(turns_gradient)
+        model = keras.Model(inner.input, L.Lambda(lambda y: copy(y, comm), output_shape=(5, 8))(inner.output))
+        parallelize(model, comm, "auto", report=lambda table: None)
+        assert not hasattr(model.get_layer("up"), "style")
+        assert hasattr(model.get_layer("last_up"), "style")
 
 
 class Centred(keras.layers.Layer):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ Found = dict[str, Any]
 
 _WRITTEN = "_gradient_op_type"
 """The attribute of operations whose gradient is a function of its own."""
+
+_WRITERS = frozenset(
+    (code.co_filename, code.co_name) for code in (inspect.unwrap(function).__code__ for function in (tf.nn.silu,))
+)
+"""Functions of TensorFlow that write their gradients themselves, as these are: element by element."""
 
 SOURCES = frozenset((
     "Const", "Shape", "ShapeN", "Size", "Rank", "Fill", "Range", "LinSpace", "Placeholder", "ReadVariableOp",
@@ -47,9 +53,12 @@ def described(op: Any) -> Found:
 
 
 def has_own_gradient(op: Any) -> bool:
-    """Return whether an operation, or one in a function that it calls, has a gradient that somebody has written."""
+    """Return whether an operation, or one in a function that it calls, has a gradient that somebody has written.
+
+    Those that TensorFlow has written are known, if they are in the graph itself.
+    """
     if _WRITTEN in op.node_def.attr:
-        return True
+        return not any((one.filename, one.name) in _WRITERS for one in op.traceback)
     waiting = _called(op.node_def)
     library = {one.signature.name: one for one in op.graph.as_graph_def().library.function} if waiting else {}
     seen = set(waiting)
@@ -195,6 +204,11 @@ def _tiled(op: Any, inputs: list[Any]) -> Found | None:
     return None if counts is None else _viewed(inputs, [dim if n == 1 else -1 for dim, n in enumerate(counts)])
 
 
+def passed_on(tensor: Any) -> Found | None:
+    """Return what is known of a tensor that is passed on as it is; None if its dimensions are not known."""
+    return None if tensor.shape.rank is None else _equation(equations.pointwise(shape_of(tensor)), [tensor])
+
+
 def repeated(x: Any, repeats: Any, axis: Any = None, name: str | None = None) -> Found | None:
     """Return what is known of `tf.repeat`: elements one by one stay in the part that has them."""
     if not isinstance(repeats, int) or axis is None:
@@ -253,13 +267,17 @@ def _einsum(op: Any, inputs: list[Any]) -> Found | None:
 
 
 _POINTWISE = (
-    "Abs", "Acos", "Add", "AddN", "AddV2", "Asin", "Atan", "BitwiseAnd", "Cast", "Ceil", "CheckNumerics", "ClipByValue",
-    "Cos", "Cosh", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Erfc", "Exp", "Expm1", "Floor", "FloorDiv", "FloorMod",
-    "Greater", "GreaterEqual", "Identity", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Less", "LessEqual", "Log",
-    "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "MulNoNan", "Neg", "NotEqual",
-    "OnesLike", "Pow", "PreventGradient", "RealDiv", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Select",
-    "SelectV2", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Snapshot", "Softplus", "Softsign", "Sqrt", "Square",
-    "SquaredDifference", "StopGradient", "Sub", "Tan", "Tanh", "TruncateDiv", "Xdivy", "ZerosLike",
+    "Abs", "Acos", "Acosh", "Add", "AddN", "AddV2", "Angle", "ApproximateEqual", "Asin", "Asinh", "Atan", "Atan2",
+    "Atanh", "BesselI0e", "BesselI1e", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "CheckNumerics",
+    "ClipByValue", "Complex", "ComplexAbs", "Conj", "Cos", "Cosh", "Digamma", "Div", "DivNoNan", "Elu", "Equal", "Erf",
+    "Erfc", "Erfinv", "Exp", "Expm1", "FakeQuantWithMinMaxArgs", "Floor", "FloorDiv", "FloorMod", "Greater",
+    "GreaterEqual", "Identity", "Igamma", "Igammac", "Imag", "Inv", "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu",
+    "LeftShift", "Less", "LessEqual", "Lgamma", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum",
+    "Minimum", "Mod", "Mul", "MulNoNan", "Ndtri", "Neg", "NextAfter", "NotEqual", "OnesLike", "Polygamma", "Pow",
+    "PreventGradient", "Real", "RealDiv", "Reciprocal", "Relu", "Relu6", "RightShift", "Rint", "Round", "Rsqrt",
+    "Select", "SelectV2", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Snapshot", "Softplus", "Softsign", "Sqrt",
+    "Square", "SquaredDifference", "StopGradient", "Sub", "Tan", "Tanh", "TruncateDiv", "Xdivy", "Xlog1py", "Xlogy",
+    "ZerosLike", "Zeta",
 )  # fmt: skip
 
 _OPERATIONS: dict[str, Callable[[Any, list[Any]], Found | None]] = {

@@ -32,6 +32,7 @@ from commlib_tensorflow.tensor._operations import (
     SOURCES,
     described,
     has_own_gradient,
+    passed_on,
     repeated,
     shape_of,
 )
@@ -415,13 +416,16 @@ class Recorder:
         inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
         text = f"{op.type} in {inside[-1] if inside else 'the model'}"
         self.communicates |= op.type in CALLS
-        self.is_custom |= has_own_gradient(op)
+        is_custom = has_own_gradient(op)
+        self.is_custom |= is_custom
         if op.type == "IdentityN":
-            text = text.replace(op.type, "a custom_gradient") if has_own_gradient(op) else text
+            text = text.replace(op.type, "a custom_gradient") if is_custom else text
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
                 if tensor.op.type in ("ReadVariableOp", "Placeholder") and not result.consumers():
                     continue  # functions with gradients of their own hand them what they have used
-                self._recording.add("", "unknown", (tensor,), (result,), text=text, place=_line(op))
+                found = passed_on(tensor) or {"kind": "unknown", "inputs": (tensor,)}
+                found["kind"] = "unknown" if is_custom else found["kind"]
+                self._recording.add("", outputs=(result,), text=text, place=_line(op), **found)
             return
         for tensor in decided_by(op):
             counter = [one for one in op.inputs if _is_discrete(one)][:1]  # what decides is one: of floats, too

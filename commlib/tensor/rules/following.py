@@ -22,6 +22,11 @@ class Doubt:
     why: str
     stays: bool = False
 
+    @property
+    def is_of_gradient(self) -> bool:
+        """Whether all that cannot be told is the gradient, which somebody has written, and numbers are compared of."""
+        return self.step.kind == "unknown" and self.step.equation is not None
+
     def __str__(self) -> str:
         return f"{self.step.at}: {self.why}"
 

@@ -44,6 +44,9 @@ def given(following: Following, step: Step) -> State:
 def unknown(following: Following, step: Step) -> State:
     """Claim nothing, unless all that it takes is whole, or a style says how it goes on."""
     style, found = following.styles.get(step.layer), [following.of(value) for value in step.inputs]
+    if step.equation is not None:
+        following.doubt(step, _UNKNOWN)
+        return equation(following, step)
     if isinstance(style, Sequence):
         _sequence(following, step, style)
         same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
