@@ -24,6 +24,7 @@ from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor._callbacks import watch_callbacks
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._in_files import kept_as
+from commlib_tensorflow.tensor._likeness import likeness
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_calls, known_call, watched
@@ -74,6 +75,7 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
+    likeness(model, layers).compare(axis, "parallelize")
     traced, call = Traced(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
     trained = Traced(model, layers, shared, training=True)

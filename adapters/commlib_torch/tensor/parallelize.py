@@ -26,6 +26,7 @@ from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import original
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
+from commlib_torch.tensor._likeness import likeness
 from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor.checking import PlanCheck, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
@@ -68,6 +69,7 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     together(axis, lambda: _check_mode(model))
     whole, model = model, original(model)
+    likeness(model).compare(axis, "parallelize")
     traced, batch = Traced(model, shared), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else _plain(plan)

@@ -1,0 +1,96 @@
+"""Likeness of models of ranks: of what layers and operations of Keras they consist, and how these are set."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.functional.agreement import digest_of
+from commlib.functional.likeness import Likeness, is_function, is_plain, own_settings
+
+_AROUND = ("name", "seed", "dtype", "build", "quantize", "built", "supports_masking", "supports_jit", "autocast")
+"""What Keras keeps of each layer, and what differs rightly: names count what a process has made before."""
+_BASES = ("Layer", "Operation", "Model", "Sequential", "Functional")
+"""Classes whose configuration is that of a model, or made of what a user's class was called with."""
+_COUNTED = re.compile(r"_\d+(?=/|$)")
+"""What names have at their ends, or those of layers around, that differs between ranks."""
+_PENALTIES = (keras.regularizers.Regularizer, keras.constraints.Constraint)
+
+
+def likeness(model: Any, layers: Mapping[str, Any]) -> Likeness:
+    """Return of what a model consists: its layers by their places, and the operations of those that have a graph."""
+    found = Likeness()
+    found.add("the model", type(model), {}, {})
+    for place, (name, layer) in enumerate(layers.items()):
+        where, kind = f"layer {place}", layer.__class__  # of a divided one Keras', too
+        is_own = not _is_of_keras(kind)
+        settings = {**_configuration(layer), **_settings(layer, is_own=is_own), "trainable": layer.trainable}
+        settings["dtype_policy"] = layer.dtype_policy.name
+        found.add(where, kind, settings, own_settings(_public(layer)) if is_own else {}, name=_COUNTED.sub("", name))
+    for one in (model, *layers.values()):
+        for place, (kind, arguments) in enumerate(_operations(one)):
+            found.add(f"operation {place} of a {type(one).__name__}", kind, arguments, {})
+    return found
+
+
+def _is_of_keras(kind: type) -> bool:
+    return kind.__module__.startswith("keras.")
+
+
+def _public(layer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if not (name.startswith("_") or name in _AROUND)}
+
+
+def _configuration(layer: Any) -> dict[str, Any]:
+    """Return numbers and texts of a layer's configuration, if Keras has written it."""
+    owner = next(kind for kind in type(layer).__mro__ if "get_config" in vars(kind))
+    if not _is_of_keras(owner) or owner.__name__ in _BASES:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions that no file could have
+        try:
+            found = layer.get_config()
+        except Exception:  # of what a user has put into it
+            return {}
+    return {name: value for name, value in found.items() if name not in _AROUND and is_plain(value)}
+
+
+def _settings(layer: Any, *, is_own: bool) -> dict[str, Any]:
+    """Return functions, regularizers and constraints."""
+    found = {}
+    for name, value in _public(layer).items():
+        if isinstance(value, _PENALTIES):
+            found[name] = type(value).__qualname__, sorted(own_settings(vars(value)).items())
+        elif is_function(value) and not is_own:
+            found[name] = value
+    return found
+
+
+def _operations(model: Any) -> Iterator[tuple[type, dict[str, Any]]]:
+    """Yield what is called in the graph of a functional model, from the outputs on, and with which arguments."""
+    by_depth = getattr(model, "_nodes_by_depth", {})
+    for depth in sorted(by_depth):
+        for node in by_depth[depth]:
+            operation, arguments = node.operation, node.arguments
+            given = [_said(one) for one in keras.tree.flatten((arguments.args, arguments.kwargs))]
+            settings = {} if isinstance(operation, keras.Layer) else _plain(_public(operation))
+            yield operation.__class__, {**settings, "arguments": given}
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if is_plain(value)}
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, keras.KerasTensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, np.ndarray) or (tf.is_tensor(value) and hasattr(value, "numpy")):
+        values = np.asarray(value)
+        return f"{values.dtype}{values.shape}, {digest_of([values.tobytes().hex()]):x}"
+    return value if is_plain(value) else type(value).__qualname__

@@ -1,0 +1,106 @@
+"""Ranks that held different models passed `parallelize` in silence, if their weights had the same shapes."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import MismatchError
+from commlib.tensor import Column, Plan, Row
+from commlib_torch.tensor import parallelize
+
+PLAN: Plan = {"0": Column(), "2": Row()}
+OWN: Plan = {"up": Column(), "down": Row()}
+
+
+class Own(nn.Module):
+    def __init__(self, act: Any = F.relu, scale: float = 0.1, **options: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.act, self.scale = act, scale
+        vars(self).update(options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.act(self.up(x)) * self.scale)
+        return out
+
+
+class OwnDropout(nn.Dropout):
+    pass
+
+
+def made(between: nn.Module) -> Any:
+    return nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))
+
+
+def either(rank: int, *two: Any) -> Any:
+    return two[min(rank, 1)]
+
+
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "a module": (lambda r: either(r, nn.ReLU(), nn.GELU()), "module 1, ReLU.*GELU"),
+    "a slope": (lambda r: nn.LeakyReLU(either(r, 0.1, 0.3)), "module 1, LeakyReLU: negative_slope=0.1"),
+    "a rate": (lambda r: nn.Dropout(either(r, 0.1, 0.3)), "module 1, Dropout: p=0.1"),
+    "a way": (lambda r: nn.GELU(either(r, "none", "tanh")), "module 1, GELU: approximate='none'"),
+    "of one's own": (lambda r: OwnDropout(either(r, 0.1, 0.3)), "module 1, OwnDropout: .*p=0.1"),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_models(comm: Any, name: str) -> None:
+    make, said = DIFFERENT[name]
+    model = made(make(comm.rank))
+    with pytest.raises(MismatchError, match=f"parallelize: .*{said}"):
+        parallelize(model, comm, PLAN)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.ranks(min=2)
+def test_what_is_frozen(comm: Any) -> None:
+    model = made(nn.ReLU())
+    model[0].weight.requires_grad_(comm.rank == 0)
+    with pytest.raises(MismatchError, match="module 0, Linear: frozen="):
+        parallelize(model, comm, PLAN)
+
+
+@pytest.mark.ranks(min=2)
+def test_heads(comm: Any) -> None:
+    """Weights have the same shapes."""
+    model = nn.TransformerEncoderLayer(8, either(comm.rank, 2, 4), 8)
+    with pytest.raises(MismatchError, match="self_attn, MultiheadAttention: num_heads=2"):
+        parallelize(model, comm, {"self_attn": Column()})
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "both",
+    [{"act": (F.relu, F.gelu)}, {"act": (partial(F.elu, alpha=0.1), partial(F.elu, alpha=0.2))}, {"scale": (0.1, 0.2)}],
+    ids=["a function", "a part of one", "a number"],
+)
+def test_settings_of_modules_of_ones_own(comm: Any, both: dict[str, Any]) -> None:
+    """They may be the model's: nothing tells, and rank 0 says so."""
+    model = Own(**{name: either(comm.rank, *two) for name, two in both.items()})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallelize(model, comm, OWN)
+    told = [str(one.message) for one in said if "ranks hold different models" in str(one.message)]
+    assert len(told) == (comm.rank == 0)
+    assert all(f"the model, Own: {next(iter(both))} is " in text and "on rank 1 of" in text for text in told)
+
+
+def test_what_may_differ(comm: Any) -> None:
+    """Whether it is trained now, and what says which rank this is; a second axis comes to other shapes."""
+    model = Own(rank=comm.rank, loud=comm.rank == 0, place=f"cuda:{comm.rank}").train(comm.rank == 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallelize(model, comm, {"up": Column(gather=True)})
+        parallelize(model, comm, {"down": Column(gather=True)})
+    assert not [str(one.message) for one in said if "different" in str(one.message)]
+    assert model(torch.zeros(2, 4)).shape == (2, 4)
