@@ -180,3 +180,24 @@ def test_whole_layers_into_divided_ones(comm: Any) -> None:
         return sequential(L.Dense(6, name="k"), L.Dense(7, "relu", name="up"), L.Dense(2, name="down"), shape=(5,))
 
     same(make, {"k": Replicate(), "up": Column(), "down": Row()}, comm, values(3, 5))
+
+
+def test_a_call_of_its_own(comm: Any) -> None:
+    """One put over that of its class went past what divides a layer: gradients of the input were a rank's part."""
+
+    def patched(at: str) -> Any:
+        model = sequential(keras.layers.Dense(8, name="up"), keras.layers.Dense(4, name="down"), shape=(6,))
+        layer = model.get_layer(at)
+        plain = layer.call
+        layer.call = lambda *args, **options: plain(*args, **options) * 2
+        return model
+
+    for at in ("up", "down"):
+        with pytest.raises(UsageError, match=f"{at} has a call of its own, put over that of its class"):
+            parallelize(patched(at), comm, {"up": Column(), "down": Row()})
+    x = keras.Input((5, 8))
+    attention = keras.layers.MultiHeadAttention(comm.size, 2, name="heads")
+    model = keras.Model(x, attention(x, x))
+    attention._query_dense.call = attention._query_dense.call
+    with pytest.raises(UsageError, match="heads, or query within it, has a call of its own"):
+        parallelize(model, comm, {"heads": Column()})

@@ -56,6 +56,7 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
         return None
     if hasattr(layer, "become"):
         raise UsageError(f"plan: {name} is divided already, as {layer.style}")
+    _check_own_call(name, layer)
     if (found := _LAYERS.get((plain, type(style)))) is not None:
         return found
     if isinstance(style, Replicate):
@@ -66,6 +67,16 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
     raise UsageError(
         f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )
+
+
+def _check_own_call(name: str, layer: Any) -> None:
+    """Raise UsageError for a layer that computes, itself or within it, by what was put in the place of its class'."""
+    for one in layer._flatten_layers():
+        if put := {"call", "__call__"}.intersection(vars(one)):
+            where = name if one is layer else f"{name}, or {one.name} within it,"
+            raise UsageError(
+                f"plan: {where} has a {put.pop()} of its own, put over that of its class: divide the model before"
+            )
 
 
 def check_wrapper(name: str, layers: Mapping[str, list[Any]]) -> None:
