@@ -392,6 +392,8 @@ def refused(difference: Difference) -> UsageError:
         doubt = f"; of {at} the rules do not know whether it can take parts"
     else:
         doubt = ""
+    shapes = any(one.step.kind == "shape" for one in suspects)
     return UsageError(
         f"plan: {difference}{doubt}: put the parts of {by} together before (gather=True, or a Row), or leave it whole"
+        f"{', or ask the layer for its units or out_features, not its weight for a shape' * shapes}"
     )

@@ -18,7 +18,7 @@ from commlib.tensor.states import COMPUTED, UNKNOWN, State
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
 
-FROM_OUTSIDE = ("given", "constant", "weight", "unseen")
+FROM_OUTSIDE = ("given", "constant", "weight", "unseen", "shape")
 """Kinds of steps that compute nothing which could be compared."""
 
 

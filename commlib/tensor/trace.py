@@ -16,6 +16,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
     gradient    what a function that nobody can look into gives for the gradient of one that it takes
     unknown     anything else: of what is whole it makes what is whole, of all else nothing is known; with an
                 equation that tells of its values, and a gradient that somebody has written
+    shape       the shape of a divided layer's weight is asked for, outside of that layer
     number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition; or,
                 with a `dim`, the length of that
 """

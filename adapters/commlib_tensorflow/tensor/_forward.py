@@ -16,11 +16,13 @@ from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide, is_guided
 from commlib.functional.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
+from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._guided import Guided
 from commlib_tensorflow.tensor._numbers import numbers_in
+from commlib_tensorflow.tensor._weights import divided_weights
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.embedding import VocabularyEmbedding
@@ -47,7 +49,7 @@ def forward(
     numbers = _numbers(model, layers, axis, styles, guide)
     recorder = Recorder(
         model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide),
-        detaches=True,
+        detaches=True, weights=seen_weights(divided_weights(layers, styles), axis, guide),
     )  # fmt: skip
     error: Exception | None = None
     found: Mapping[str, Any] = {}

@@ -23,6 +23,7 @@ from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import KINDS, Kinds
 from commlib.functional.runs import Outputs, Run
+from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._again import Recomputation, recomputation
@@ -33,6 +34,7 @@ from commlib_tensorflow.tensor._forward import can_run_whole, forward
 from commlib_tensorflow.tensor._hearing import hear_calls
 from commlib_tensorflow.tensor._numbers import styles_of_numbers
 from commlib_tensorflow.tensor._runs import ran
+from commlib_tensorflow.tensor._weights import divided_weights
 from commlib_tensorflow.tensor.layers import check_layers, find_layer
 from commlib_tensorflow.tensor.names import layers_of
 from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, styles_in
@@ -51,7 +53,10 @@ class Traced:
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
-        trace, error = attempted(self._model, self._layers, call, styles, self._hidden, training=self._training)
+        weights = seen_weights(divided_weights(self._layers, styles))
+        trace, error = attempted(
+            self._model, self._layers, call, styles, self._hidden, training=self._training, weights=weights
+        )
         self._stopped = error if isinstance(error, UsageError) else None
         return trace, error
 
@@ -62,7 +67,8 @@ class Traced:
         """
         if self.is_of_keras:
             return True
-        trained, error = attempted(self._model, self._layers, call, styles, training=True)
+        weights = seen_weights(divided_weights(self._layers, styles))
+        trained, error = attempted(self._model, self._layers, call, styles, training=True, weights=weights)
         self._stopped = error if isinstance(error, UsageError) else None
         return error is not None or trained.steps == trace.steps
 

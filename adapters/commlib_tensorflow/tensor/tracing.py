@@ -15,6 +15,7 @@ import tensorflow as tf
 import commlib
 from commlib.errors import UsageError
 from commlib.functional.per_rank import changed_numbers
+from commlib.functional.seen_weights import Seen, SeenWeights
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
@@ -36,6 +37,7 @@ from commlib_tensorflow.tensor._operations import (
     repeated,
     shape_of,
 )
+from commlib_tensorflow.tensor._weights import shapes_seen
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
 """Functions between ranks that a model may call itself, and where they are looked up."""
@@ -56,6 +58,7 @@ def attempted(
     hidden: list[str] | None = None,
     *,
     training: bool = False,
+    weights: SeenWeights | None = None,
 ) -> tuple[Trace, Exception | None]:
     """Return a model's layers and the operations between them, in the order in which they are called.
 
@@ -63,11 +66,11 @@ def attempted(
     whole because they have one. A graph is made, and never run: nothing is computed, and a divided model communicates
     nothing but what its ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its
     error is returned, and the trace up to the layer that did. hidden: gets the names of divided layers that ran where
-    nothing is seen of them.
+    nothing is seen of them. weights: those whose shapes are noted where the model asks for them.
     """
     call = Call.of(given)
     for inlines in (True, False):  # without AutoGraph some functions cannot be written here
-        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles)
+        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles, weights=weights)
 
         def once(call: Call, recorder: Recorder = recorder) -> None:
             recorder.run(call, training=training)
@@ -134,7 +137,8 @@ class Recorder:
 
     whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
     inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
-    know what they are where shapes are asked for. detaches: gradients end at layers, for `arriving`.
+    know what they are where shapes are asked for. detaches: gradients end at layers, for `arriving`. weights: which
+    shapes of weights the model sees; where it asks for them is noted.
     """
 
     def __init__(
@@ -148,11 +152,12 @@ class Recorder:
         inlines: bool = True,
         measures: bool = False,
         detaches: bool = False,
+        weights: SeenWeights | None = None,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
         self._measures, self._detaches = measures, detaches
         self._whole = not styles_in(layers) if whole is None else whole
-        self._guided = guided
+        self._guided, self._shown = guided, weights or {}
         self.communicates = False
         """Ranks did so outside of layers."""
         self.asked = ""
@@ -243,6 +248,7 @@ class Recorder:
             stack.enter_context(
                 replaced(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
             )
+            stack.enter_context(shapes_seen(self._shown, self._shape_asked, _PACKAGES))
             for owner, name in _OPAQUE:
                 stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
             stack.enter_context(replaced(keras.layers.Layer, "add_loss", self._losing(keras.layers.Layer.add_loss)))
@@ -255,6 +261,18 @@ class Recorder:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
+
+    def _shape_asked(self, seen: Seen) -> bool:
+        """Note that the shape of a divided weight is asked for; return whether that is done outside of its layer."""
+        if self._inside:
+            return False
+        found = {"kind": "shape", "inputs": ()}
+        place, text = running_line(_PACKAGES), "the shape of its weight"
+        call = _Call(seen.layer, None, [], self._count(), True, place=place, found=found, text=text)
+        if not any((one.name, one.place, one.text) == (call.name, place, text) for one in self._calls):
+            call.last = self._count()
+            self._calls.append(call)
+        return True
 
     def _number(self, tensor: Any) -> None:
         """Note that elements of a tensor are asked for, such as a condition in Python."""
@@ -398,7 +416,7 @@ class Recorder:
 
     def _leaf(self, call: _Call) -> None:
         if call.found is not None:
-            self._recording.add("", outputs=call.results, text=call.text, place=call.place, **call.found)
+            self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **call.found)
             return
         if call.layer is None:
             self.communicates = True

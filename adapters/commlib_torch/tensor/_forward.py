@@ -20,10 +20,12 @@ from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
 from commlib.functional.per_rank import changed_numbers, numbers_of_rank, whole_numbers_of
 from commlib.functional.runs import Run
+from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
 from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
 from commlib_torch.tensor._numbers import numbers_in
+from commlib_torch.tensor._weights import divided_weights
 from commlib_torch.tensor.features import OnFeatures
 from commlib_torch.tensor.tracing import Recorder
 from commlib_torch.tensor.verify import evaluating, unfused
@@ -56,6 +58,7 @@ def forward(
             ranks=ranks,
             keeps=True,
             differentiates=learns,
+            weights=seen_weights(divided_weights(model, styles), axis, guide),
         )
         with _changed(changes), changed_numbers(numbers):
             return _ran(model, recorder, call, evaluate=evaluate)

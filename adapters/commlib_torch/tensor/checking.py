@@ -19,12 +19,14 @@ from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import KINDS, Kinds, kind_of
 from commlib.functional.runs import Outputs, Run
+from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Row, Style, Vocabulary
 from commlib.tensor.trace import Trace
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._alike import has_numbers
 from commlib_torch.tensor._forward import forward
+from commlib_torch.tensor._weights import divided_weights
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import attempted, styles_in, tensors_in
 from commlib_torch.tensor.verify import ran
@@ -42,7 +44,7 @@ class Traced:
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
         args, options = call
-        return attempted(self._model, args, options, styles)
+        return attempted(self._model, args, options, styles, seen_weights(divided_weights(self._model, styles)))
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""

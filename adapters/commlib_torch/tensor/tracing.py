@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 import commlib
 from commlib.errors import UsageError
 from commlib.functional.guide import Guide, is_guided
+from commlib.functional.seen_weights import Seen, SeenWeights
 from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
@@ -40,6 +41,9 @@ from commlib_torch.tensor._trial import gradients, tried
 _RUNNING: ContextVar[Any] = ContextVar("the recorder that runs a model", default=None)
 """The innermost one: a look at a model may run within that at another."""
 
+SHAPES = frozenset(("shape", "size", "numel", "nelement", "stride", "nbytes"))
+"""What says of a tensor how many elements it has, and how they lie."""
+
 TRANSFORMS = (
     (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
     (eager_transforms, "_vjp_with_argnums"), (eager_transforms, "_jvp_with_argnums"),
@@ -51,19 +55,23 @@ _OURS = tuple(f"{folder}/" for folder in (*commlib.__path__, Path(__file__).pare
 
 
 def attempted(
-    model: nn.Module, args: Sequence[Any], options: Mapping[str, Any], styles: Collection[str] = ()
+    model: nn.Module,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    styles: Collection[str] = (),
+    weights: SeenWeights | None = None,
 ) -> tuple[Trace, Exception | None]:
     """Run a model once; return its layers and the operations between them in the order in which they ran.
 
-    args, options: what it is called with. styles: layers that are taken as a whole because they have one. Any control
-    flow works: what ran is what is recorded; if the model fails, with the error, and up to the step that did. No
-    gradients are computed, unless the model asks for some; all is as before: see `unnoticed`. A model that is divided
-    runs its collectives.
+    args, options: what it is called with. styles: layers that are taken as a whole because they have one. weights:
+    those whose shapes are noted where the model asks for them. Any control flow works: what ran is what is recorded; if
+    the model fails, with the error, and up to the step that did. No gradients are computed, unless the model asks for
+    some; all is as before: see `unnoticed`. A model that is divided runs its collectives.
     """
     learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
 
     def attempt() -> tuple[Trace, Exception | None]:
-        recorder = Recorder(model, styles)
+        recorder = Recorder(model, styles, weights=weights)
         with unnoticed(model, args, options):
             try:
                 return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
@@ -114,7 +122,8 @@ class Recorder(TorchFunctionMode):
     whole: a divided model runs as the whole that it was. guide: how layers are called. calls: counts those of the ranks
     among which the model is divided. ranks: run as this one of so many. keeps: see `kept`. differentiates: note what
     gradients autograd functions of the user's give. recomputes: False to run what re-entrant checkpoints would compute
-    again in backward as if there was no checkpoint: they know `backward()` alone.
+    again in backward as if there was no checkpoint: they know `backward()` alone. weights: which shapes of weights the
+    model sees; where it asks for them is noted.
     """
 
     def __init__(
@@ -129,6 +138,7 @@ class Recorder(TorchFunctionMode):
         keeps: bool = False,
         differentiates: bool = False,
         recomputes: bool = True,
+        weights: SeenWeights | None = None,
     ) -> None:
         super().__init__()
         self._model, self._styles = model, styles
@@ -140,6 +150,7 @@ class Recorder(TorchFunctionMode):
         """A layer with a style ran in what is not looked into."""
         self.kept: dict[int, Tensor] = {}
         """What layers took and gave, by the numbers of values: as it was then, for it may be written later."""
+        self._shown, self._shapes_asked = weights or {}, set[tuple[str, str]]()
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
             for weight in module.parameters(recurse=False):
@@ -490,6 +501,8 @@ class Recorder(TorchFunctionMode):
             self._taken += tensors_in([args, options]) if self._leaves == [""] else ()
             return result
         name = _name(func)
+        if name in SHAPES and (seen := self._shown.get(id(args[0]))) is not None:
+            return self._shape_asked(seen, func, name, result, args, options)
         if name in ("shape", "size"):
             lengths = self._measured(args[0])
             return lengths if isinstance(result, torch.Size) else lengths[args[1] if len(args) > 1 else options["dim"]]
@@ -511,6 +524,17 @@ class Recorder(TorchFunctionMode):
             dim = 0 if name == "len" else -1
             self._recording.add("", "number", given, (), text=text, place=_line(), dim=dim)
         return iter(result) if name == "iter" else result
+
+    def _shape_asked(self, seen: Seen, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
+        """Note that the shape of a divided weight is asked for outside of its layer; return what is seen of it."""
+        if (asked := (seen.layer, _line())) not in self._shapes_asked:
+            self._shapes_asked.add(asked)
+            self._recording.add(seen.layer, "shape", (), (), text="the shape of its weight", place=asked[1])
+        if seen.shape is None:
+            return result
+        like = torch.empty(seen.shape, device="meta")
+        with torch._C.DisableTorchFunction():
+            return func(like, *args[1:], **options)
 
     def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
         inputs = tensors_in([args, options])

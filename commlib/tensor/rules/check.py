@@ -94,5 +94,6 @@ _KINDS: dict[str, Callable[[Following, Step], State | tuple[State, ...]]] = {
     "unknown": operations.unknown,
     "number": operations.number,
     "penalty": operations.penalty,
+    "shape": operations.shape,
     "gradient": operations.gradient,
 }

@@ -15,6 +15,8 @@ from commlib.tensor.trace import Step
 _UNKNOWN = "the rules do not know whether it can take parts, and its input is {}"
 _NUMBER = "numbers leave the tensors here, which may be others on each rank, for its input is {}"
 
+_SHAPE = "the model asks for it, and on each rank it is that of a part: ask the layer (units, out_features), or a value"
+
 _GRADIENT = "a function of the user's takes what is made of parts here, and the rules do not know its gradient"
 
 
@@ -90,6 +92,12 @@ def number(following: Following, step: Step) -> State:
         following.doubts.append(Doubt(step, state, _NUMBER.format("made of what is divided"), stays))
     elif not is_length or (state.is_divided and state.dim == step.dim):
         following.doubt(step, _NUMBER, stays=stays)
+    return UNKNOWN
+
+
+def shape(following: Following, step: Step) -> State:
+    """Doubt what is made of the shape of a divided weight: a length to reshape by may be right, a factor is not."""
+    following.doubts.append(Doubt(step, State("features", 0, step.layer), _SHAPE))
     return UNKNOWN
 
 

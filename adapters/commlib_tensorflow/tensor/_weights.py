@@ -1,0 +1,89 @@
+"""Weights: those of a model of Keras that a plan divides, and what its own code sees of their shapes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.functional.seen_weights import Seen, SeenWeights
+from commlib.tensor.recording import replaced
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor.layers import find_layer
+
+_ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size"))
+
+
+def divided_weights(layers: Mapping[str, Any], styles: Collection[str]) -> Iterator[tuple[str, Any, Sharding]]:
+    """Yield (layer, variable, how it is divided) of what is divided, or will be by styles that are a mapping."""
+    for name in styles:
+        layer, style = layers.get(name), styles[name] if isinstance(styles, Mapping) else None
+        if layer is None:
+            continue
+        if hasattr(layer, "become"):
+            for variable in layer.variables:
+                shard = shard_of(variable)
+                if shard is not None and isinstance(shard.sharding, Sharding):
+                    yield name, variable, shard.sharding
+        elif isinstance(style, Column | Row | Sequence | Vocabulary):
+            yield from _planned(name, layer, style)
+
+
+def _planned(name: str, layer: Any, style: Style) -> Iterator[tuple[str, Any, Sharding]]:
+    kind = find_layer(name, layer, style)
+    for variable, sharding in kind.shardings(layer, name, style):
+        yield name, variable, sharding
+
+
+@contextmanager
+def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tuple[str, ...]) -> Iterator[None]:
+    """Let who asks for the shape of a weight see what `weights` say, for a while: the user's code, and no other.
+
+    note: hears of each that is asked for, and returns whether it counts. packages: folders of what is not the user's.
+    """
+    by_ids = {**weights, **{id(one.weight._value): one for one in weights.values()}}
+
+    def counting(weight: Any, frame: FrameType) -> Seen | None:
+        """Return how a weight is seen, if the user's code asks, in what is not its layer."""
+        one = by_ids.get(id(weight))
+        is_users = one is not None and not frame.f_code.co_filename.startswith(packages)
+        return one if one is not None and is_users and note(one) and one.shape is not None else None
+
+    def shape_of(plain: Any) -> property:
+        def shape(weight: Any) -> Any:
+            found, one = plain(weight), counting(weight, sys._getframe(1))
+            return found if one is None else type(found)(one.shape)
+
+        return property(shape)
+
+    def counted(layer: Any) -> int:
+        found, frame = count_params(layer), sys._getframe(1)
+        each = ((weight, counting(weight, frame)) for weight in layer.weights)
+        return int(found) + sum(prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None)
+
+    def asking(function: Any) -> Any:
+        @functools.wraps(function)
+        def called(value: Any, *args: Any, **options: Any) -> Any:
+            one = counting(value, sys._getframe(1))
+            return function(value if one is None else tf.zeros(one.shape, one.weight.dtype), *args, **options)
+
+        return called
+
+    count_params = keras.layers.Layer.count_params
+    with ExitStack() as stack:
+        for kind in {type(one) for seen in weights.values() for one in (seen.weight, seen.weight._value)}:
+            stack.enter_context(replaced(kind, "shape", shape_of(kind.shape.fget)))
+        for owner, name in _ASKING if weights else ():
+            stack.enter_context(replaced(owner, name, asking(getattr(owner, name))))
+        if weights:
+            stack.enter_context(replaced(keras.layers.Layer, "count_params", counted))
+        yield

@@ -1,0 +1,103 @@
+"""A model that asks a divided weight for its shape, and uses that as a number, was wrong in silence.
+
+One process is the oracle: another model with the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]
+
+PLAN: Plan = {"up": Column(), "down": Row()}
+LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*ask the layer for its units or out_features"
+
+WRONG: dict[str, Any] = {
+    "shape": lambda model, h: h / model.up.kernel.shape[-1],
+    "a value": lambda model, h: h / math.sqrt(model.down.kernel.value.shape[0]),
+    "ops.shape": lambda model, h: h / ops.shape(model.down.kernel)[0],
+    "tf.size": lambda model, h: h / tf.cast(tf.size(model.down.kernel), h.dtype),
+    "a bias": lambda model, h: h + model.up.bias.shape[0],
+    "count_params": lambda model, h: h + model.up.count_params() / 100,
+    "all of them": lambda model, h: h + sum(math.prod(one.shape) for one in model.trainable_variables) / 100,
+}
+RIGHT: dict[str, Any] = {
+    "reshapes": lambda model, h: ops.reshape(ops.reshape(h, (-1, model.up.kernel.shape[-1])), (4, 6, -1)),
+    "units": lambda model, h: h / model.up.units,
+    "what is whole": lambda model, h: h / (model.down.bias.shape[0] + model.down.kernel.shape[1]),
+}
+
+
+class Asking(keras.Model):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down = keras.layers.Dense(12, name="up"), keras.layers.Dense(8, name="down")
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return self.down(self.function(self, self.up(x)))
+
+
+def made(function: Any) -> Any:
+    model = Asking(lambda _, h: h)
+    model(rows())
+    model.function = function
+    return filled(model)
+
+
+def rows() -> Any:
+    return tf.constant(values(4, 6, 8))
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_number_is_refused(comm: Any, name: str) -> None:
+    """With example= before anything is divided, at the first call without one, and by numbers with verify=."""
+    with pytest.raises(UsageError, match=LINE):
+        parallelize(made(WRONG[name]), comm, PLAN, example=rows())
+    divided = parallelize(made(WRONG[name]), comm, PLAN)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=LINE):
+            divided(rows())
+    with pytest.raises(UsageError, match="differs"):
+        parallelize(made(WRONG[name]), comm, PLAN, verify=rows())
+    with pytest.raises(UsageError, match="finds no layer"):
+        parallelize(made(WRONG[name]), comm, "auto", example=rows(), report=lambda table: None)
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_taken(comm: Any, name: str) -> None:
+    for options in ({}, {"example": rows()}, {"verify": rows()}):
+        model, plain = made(RIGHT[name]), made(RIGHT[name])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parallelize(model, comm, PLAN, **options)
+            near(model(rows()), plain(rows()))
+        assert not [str(one.message) for one in said if "plan" in str(one.message)]
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_where_numbers_cannot_tell(comm: Any) -> None:
+    """The input is a part already."""
+    model = parallelize(made(WRONG["shape"]), comm, {"up": Column(sequence=1), "down": Row(sequence=1)})
+    part = tf.split(rows(), comm.size, 1)[comm.rank]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(part)
+    told = [str(one.message) for one in said if "the shape of its weight" in str(one.message)]
+    assert len(told) == (comm.rank == 0)
+    assert all("a part already" in text for text in told)

@@ -1,0 +1,100 @@
+"""A model that asks a divided weight for its shape, and uses that as a number, was wrong in silence.
+
+One process is the oracle: a copy of the model that was made before.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_torch.tensor import parallelize
+from tests.torch_adapter.pairs import is_right
+
+PLAN: Plan = {"up": Column(), "down": Row()}
+LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*ask the layer for its units or out_features"
+
+WRONG: dict[str, Any] = {
+    "shape": lambda model, h: h / model.up.weight.shape[0],
+    "size": lambda model, h: h / model.down.weight.size(1) ** 0.5,
+    "a bias": lambda model, h: h + model.up.bias.shape[0],
+    "numel": lambda model, h: h + model.up.weight.numel() / 100,
+    "all of them": lambda model, h: h + sum(weight.numel() for weight in model.parameters()) / 100,
+}
+RIGHT: dict[str, Any] = {
+    "reshapes": lambda model, h: h.reshape(-1, model.up.weight.shape[0]).view(*h.shape[:-1], model.down.weight.size(1)),
+    "features": lambda model, h: h / model.up.out_features,
+    "what is whole": lambda model, h: h / (model.down.bias.shape[0] + model.down.weight.shape[0]),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, 12), nn.Linear(12, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.function(self, self.up(x)))
+
+
+@pytest.fixture
+def tp(comm: Any) -> Any:
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+def made(function: Any) -> Asking:
+    torch.manual_seed(3)
+    return Asking(function).double()
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_number_is_refused(tp: Any, name: str) -> None:
+    """With example= before anything is divided, at the first call without one, and by numbers with verify=."""
+    with pytest.raises(UsageError, match=LINE):
+        parallelize(made(WRONG[name]), tp, PLAN, example=rows())
+    divided = parallelize(made(WRONG[name]), tp, PLAN)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=LINE):
+            divided(rows())
+    with pytest.raises(UsageError, match="differs"):
+        parallelize(made(WRONG[name]), tp, PLAN, verify=rows())
+    with pytest.raises(UsageError, match="finds no layer"):
+        parallelize(made(WRONG[name]), tp, "auto", example=rows(), report=lambda table: None)
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_taken(tp: Any, name: str) -> None:
+    for options in ({}, {"example": rows()}, {"verify": rows()}):
+        model = made(RIGHT[name])
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(model, tp, PLAN, **options)
+            is_right(plain, model, rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_where_numbers_cannot_tell(tp: Any) -> None:
+    """The input is a part already."""
+    model = parallelize(made(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
+    part = rows().chunk(tp.size, 1)[tp.rank]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(part)
+    told = [str(one.message) for one in said if "the shape of its weight" in str(one.message)]
+    assert len(told) == (tp.rank == 0)
+    assert all("a part already" in text for text in told)
