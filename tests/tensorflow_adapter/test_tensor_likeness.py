@@ -21,17 +21,17 @@ L = keras.layers
 PLAN: Plan = {"up": Column(), "down": Row()}
 
 
-class Scaled(L.Layer):  # type: ignore[misc]
+class Scaled(keras.layers.Layer):  # type: ignore[misc]
     def __init__(self, scale: float, act: Any = None, **options: Any) -> None:
         super().__init__()
         self.scale, self.act = scale, act
-        vars(self).update(options)
+        self.__dict__.update(options)
 
     def call(self, x: Any) -> Any:
         return x * self.scale
 
 
-class OwnDense(L.Dense):  # type: ignore[misc]
+class OwnDense(keras.layers.Dense):  # type: ignore[misc]
     pass
 
 
