@@ -78,7 +78,8 @@ def test_a_number_is_refused(tp: Any, name: str) -> None:
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_taken(tp: Any, name: str) -> None:
-    for options in ({}, {"example": rows()}, {"verify": rows()}):
+    ways: tuple[dict[str, Any], ...] = ({}, {"example": rows()}, {"verify": rows()})
+    for options in ways:
         model = made(RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():

@@ -66,9 +66,9 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
         return property(shape)
 
     def counted(layer: Any) -> int:
-        found, frame = count_params(layer), sys._getframe(1)
+        found, frame = int(count_params(layer)), sys._getframe(1)
         each = ((weight, counting(weight, frame)) for weight in layer.weights)
-        return int(found) + sum(prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None)
+        return found + sum(prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None)
 
     def asking(function: Any) -> Any:
         @functools.wraps(function)
