@@ -68,7 +68,8 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
     def counted(layer: Any) -> int:
         found, frame = int(count_params(layer)), sys._getframe(1)
         each = ((weight, counting(weight, frame)) for weight in layer.weights)
-        return found + sum(prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None)
+        more = [prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None]
+        return found + sum(map(int, more))
 
     def asking(function: Any) -> Any:
         @functools.wraps(function)
