@@ -198,6 +198,6 @@ def test_a_call_of_its_own(comm: Any) -> None:
     x = keras.Input((5, 8))
     attention = keras.layers.MultiHeadAttention(comm.size, 2, name="heads")
     model = keras.Model(x, attention(x, x))
-    attention._query_dense.call = attention._query_dense.call
+    attention.query_dense.call = attention.query_dense.call
     with pytest.raises(UsageError, match="heads, or query within it, has a call of its own"):
         parallelize(model, comm, {"heads": Column()})
