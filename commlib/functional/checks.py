@@ -346,6 +346,14 @@ def not_checked(model: str, layer: str) -> str:
     )
 
 
+def put_later(what: str, error: str) -> str:
+    """Return the error for a model that is wrong since something came when it was divided already."""
+    return (
+        f"{what} came after the model was divided: {error}; put it there before, so that the plan divides it, too, or "
+        "divide its layers by one more call of parallelize"
+    )
+
+
 def called_outside(model: str, layer: str, *, takes: bool = False) -> str:
     """Return what is said where a divided layer is called outside of its model. takes: a part, else it returns one."""
     does, option = ("takes", "split") if takes else ("returns", "gather")

@@ -28,6 +28,10 @@ class Kinds:
         self.add(kind)
         self.looks += 1
 
+    def forget(self) -> None:
+        """Take no kind for known any more, as of a model that is another one by now. Looks still count."""
+        self._known.clear()
+
     @property
     def too_many(self) -> bool:
         """As many were looked at as may be."""

@@ -13,8 +13,17 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
+from commlib.errors import CommlibError, UsageError
+from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
-from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked, too_many_kinds
+from commlib.functional.checks import (
+    called_outside,
+    check_first_call,
+    check_parts,
+    not_checked,
+    put_later,
+    too_many_kinds,
+)
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import KINDS, Kinds, kind_of
@@ -26,6 +35,7 @@ from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._alike import has_numbers
 from commlib_torch.tensor._forward import forward
+from commlib_torch.tensor._put_later import tell
 from commlib_torch.tensor._weights import divided_weights
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import attempted, styles_in, tensors_in
@@ -40,11 +50,15 @@ class Traced:
 
     def __init__(self, model: nn.Module, axis: Axis | None = None) -> None:
         self._model, self._axis = model, axis
+        self.error: Exception | None = None
+        """What its last attempt failed with."""
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
         args, options = call
-        return attempted(self._model, args, options, styles, seen_weights(divided_weights(self._model, styles)))
+        seen = seen_weights(divided_weights(self._model, styles))
+        trace, self.error = attempted(self._model, args, options, styles, seen)
+        return trace, self.error
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
@@ -96,6 +110,7 @@ class PlanCheck:
                 module.plan_check = check  # type: ignore[assignment]  # no module
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
         model.register_forward_hook(check.left, always_call=True)
+        tell(check)
 
     def __init__(self, axis: Axis, divided_output: bool) -> None:
         self.divided_output, self.warns = divided_output, axis.rank == 0
@@ -103,11 +118,12 @@ class PlanCheck:
         """How many calls of the model are running, one within the other."""
         self.in_pieces = False
         """A pipeline calls the layers, which has checked that."""
-        self._axis = axis
+        self.axis = axis
         self._kinds = Kinds()
         self._is_checking = False
         self._model = ""
         self._told: set[str] = set()
+        self._later = ""
 
     @property
     def done(self) -> bool:
@@ -137,17 +153,33 @@ class PlanCheck:
         elif not self._kinds.too_many:
             self._check(model, call)
             self._kinds.settle(kind)
-        elif self.warns and self._axis.size > 1 and _MANY not in self._told:
+        elif self.warns and self.axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
 
     def _check(self, model: nn.Module, call: Any) -> None:
         self._is_checking = True
         try:
-            traced = Traced(model, self._axis)
-            check_first_call(self._axis, traced, call, divided_output=self.divided_output, warns=self.warns)
+            traced = Traced(model, self.axis)
+            check_first_call(self.axis, traced, call, divided_output=self.divided_output, warns=self.warns)
+            if self._later:
+                together(self.axis.comm, lambda: _refuse_failing(traced.error))
+        except UsageError as error:
+            if not self._later:
+                raise
+            raise UsageError(put_later(self._later, f"{error}")) from error
         finally:
             self._is_checking = False
+        self._later = ""
+
+    def came_later(self, what: str) -> None:
+        """Hear that something was put around a divided layer, or onto it: what was checked is no more what is called.
+
+        what: in words. What the model itself does in its calls is no news.
+        """
+        if not self.inside:
+            self._kinds.forget()
+            self._later = self._later or what
 
     def settle_pieces(self) -> None:
         """Note that the plan was checked for a pipeline."""
@@ -158,7 +190,7 @@ class PlanCheck:
 
         What backward computes again is none of that.
         """
-        is_told = not self.warns or self._is_checking or self.in_pieces or self._axis.size == 1
+        is_told = not self.warns or self._is_checking or self.in_pieces or self.axis.size == 1
         if is_told or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
             return
         name = str(layer.layer_name)
@@ -181,6 +213,11 @@ def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     """
     kind = (model.training, torch.is_grad_enabled(), *map(kind_of, args))
     return (*kind, kind_of(options)) if options else kind
+
+
+def _refuse_failing(error: Exception | None) -> None:
+    if error is not None:
+        raise error if isinstance(error, CommlibError) else UsageError(f"the model fails: {error}") from error
 
 
 def _with_part(layer: Any) -> str:
@@ -214,7 +251,7 @@ def check_stages(
     for hook in hooks.values():
         hook.in_pieces = True
     own = model._forward_pre_hooks.values() if isinstance(model, nn.Module) else ()
-    axes = {hook._axis.comm: hook._axis for hook in left}
+    axes = {hook.axis.comm: hook.axis for hook in left}
     axis = next(iter(axes.values())) if len(axes) == 1 else None
     with _checking(left):
         check_parts(

@@ -1,0 +1,174 @@
+"""What comes around a divided layer, or onto it, later, as LoRA does: right, or refused by what it is called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.checks import check_first_call
+from commlib.tensor import Column, Row
+from commlib_torch.tensor import checking, gather_state_dict, parallelize
+
+PLAN: Any = {"up": Column(), "down": Row()}
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up: Any = nn.Linear(6, 8)
+        self.down: Any = nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class LoRA(nn.Module):
+    """Of layers."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        torch.manual_seed(1)
+        self.a = nn.Linear(base.in_features, 2, bias=False).double()
+        self.b = nn.Linear(2, base.out_features, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+class OfWeights(nn.Module):
+    """Of parameters, as long as the base's: on each rank those of its own."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        outputs, inputs = base.weight.shape
+        self.base, self.a = base, nn.Parameter(random(2, inputs))
+        self.b = nn.Parameter(random(outputs, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T  # type: ignore[no-any-return]
+
+
+class Merged(OfWeights):
+    """Of the base's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight + self.b @ self.a, self.base.bias)
+
+
+class Instead(nn.Linear):
+    """A layer in the place of the base, with its weights."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.weight, self.bias = base.weight, base.bias
+
+
+def onto(base: Any) -> Any:
+    """Put LoRA's weights onto a layer, and a forward over its own."""
+    own = base.forward
+    base.a, base.b = nn.Parameter(random(2, base.in_features)), nn.Parameter(random(base.out_features, 2))
+    base.forward = lambda x: own(x) + x @ base.a.T @ base.b.T
+    return base
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "the LoRA around": LoRA,
+    "the OfWeights around": OfWeights,
+    "the Merged around": Merged,
+    "the Instead with the weight of a divided layer": Instead,
+    "a of": onto,
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["up", pytest.param("down", marks=pytest.mark.long)])
+@pytest.mark.parametrize("said", WAYS)
+def test_what_comes_later_is_refused_by_name(comm: Any, said: str, name: str) -> None:
+    """After the first call it was an error of sizes, or other weights on each rank, which nobody noticed."""
+    model = parallelize(MLP(), comm, PLAN)
+    model(random(3, 6)).sum().backward()
+    setattr(model, name, WAYS[said](getattr(model, name)))
+    with pytest.raises(UsageError, match=f"^{said}.* came after the model was divided: .* put it there before"):
+        model(random(3, 6))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["called", "not called"])
+def test_what_comes_later_can_be_divided(comm: Any, first: bool) -> None:
+    """As that of before, by one more call."""
+    plain, model = MLP(), parallelize(MLP(), comm, PLAN)
+    x = random(3, 6)
+    if first:
+        model(x)
+    for one in (plain, model):
+        one.up, one.down = LoRA(one.up), LoRA(one.down)
+    parallelize(model, comm, {"up.b": Column(), "down.a": Row()})
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW([w for n, w in one.named_parameters() if "base" not in n], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(gather_state_dict(model), dict(plain.state_dict()), rtol=1e-10, atol=1e-10)
+
+
+class Scaled(nn.Module):
+    """Around a layer, and right."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)  # type: ignore[no-any-return]
+
+
+class Runs(nn.Module):
+    """Puts its layers into a container at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.calls = MLP(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.Sequential(self.mlp.up, nn.Tanh(), self.mlp.down)(x)  # type: ignore[no-any-return]
+
+
+def test_what_is_right_is_looked_at_once(comm: Any, monkeypatch: Any) -> None:
+    """Also in containers, in an optimizer's list, and where the model itself makes containers."""
+    looks = []
+
+    def counted(*args: Any, **options: Any) -> None:
+        looks.append(args)
+        check_first_call(*args, **options)
+
+    monkeypatch.setattr(checking, "check_first_call", counted)
+    plain, model, x = MLP(), parallelize(MLP(), comm, PLAN), random(3, 6)
+    model(x)
+    for one in (plain, model):
+        one.up = Scaled(one.up)
+    kept = nn.ParameterList(model.parameters()), nn.ModuleList([model.down])
+    for _ in range(3):
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    assert len(looks) == 2, kept
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model(x)
+    assert len(looks) == 2
+    runs = parallelize(Runs(), comm, {"mlp.up": Column(), "mlp.down": Row()})
+    for _ in range(3):
+        runs(x)
+    assert len(looks) == 3
