@@ -22,6 +22,9 @@ from commlib.tensor.trace import Step, Trace
 _MOST = 6
 """How many attributes are tried."""
 
+_TOLD = 4
+"""How many lines of a model are told that keep layers whole."""
+
 
 class NotPossible(Exception):
     """The reason why layers stay whole."""
@@ -120,18 +123,33 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
                 _misfit(part, step, more) for step in part.model.steps if _is_elsewhere(part, step, names)
             ):
                 return more
-    raise NotPossible(_misfit(part, wrong[0], given))
+    raise NotPossible(_fixed(part, given, tried, options))
+
+
+def _fixed(part: Part, given: Mapping[str, PerRank], tried: list[str], options: list[PerRank]) -> str:
+    """Return what keeps shapes to those of the whole, line by line, whichever numbers are a rank's."""
+
+    def left(numbers: Mapping[str, PerRank]) -> list[str]:
+        return [said for step in part.trace.steps if (said := _misfit(part, step, numbers))]
+
+    best, numbers = left(given), dict(given)
+    for name, style in product(tried, options):
+        if len(fewer := left({**numbers, name: style})) < len(best):
+            best, numbers = fewer, {**numbers, name: style}
+    said = list(dict.fromkeys(best))
+    more = f"; and {len(said) - _TOLD} more" if len(said) > _TOLD else ""
+    return "; ".join(said[:_TOLD]) + more
 
 
 def _misfit(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> str:
     """Return why a step does not ask for what it has to on every rank; "" if it does."""
     for asked, dim in _misfits(part, step, numbers):
         if step.kind == "split":
-            return f"{step.where} splits features into {list(step.asked)}: let it say how many pieces"
+            return f"{step.at} splits features into {list(step.asked)}: let it say how many pieces"
         if step.kind == "piece":
-            return f"{step.where} picks features {step.asked[0]}:{step.asked[1]}, and on a rank {asked} is another one"
-        shape = f"{step.where} asks for the shape {list(step.asked)}"
-        return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {asked}"
+            return f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, and on a rank {asked} is another one"
+        shape = f"{step.at} asks for the shape {list(step.asked)}"
+        return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {int(asked)}"
     return ""
 
 
