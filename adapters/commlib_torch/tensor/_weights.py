@@ -23,4 +23,5 @@ def divided_weights(model: nn.Module, styles: Collection[str]) -> Iterator[tuple
         if isinstance(style, Column | Row | Sequence | Vocabulary) and not hasattr(module, "become"):
             kind: Any = find_layer(name, module, style)
             for own, sharding in kind.shardings(module, name, style).items():
-                yield name, module.get_parameter(own), sharding
+                if own not in vars(module)["_buffers"]:  # moments of norms
+                    yield name, module.get_parameter(own), sharding
