@@ -92,11 +92,14 @@ class _Seen:
             return Held(None, (value.__self__, value.__func__))
         if isinstance(value, functools.partial):
             return Held(None, (value.func, value.args, value.keywords))
-        package = type(value).__module__.partition(".")[0]
-        library = package in _NOT_ENTERED or package in sys.stdlib_module_names
-        if hasattr(value, "__dict__") and (not library or isinstance(value, SimpleNamespace) or package == "__main__"):
-            return attributes(value)
-        return Held()
+        return attributes(value) if hasattr(value, "__dict__") and is_users(value) else Held()
+
+
+def is_users(value: Any) -> bool:
+    """Return whether an object is the user's, or of a library of models, and not of Python, a framework or commlib."""
+    package = type(value).__module__.partition(".")[0]
+    library = package in _NOT_ENTERED or package in sys.stdlib_module_names
+    return not library or isinstance(value, SimpleNamespace) or package == "__main__"
 
 
 def attributes(value: Any) -> Held:

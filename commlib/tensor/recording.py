@@ -58,7 +58,7 @@ class Recording:
         taken = tuple(self.number(tensor) for tensor in inputs)
         results = list(outputs)
         made = tuple(map(self._new, results))
-        self._came.update(map(self._key, () if taken else results))
+        self._came.update(map(self._key, results if kind == "given" else ()))
         if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
             self.learned.update(made)
         self.made.update(made if taken else ())

@@ -18,6 +18,7 @@ from commlib.tensor import Column, Replicate, Row
 from commlib_torch import tensor as tp
 from commlib_torch.tensor import parallelize, verify
 
+pytestmark = pytest.mark.ranks(min=2)
 PLAN: Any = {"up": Column(), "down": Row()}
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
 SEEN: list[Any] = []
@@ -33,6 +34,7 @@ class Model(nn.Module):
         self.aux: Any = None
         self.dict, self.box = dict[str, Any](), SimpleNamespace()
         self.k_cache: Any = None
+        self.v_cache = torch.zeros(1).double()
 
     def forward(self, x: Tensor, to: Any = None) -> Any:
         h = self.up(x).relu()
@@ -58,9 +60,6 @@ def said_of(comm: Any, call: Callable[[], Any]) -> list[str]:
 
 
 def refused(comm: Any, call: Callable[[], Any], *texts: str) -> None:
-    if comm.size == 1:
-        call()
-        return
     with pytest.raises(UsageError) as error:
         call()
     for text in ("kept", "test_tensor_kept.py", *texts):
@@ -131,9 +130,8 @@ def test_a_part_in_an_argument_is_refused(comm: Any, to: Any) -> None:
 def test_a_part_that_is_written_into_an_argument_is_refused(comm: Any) -> None:
     model = made(lambda to, h: to.copy_(h.sum(-1).detach()))
     parallelize(model, comm, PLAN)
-    if comm.size > 1:
-        with pytest.raises(UsageError, match="made of this rank's part alone"):
-            model(X, torch.zeros(4, 5).double())
+    with pytest.raises(UsageError, match="made of this rank's part alone"):
+        model(X, torch.zeros(4, 5).double())
 
 
 @pytest.mark.parametrize("layer", ["up", ""], ids=["layer", "block"])
@@ -149,12 +147,34 @@ def test_a_hook_that_keeps_a_part_is_refused(comm: Any, layer: str) -> None:
     refused(comm, lambda: model(X), "by 0")
 
 
+class Noted(nn.ReLU):
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        self.aux = found.square().mean()
+        return found
+
+
+class Doubled(nn.ReLU):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * 2
+
+
+def test_a_layer_of_pytorch_that_keeps_a_part_is_refused(comm: Any) -> None:
+    """What it does inside is looked at only if somebody holds it."""
+    model = nn.Sequential(nn.Linear(8, 12), Noted(), nn.Linear(12, 8)).double()
+    parallelize(model, comm, {"0": Column(), "2": Row()})
+    refused(comm, lambda: model(X), "what Noted in 1 makes")
+    model = nn.Sequential(nn.Linear(8, 12), Doubled(), nn.Linear(12, 8), Noted()).double()
+    parallelize(model, comm, {"0": Column(), "2": Row()})
+    assert not said_of(comm, lambda: model(X))
+
+
 @pytest.mark.parametrize("look", ["example", "verify", "auto", "evaluated first", "without gradients"])
 def test_each_look_refuses_it(comm: Any, look: str) -> None:
     model = made(lambda model, h: setattr(model, "aux", h.mean()))
     if look in ("example", "verify"):
         refused(comm, lambda: parallelize(model, comm, PLAN, **{look: X}), "by up")  # type: ignore[arg-type]
-    elif look == "auto" and comm.size > 1:
+    elif look == "auto":
         with pytest.raises(UsageError, match="kept after a model's call"):
             parallelize(model, comm, "auto", example=X)
     elif look == "evaluated first":
@@ -183,8 +203,7 @@ def test_auto_leaves_the_pair_whole(comm: Any) -> None:
     plain = Two().double()
     said: list[str] = []
     model = parallelize(copy.deepcopy(plain), comm, "auto", example=X, report=said.append)
-    if comm.size > 1:
-        assert not hasattr(model.first.up, "style") and hasattr(model.second.up, "style")
+    assert not hasattr(model.first.up, "style") and hasattr(model.second.up, "style")
     assert torch.allclose(model(X), plain(X), rtol=1e-10)
     assert torch.allclose(model.first.aux, plain.first.aux, rtol=1e-10)
 
@@ -221,6 +240,8 @@ NOT_KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
     "a circle": lambda model, h: _circle(h),
     "what is overwritten": lambda model, h: model.dict.update(aux=h) or model.dict.clear(),
     "a view of it": lambda model, h: h.view(-1).relu(),
+    "what is written into zeros": lambda model, h: torch.zeros(4).double().__setitem__(0, h.sum()),
+    "a cache that is written": lambda model, h: model.v_cache.__setitem__(0, h.detach().sum()),
     "shapes": lambda model, h: setattr(model, "aux", h.shape[:2]),
     "a constant": lambda model, h: setattr(model, "aux", torch.ones(3)),
     "a cache": lambda model, h: setattr(model, "k_cache", h),
@@ -282,7 +303,7 @@ def test_a_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
     found: list[Tensor] = []
     said = said_of(comm, lambda: found.append(model(X)))
     assert torch.allclose(found[0], expected, rtol=1e-10)
-    assert len(said) == (comm.size > 1 and comm.rank == 0)
+    assert len(said) == (comm.rank == 0)
     assert all("each rank keeps something else" in one and "test_tensor_kept.py" in one for one in said)
 
 
@@ -291,7 +312,7 @@ def test_numbers_of_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], A
     model = made(lambda model, h: setattr(model, "aux", number(h)))
     parallelize(model, comm, PLAN)
     said = said_of(comm, lambda: model(X))
-    assert len(said) == (comm.size > 1 and comm.rank == 0)
+    assert len(said) == (comm.rank == 0)
     assert all("numbers leave the tensors here" in one for one in said)
 
 
@@ -308,9 +329,8 @@ def test_numbers_of_a_whole_are_right(comm: Any) -> None:
 def test_an_average_of_a_part_is_refused(comm: Any, update: Callable[[Any, Tensor], Any]) -> None:
     model = made(update)
     parallelize(model, comm, PLAN)
-    if comm.size > 1:
-        with pytest.raises(UsageError, match="this rank's part"):
-            model(X)
+    with pytest.raises(UsageError, match="this rank's part"):
+        model(X)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -11,41 +11,48 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from commlib.functional.unnoticed import is_users
 
 _MOST = 100_000
 """Objects in which caches are looked for."""
 
 
-def held(tensors: list[Tensor], wanted: set[int], roots: Iterable[Any]) -> set[int]:
+def held(tensors: list[Tensor], wanted: set[int], outside: set[int], roots: Iterable[Any]) -> set[int]:
     """Return the ids of those tensors that others hold, but for caches. Exact where Python's objects hold them.
 
     tensors: all of them, as often as this list holds them, and nobody else on our side. wanted: ids of those that
-    count. roots: where caches may be. What waits to be collected is, before it is taken for somebody.
+    count. outside: of those that were there before, which somebody holds anyway. roots: where caches may be. What
+    waits to be collected is, before it is taken for somebody.
     """
-    found = _held(tensors, wanted, {})
-    if found:
-        caches = _in_caches(roots)
-        found = _held(tensors, found, caches)
-        for generation in (1, 2):
-            if found:
-                gc.collect(generation)
-                found = _held(tensors, found, caches)
-    return found
+    found = _held(tensors, wanted - outside, {})
+    if not (found or wanted & outside):
+        return found
+    caches = _in_caches(roots)
+    found = _held(tensors, found, caches)
+    for generation in (1, 2):
+        if found:
+            gc.collect(generation)
+            found = _held(tensors, found, caches)
+    return found | {key for key in wanted & outside if not caches.get(key)}
 
 
 def _held(tensors: list[Tensor], wanted: set[int], caches: Mapping[int, int]) -> set[int]:
-    own, found = Counter(map(id, tensors)), set[int]()
-    for tensor in tensors:
-        key = id(tensor)
-        if key in wanted and _references(tensor) > own[key] + caches.get(key, 0):
-            found.add(key)
-    return found
+    own = Counter(map(id, tensors))
+    return {
+        key
+        for key, tensor, count in zip(map(id, tensors), tensors, _references(tensors), strict=True)
+        if key in wanted and count - (_FROM_BELOW if _is_used_below(tensor) else 0) > own[key] + caches.get(key, 0)
+    }
 
 
-def _references(tensor: Tensor) -> int:
-    """Return how many references of Python there are to what a list holds, and a loop goes through."""
-    return sys.getrefcount(tensor) - _IDLE - (_FROM_BELOW if _is_used_below(tensor) else 0)
+def _references(tensors: list[Any]) -> list[int]:
+    """Return how many references of Python there are to what a list holds, that of the list included."""
+    own, probe = Counter(map(id, tensors)), object()
+    every = [*tensors, probe]
+    *counts, idle = map(sys.getrefcount, every)  # no call of Python between, which counts now and then
+    return [count - (idle - 2) - own[id(one)] for count, one in zip(counts, tensors, strict=True)]
 
 
 def _is_used_below(tensor: Tensor) -> bool:
@@ -54,17 +61,10 @@ def _is_used_below(tensor: Tensor) -> bool:
     return count is not None and count() > 1
 
 
-def _measured(tensors: list[Tensor]) -> int:
-    for tensor in tensors:
-        return _references(tensor)
-    return 0
-
-
-_IDLE = _FROM_BELOW = 0
-_IDLE = _measured([torch.empty(1)]) - 1
 _base = torch.empty(1)
 _view = _base.view(1)
-_FROM_BELOW = _measured([_base]) - 2  # the name, and the list
+_FROM_BELOW = _references([_base])[0] - 2  # the name, and the list
+"""References that PyTorch has to what it holds itself: by its version none, or one."""
 del _base, _view
 
 
@@ -111,6 +111,8 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
         own = [("", one) for one in value]
     else:
         own = []
+    if not (isinstance(value, nn.Module) or is_users(value)):
+        return own
     slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
     own += [(name, getattr(value, name, None)) for name in slots if not name.startswith("__")]
     return own + list(getattr(value, "__dict__", {}).items())

@@ -34,6 +34,11 @@ def is_leaf(module: nn.Module) -> bool:
     return divided or isinstance(module, _KNOWN) or is_transposed(module)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a layer is one of PyTorch's whose class computes by itself, and may keep something of that."""
+    return type(module).forward.__module__.partition(".")[0] not in ("torch", "commlib_torch", "transformers")
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a module is Hugging Face's Conv1D: told by its name, as nobody has to have that library."""
     return any(one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in type(module).__mro__)

@@ -171,6 +171,11 @@ class Recorder(TorchFunctionMode):
         self._sliced = {name: style for name, style in slices.items() if name not in divided}
         """Arguments of which the model does not take a part by itself."""
         self._ranks = ranks
+        self._looks_inside = False
+        self._inner: list[Tensor] = []
+        """What leaves with a forward of the user's make inside, where nobody looks."""
+        self._calls_of_inner: list[tuple[list[int], str, str]] = []
+        """For each of these the values that its leaf is called with, what that is, and the line."""
         self._cuts = 0
         """Contexts without gradients that the model has entered."""
         self._written: dict[int, set[int]] = {}
@@ -211,6 +216,8 @@ class Recorder(TorchFunctionMode):
         self.tensors.clear()
         self.kept.clear()
         self._taken.clear()
+        self._inner.clear()
+        self._calls_of_inner.clear()
 
     def trace_of(self, result: Any, kept: Collection[int] = ()) -> Trace:
         """Return the trace of what ran so far. kept: values that somebody holds, beside the model's results."""
@@ -222,8 +229,19 @@ class Recorder(TorchFunctionMode):
         values = {id(tensor): self._values(tensor) for tensor in self.tensors}
         returned = set(map(id, tensors_in(result)))
         wanted = {key for key, found in values.items() if found and key not in returned}
-        kept = held(self.tensors, wanted, (vars(self._model), args, options, result))
-        return {value for key in kept for value in values[key]}
+        roots = (vars(self._model), args, options, result)
+        outside = {id(one) for one in self.tensors if self._recording.is_from_outside(one)}
+        kept = held(self.tensors, wanted, outside, roots)
+        return {value for key in kept for value in values[key]} | self._held_inside(roots)
+
+    def _held_inside(self, roots: Any) -> set[int]:
+        """Return the values that somebody holds of those that leaves have made inside, which are noted only now."""
+        kept = held(self._inner, set(map(id, self._inner)), set(), roots)
+        for at in [at for at, one in enumerate(self._inner) if id(one) in kept]:
+            numbers, text, place = self._calls_of_inner[at]
+            inputs = [self.tensors[number] for number in numbers]
+            self._recording.add("", "unknown", inputs, [self._inner[at]], text=f"what {text} makes", place=place)
+        return {self._recording.number(one) for one in self._inner if id(one) in kept}
 
     def _values(self, tensor: Tensor) -> set[int]:
         """Return the values that were made, and are in a tensor, or were written into its memory."""
@@ -390,7 +408,7 @@ class Recorder(TorchFunctionMode):
 
     def _hooks(self, name: str, module: nn.Module) -> tuple[Any, Any]:
         leaf = name in self._styles or _leaves.is_leaf(module)
-        first = 0
+        first, keeps = 0, leaf and _leaves.has_own_forward(module)
 
         def before(module: nn.Module, args: Any, options: Any) -> Any:
             nonlocal first
@@ -403,7 +421,7 @@ class Recorder(TorchFunctionMode):
             if len(self._leaves) > 1:
                 self.hides |= self._leaves[0] == "" and name in self._styles
                 return None
-            first = self._calls()
+            first, self._looks_inside = self._calls(), keeps
             return self._enter(name, module, args, options)
 
         def after(module: nn.Module, args: Any, options: Any, result: Any) -> Any:
@@ -424,14 +442,23 @@ class Recorder(TorchFunctionMode):
             )
             self._leaves.pop()
             self._inside += self._calls() - first
+            self._looks_inside = False
             if not inputs:
                 return None
             text = type(module).__name__
             self._recording.add(name, inputs=inputs, outputs=outputs, text=text, place=_line(), **found)
+            self._note_inside(f"{text} in {name}", inputs)
             self.kept |= dict(zip(map(self._recording.number, outputs), kept, strict=False))
             return None if changed is None else result
 
         return before, after
+
+    def _note_inside(self, text: str, inputs: list[Tensor]) -> None:
+        """Note of which call that is which a leaf has made inside, but for what it takes and gives."""
+        known = len(self._calls_of_inner)
+        self._inner[known:] = [one for one in self._inner[known:] if not self._recording.knows(one)]
+        if more := len(self._inner) - known:
+            self._calls_of_inner += [(list(map(self._recording.number, inputs)), text, _line())] * more
 
     def _arguments(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
         """Note arguments that a module may be given a part of, and give it that where this is the run of one rank."""
@@ -499,6 +526,7 @@ class Recorder(TorchFunctionMode):
             raise
         if self._leaves:
             self._taken += tensors_in([args, options]) if self._leaves == [""] else ()
+            self._inner += tensors_in(result) if self._looks_inside else ()
             return result
         name = _name(func)
         if name in SHAPES and (seen := self._shown.get(id(args[0]))) is not None:
