@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
 from commlib.functional.unnoticed import Held, attributes
 from commlib.functional.unnoticed import unnoticed as unnoticed_by
-from commlib_torch._uncompiled import uncompiled_calls
-
-_T = TypeVar("_T")
 
 
 @contextmanager
@@ -25,21 +22,24 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
 
     Parameters are taken for what no forward writes.
     """
-    with torch.random.fork_rng(), unnoticed_by((model, given), _hold):
+    with torch.random.fork_rng(), _unsaved(), unnoticed_by((model, given), _hold):
         yield
 
 
-def without_gradients(run: Callable[[], _T], error_of: Callable[[_T], Exception | None]) -> _T:
-    """Run a model without gradients; once more with them, if it asks for some itself and its caller computes them.
+@contextmanager
+def _unsaved() -> Iterator[None]:
+    """Keep what a backward needs from hooks that are there, for a while: a checkpoint counts what passes them."""
+    if _hooks_of_saved(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        yield
 
-    error_of: returns what the run failed with. A model that is compiled runs as it is written.
-    """
-    with uncompiled_calls():
-        with torch.no_grad():
-            found = run()
-        if torch.is_grad_enabled() and "does not require grad" in f"{error_of(found)}":
-            return run()
-    return found
+
+_hooks_of_saved: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None
+)
+"""Returns the hooks that tensors pass which are saved for a backward; None if there are none."""
 
 
 def fresh(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from enum import Enum
 from typing import Any
 
 KINDS = 8
@@ -10,10 +11,13 @@ KINDS = 8
 
 
 class Kinds:
-    """The kinds of calls of a model that are known to be right. looks: how many of them somebody has looked at."""
+    """The kinds of calls of a model that are known to be right, and the way that the model went in each, if told.
+
+    looks: how many of them somebody has looked at.
+    """
 
     def __init__(self) -> None:
-        self._known: set[Hashable] = set()
+        self._known: dict[Hashable, Hashable] = {}
         self.looks = 0
 
     def __contains__(self, kind: Hashable) -> bool:
@@ -21,12 +25,16 @@ class Kinds:
 
     def add(self, kind: Hashable) -> None:
         """Take a kind as known, without a look."""
-        self._known.add(kind)
+        self._known[kind] = None
 
-    def settle(self, kind: Hashable) -> None:
-        """Note that somebody has looked at a call of a kind, and found it right."""
-        self.add(kind)
+    def settle(self, kind: Hashable, way: Hashable = None) -> None:
+        """Note that somebody has looked at a call of a kind, and found it right. way: see `Trace.way`."""
+        self._known[kind] = way
         self.looks += 1
+
+    def way(self, kind: Hashable) -> Hashable:
+        """Return which way the model goes in calls of a kind; None if nobody knows."""
+        return self._known.get(kind)
 
     def forget(self) -> None:
         """Take no kind for known any more, as of a model that is another one by now. Looks still count."""
@@ -41,8 +49,8 @@ class Kinds:
 def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hashable:
     """Return what tells an argument from those of other kinds: its type, and those of what is in it.
 
-    Of flags and strings also which; numbers change with every call, and so do the lengths of lists. kind_of_other: of
-    what is none of these.
+    Of flags, strings and members of an enumeration also which; numbers change with every call, and so do the lengths of
+    lists. kind_of_other: of what is none of these.
     """
     kind = type(value)
     if kind is bool or kind is str:
@@ -53,4 +61,6 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hash
         return kind, frozenset(map(kind_of_other, value))
     if kind is dict:
         return frozenset((name, kind_of(one, kind_of_other)) for name, one in value.items())
+    if isinstance(value, Enum):
+        return kind, value.name
     return kind_of_other(value)

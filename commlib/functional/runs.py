@@ -31,6 +31,7 @@ class Run:
     layers. hides: divided layers ran where they could not be seen. error: what it failed with, after its trace.
     is_custom: it has functions between layers with a backward of their own. arriving: gradients of layers' results, by
     the numbers of these, made by what lies between those layers and the next ones; None if nobody asked, or none is.
+    zeros: weights for which others stood in, see `stand_in`.
     """
 
     trace: Trace
@@ -45,15 +46,26 @@ class Run:
     error: Exception | None = None
     is_custom: bool = False
     arriving: Mapping[int, Array] | None = None
+    zeros: frozenset[str] = frozenset()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it came to its end, and all results of the model are numbers."""
+        floats = [self.values[value] for value in self.trace.outputs if self.values[value].dtype.kind == "f"]
+        return self.error is None and all(bool(np.isfinite(one).all()) for one in floats)
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """How the outputs of a model lie on the ranks, and the shapes of the whole."""
+    """How the outputs of a model lie on the ranks, and the shapes of the whole.
+
+    zeros: weights that are zeros in the whole, and others stand in for them; None: nobody has looked.
+    """
 
     axis: Axis | None
     states: Sequence[State]
     shapes: Sequence[tuple[int, ...]]
+    zeros: frozenset[str] | None = None
 
     def weights(self, at: int, shape: tuple[int, ...]) -> Array:
         """Return numbers by which the elements of an output are multiplied in the loss: the same in every run.
@@ -77,7 +89,8 @@ def outputs_of(whole: Run, styles: Mapping[str, Style], axis: Axis) -> Outputs:
     """Return how the outputs of a model with these styles lie, by a run of the model that is not divided."""
     states = check(whole.trace, styles, divided_output=True, size=axis.size).states
     places = whole.trace.outputs
-    return Outputs(axis, [states[value] for value in places], [whole.trace.shapes[value] for value in places])
+    shapes = [whole.trace.shapes[value] for value in places]
+    return Outputs(axis, [states[value] for value in places], shapes, whole.zeros)
 
 
 def compare_runs(

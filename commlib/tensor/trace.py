@@ -23,7 +23,7 @@ Values have numbers. A step takes some and makes others; steps stand in the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -103,6 +103,11 @@ class Trace:
             for value in dict.fromkeys(step.inputs):
                 found.setdefault(value, []).append(at)
         return found
+
+    @property
+    def way(self) -> Hashable:
+        """Return what tells calls apart that go other ways through a model, whatever the shapes of their values are."""
+        return tuple((step.layer, step.kind, step.text) for step in self.steps), tuple(self.used)
 
     @cached_property
     def makers(self) -> Mapping[int, int]:

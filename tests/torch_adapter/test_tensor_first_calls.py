@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from commlib.tensor import Column, Row
 from commlib_torch.tensor import checking, parallelize, verify
 
 PLAN: Any = {"up": Column(), "down": Row()}
-X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
+X: Any = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
 
 
 class Model(nn.Module):
@@ -163,6 +164,72 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
         model.eval()(X, how=1.0)
         model.train()
     assert len(looks) == 4
+
+
+class How(Enum):
+    PLAIN = 1
+    SOFTMAX = 2
+
+
+class Elsewhere(Model):
+    """Goes by what only some calls have: gradients, or the mode of a module within."""
+
+    def __init__(self, goes: Callable[[Any, Tensor], bool]) -> None:
+        super().__init__()
+        self.goes, self.drop = goes, nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
+        h = self.up(x)
+        if self.goes(self, h) or how in (How.SOFTMAX, torch.float16):
+            h = h.softmax(-1)
+        return self.down(self.drop(h))
+
+
+def evaluated_within(model: Any) -> Any:
+    model.drop.eval()
+    try:
+        return model(X)
+    finally:
+        model.drop.train()
+
+
+ELSEWHERE: dict[str, tuple[Callable[[Any, Tensor], bool], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "with gradients": (lambda model, h: torch.is_grad_enabled(), without_gradients, lambda model: model(X)),
+    "a value with a gradient": (lambda model, h: h.requires_grad, without_gradients, lambda model: model(X)),
+    "what has made a value": (lambda model, h: h.grad_fn is not None, without_gradients, lambda model: model(X)),
+    "without gradients": (lambda model, h: not torch.is_grad_enabled(), lambda model: model(X), without_gradients),
+    "a module within": (lambda model, h: not model.drop.training, lambda model: model(X), evaluated_within),
+    "an enumeration": (
+        lambda model, h: False, lambda model: model(X, how=How.PLAIN), lambda model: model(X, how=How.SOFTMAX)
+    ),
+    "a dtype": (
+        lambda model, h: False, lambda model: model(X, how=torch.float32), lambda model: model(X, how=torch.float16)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("looked_at", ["a call", "example", "verify"])
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_what_only_some_calls_do_is_looked_at(comm: Any, where: str, looked_at: str) -> None:
+    """Looks were without gradients, and nobody looked at what a model does with them, nor at modes of its modules."""
+    goes, right, wrong = ELSEWHERE[where]
+    torch.manual_seed(0)
+    plain = Elsewhere(goes).double()
+    if looked_at != "a call" and where in ("with gradients", "a value with a gradient", "what has made a value"):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="softmax"):
+                parallelize(copy.deepcopy(plain), comm, PLAN, **{looked_at: X})
+        return
+    if where == "a module within" and looked_at == "verify":
+        return  # which evaluates, and so looks at it
+    model = parallelize(copy.deepcopy(plain), comm, PLAN, **({} if looked_at == "a call" else {looked_at: X}))
+    for _ in range(2):
+        torch.testing.assert_close(right(model), right(plain), rtol=0, atol=1e-12)
+    for _ in range(2):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="softmax"):
+                wrong(model)
+    torch.testing.assert_close(right(model), right(plain), rtol=0, atol=1e-12)
 
 
 def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:

@@ -23,8 +23,10 @@ from commlib.functional.runs import Run
 from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
-from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
+from commlib_torch._uncompiled import uncompiled_calls
+from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor._numbers import numbers_in
+from commlib_torch.tensor._stand_ins import standing_in, zeros_in
 from commlib_torch.tensor._weights import divided_weights
 from commlib_torch.tensor.features import OnFeatures
 from commlib_torch.tensor.tracing import Recorder
@@ -35,9 +37,19 @@ Change = tuple[nn.Module, str, Any]
 
 
 def forward(
-    model: nn.Module, axis: Axis, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool
+    model: nn.Module,
+    axis: Axis,
+    call: Any,
+    styles: Mapping[str, Style],
+    guide: Guide | None,
+    *,
+    evaluate: bool,
+    stands_in: bool,
 ) -> Run | None:
-    """Run a model without gradients, as `commlib.functional.numbers.Runs` says. axis: among which it is divided."""
+    """Run a model as `commlib.functional.numbers.Runs` says. axis: among which it is divided.
+
+    stands_in: with other numbers for weights that are zeros.
+    """
     whole = guide is None or guide.cuts
     changes = _undivided(model, axis) if whole else []
     if changes is None:
@@ -48,27 +60,25 @@ def forward(
     ranks = (axis.rank, axis.size) if guide is not None and guide.cuts else None
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
 
-    def run() -> Run:
-        recorder = Recorder(
-            model,
-            styles,
-            whole=whole,
-            guide=guide,
-            calls=lambda: axis.calls,
-            ranks=ranks,
-            keeps=True,
-            differentiates=learns,
-            weights=seen_weights(divided_weights(model, styles), axis, guide),
-        )
-        with _changed(changes), changed_numbers(numbers):
-            return _ran(model, recorder, call, evaluate=evaluate)
-
-    return without_gradients(run, lambda found: found.error)
+    recorder = Recorder(
+        model,
+        styles,
+        whole=whole,
+        guide=guide,
+        calls=lambda: axis.calls,
+        ranks=ranks,
+        keeps=True,
+        differentiates=learns,
+        weights=seen_weights(divided_weights(model, styles), axis, guide),
+    )
+    with _changed(changes), changed_numbers(numbers), standing_in(model, zeros_in(model) if stands_in else ()):
+        return _ran(model, recorder, call, evaluate=evaluate)
 
 
 def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> Run:
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
+        stack.enter_context(uncompiled_calls())
         stack.enter_context(unnoticed(model, *call))
         stack.enter_context(evaluating(model) if evaluate else unfused())
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -44,7 +44,10 @@ class Guided:
         """Return a value of the whole run: one tensor for all calls, since layers may look for it."""
         found = self._given.get(number)
         if found is None:
-            found = self._given[number] = back(self._guide.whole.values[number].copy(), like)
+            found = back(self._guide.whole.values[number].copy(), like)
+            if like.requires_grad and torch.is_grad_enabled():
+                found = found.requires_grad_().clone()  # which may be written, as what it stands for
+            self._given[number] = found
         return found
 
 

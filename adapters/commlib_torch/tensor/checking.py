@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from commlib.communicator import Communicator
 from commlib.errors import CommlibError, UsageError
 from commlib.functional.agreement import together
+from commlib.functional.alike import unwatched
 from commlib.functional.axis import Axis
 from commlib.functional.checks import (
     called_outside,
@@ -52,21 +55,37 @@ class Traced:
         self._model, self._axis = model, axis
         self.error: Exception | None = None
         """What its last attempt failed with."""
+        self.way: Hashable = None
+        """Which way the model went when it was last run."""
+        self._stands_in = True
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
         args, options = call
         seen = seen_weights(divided_weights(self._model, styles))
         trace, self.error = attempted(self._model, args, options, styles, seen)
+        self.way = trace.way
         return trace, self.error
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
-        return ran(self._model, call, styles, outputs)
+        found = ran(self._model, call, styles, outputs)
+        self.way = found.trace.way
+        return found
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
-        """Run the model forward, as a whole or as one rank."""
-        return None if self._axis is None else forward(self._model, self._axis, call, styles, guide, evaluate=evaluate)
+        """Run the model forward, as a whole or as one rank. Collective.
+
+        Weights that are zeros have other numbers for that, unless the whole fails with them, or gives no numbers.
+        """
+        if self._axis is None:
+            return None
+        run = partial(forward, self._model, self._axis, call, styles, guide, evaluate=evaluate)
+        found = run(stands_in=self._stands_in)
+        if guide is None and self._stands_in:
+            self._stands_in = all(self._axis.comm.all_gather_object(found is None or found.is_finite))
+            found = found if self._stands_in else run(stands_in=False)
+        return found
 
     def given(self, call: Any) -> list[Any]:
         """Return the values of tensors, also of those within structures."""
@@ -97,14 +116,25 @@ class PlanCheck:
 
     @classmethod
     def of(
-        cls, model: nn.Module, axis: Axis, *, divided_output: bool, checked: Any = None, evaluated: bool = False
+        cls,
+        model: nn.Module,
+        axis: Axis,
+        *,
+        divided_output: bool,
+        checked: Any = None,
+        way: Hashable = None,
+        evaluated: bool = False,
     ) -> None:
-        """Put one on a model. checked: a call that was checked, as (arguments, options); `evaluated`: in that mode."""
+        """Put one on a model. checked: a call that was checked, as (arguments, options); `evaluated`: in that mode.
+
+        way: that of this call, see `Trace.way`.
+        """
         check = cls(axis, divided_output)
         check._model = type(model).__name__
+        model.commlib_within = tuple(model.modules())[1:]  # type: ignore[assignment]  # without itself: no cycle
         if checked is not None:
-            training, *others = kind_of_call(model, *checked)
-            check._kinds.settle((training and not evaluated, *others))
+            modes, *others = kind_of_call(model, *checked)
+            check._kinds.settle(((False, bytes(len(modes[1]))) if evaluated else modes, *others), way)
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = check  # type: ignore[assignment]  # no module
@@ -144,33 +174,42 @@ class PlanCheck:
         self.inside = max(0, self.inside - 1)
 
     def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
-        training, with_gradients, *others = kind
+        modes, with_gradients, *others = kind
         is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
         if is_transformed or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
             return  # the first call that is not traced is checked
-        if not with_gradients and (training, True, *others) in self._kinds:  # which has seen more
+        known = modes, True, *others
+        if not with_gradients and known in self._kinds and self._goes(model, call, self._kinds.way(known)):
             self._kinds.add(kind)
         elif not self._kinds.too_many:
-            self._check(model, call)
-            self._kinds.settle(kind)
+            self._kinds.settle(kind, self._check(model, call))
         elif self.warns and self.axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
 
-    def _check(self, model: nn.Module, call: Any) -> None:
-        self._is_checking = True
+    def _check(self, model: nn.Module, call: Any) -> Hashable:
+        """Check the plan for a call; return the way that it goes."""
+        traced = Traced(model, self.axis)
         try:
-            traced = Traced(model, self.axis)
-            check_first_call(self.axis, traced, call, divided_output=self.divided_output, warns=self.warns)
-            if self._later:
-                together(self.axis.comm, lambda: _refuse_failing(traced.error))
+            with _checking([self]):
+                check_first_call(self.axis, traced, call, divided_output=self.divided_output, warns=self.warns)
+                if self._later:
+                    together(self.axis.comm, lambda: _refuse_failing(traced.error))
         except UsageError as error:
             if not self._later:
                 raise
             raise UsageError(put_later(self._later, f"{error}")) from error
-        finally:
-            self._is_checking = False
         self._later = ""
+        return traced.way
+
+    def _goes(self, model: nn.Module, call: Any, way: Hashable) -> bool:
+        """Return whether a call goes the way that one with gradients went, if it is known, on all ranks. Collective."""
+        if way is None:
+            return True
+        traced = Traced(model, self.axis)
+        with _checking([self]), unwatched(self.axis):
+            traced.attempt(call, traced.styles())
+            return all(self.axis.comm.all_gather_object(traced.way == way))
 
     def came_later(self, what: str) -> None:
         """Hear that something was put around a divided layer, or onto it: what was checked is no more what is called.
@@ -207,12 +246,22 @@ _MANY, _UNCHECKED = "too many kinds", "not checked"
 
 
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
-    """Return what tells a call from those of other kinds: modes, and what is given, by types.
+    """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given, by types.
 
-    Of flags, strings and None also which; numbers change with every call. The order of keywords says nothing.
+    Of flags, strings, dtypes and None also which; numbers change with every call. The order of keywords says nothing.
     """
-    kind = (model.training, torch.is_grad_enabled(), *map(kind_of, args))
-    return (*kind, kind_of(options)) if options else kind
+    modes = model.training, bytes(map(_is_training, model.commlib_within))  # type: ignore[arg-type]
+    kind = (modes, torch.is_grad_enabled(), *(kind_of(one, _kind_of_other) for one in args))
+    return (*kind, kind_of(options, _kind_of_other)) if options else kind
+
+
+_is_training = attrgetter("training")
+
+
+def _kind_of_other(value: Any) -> Any:
+    """Return a dtype, and of all else the type."""
+    kind = type(value)
+    return value if kind is torch.dtype else kind
 
 
 def _refuse_failing(error: Exception | None) -> None:

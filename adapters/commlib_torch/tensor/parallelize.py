@@ -108,7 +108,8 @@ def parallelize(
     shared.threads = torch.get_num_threads()
     if checks is not None:
         checks.divided()
-    PlanCheck.of(model, shared, divided_output=divided_output, checked=call, evaluated=verify is not None)
+    evaluated = verify is not None
+    PlanCheck.of(model, shared, divided_output=divided_output, checked=call, way=traced.way, evaluated=evaluated)
     return whole
 
 

@@ -28,7 +28,8 @@ from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Slice, Style
 from commlib.tensor.trace import Step, Trace
-from commlib_torch._unnoticed import fresh, unnoticed, without_gradients
+from commlib_torch._uncompiled import uncompiled_calls
+from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _arguments, _leaves, moves
 from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
@@ -65,22 +66,35 @@ def attempted(
 
     args, options: what it is called with. styles: layers that are taken as a whole because they have one. weights:
     those whose shapes are noted where the model asks for them. Any control flow works: what ran is what is recorded; if
-    the model fails, with the error, and up to the step that did. No gradients are computed, unless the model asks for
-    some; all is as before: see `unnoticed`. A model that is divided runs its collectives.
+    the model fails, with the error, and up to the step that did. It runs with gradients where its caller computes some,
+    for it may go by that, and without, too, if it seems to keep values: what a graph holds, none does then. All is as
+    before: see `unnoticed`. A model that is divided runs its collectives.
     """
+    trace, error = _attempted(model, args, options, styles, weights)
+    if trace.kept and torch.is_grad_enabled():
+        with torch.no_grad():
+            without = _attempted(model, args, options, styles, weights)[0]
+        if without.way == trace.way:  # else what is there for gradients alone may be held by anybody
+            trace = replace(trace, kept=tuple(value for value in trace.kept if value in without.kept))
+    return trace, error
+
+
+def _attempted(
+    model: nn.Module,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    styles: Collection[str],
+    weights: SeenWeights | None,
+) -> tuple[Trace, Exception | None]:
     learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
-
-    def attempt() -> tuple[Trace, Exception | None]:
-        recorder = Recorder(model, styles, weights=weights)
-        with unnoticed(model, args, options):
-            try:
-                return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
-            except Exception as error:
-                return replace(recorder.trace_of(()), learns=learns), error
-            finally:
-                recorder.forget()
-
-    return without_gradients(attempt, lambda found: found[1])
+    recorder = Recorder(model, styles, weights=weights)
+    with uncompiled_calls(), unnoticed(model, args, options):
+        try:
+            return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
+        except Exception as error:
+            return replace(recorder.trace_of(()), learns=learns), error
+        finally:
+            recorder.forget()
 
 
 def styles_in(model: nn.Module) -> dict[str, Style]:

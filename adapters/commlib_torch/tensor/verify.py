@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from commlib_torch._bridge import host_array
 from commlib_torch._shards import shards_in
 from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import mapped, unnoticed
+from commlib_torch.tensor._stand_ins import standing_in, zeros_in
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in
 
@@ -38,11 +39,25 @@ def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tole
 
 
 def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
-    """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them."""
+    """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them.
+
+    Weights that are zeros have other numbers for that, unless the whole fails with them, or gives no numbers.
+    """
+    zeros = zeros_in(model) if outputs.zeros is None else zeros_in(model) & outputs.zeros
+    if outputs.zeros is not None or not zeros:
+        return _ran(model, call, styles, outputs, zeros)
+    with suppress(Exception):
+        found = _ran(model, call, styles, outputs, zeros)
+        if found.is_finite:
+            return found
+    return _ran(model, call, styles, outputs, frozenset())
+
+
+def _ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs, zeros: frozenset[str]) -> Run:
     fresh = Fresh()
     args, options = (fresh.of(part) for part in call)
     recorder = Recorder(model, styles, recomputes=False)
-    with unnoticed(model, call), evaluating(model), uncompiled_calls(), torch.enable_grad():
+    with unnoticed(model, call), evaluating(model), uncompiled_calls(), torch.enable_grad(), standing_in(model, zeros):
         trace, result = recorder.run(args, options)
         loss = torch.zeros((), dtype=torch.float64)
         for at, value in enumerate(tensors_in(result)):
@@ -60,7 +75,7 @@ def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) 
     shards = {name: shard for name, _, shard in shards_in(model)}
     shardings = {name: getattr(module, "sharding", None) for name, module in model.named_modules()}
     known = {name: sharding for name, sharding in shardings.items() if isinstance(sharding, Sharding)}
-    return Run(trace, values, gradients, shards, known)
+    return Run(trace, values, gradients, shards, known, zeros=zeros)
 
 
 def _array(tensor: Tensor) -> Array:

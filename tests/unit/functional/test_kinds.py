@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import pytest
 
 from commlib.functional.kinds import KINDS, Kinds, kind_of
+
+
+class Colour(IntEnum):
+    RED = 1
+    BLUE = 2
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,8 @@ def test_one_kind(one: Any, other: Any) -> None:
         ((True,), (False,)),
         ({"a": 1}, {"b": 1}),
         ([1], [""]),
+        (Colour.RED, Colour.BLUE),
+        ((Colour.RED,), (1,)),
     ],
 )
 def test_two_kinds(one: Any, other: Any) -> None:
@@ -55,3 +63,10 @@ def test_so_many_are_looked_at() -> None:
     assert kinds.too_many
     assert "known" in kinds
     assert KINDS not in kinds
+
+
+def test_a_way_is_known_where_somebody_has_told_it() -> None:
+    kinds = Kinds()
+    kinds.add("known")
+    kinds.settle("looked at", ("up", "down"))
+    assert [kinds.way(kind) for kind in ("known", "looked at", "new")] == [None, ("up", "down"), None]
