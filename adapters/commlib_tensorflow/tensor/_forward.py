@@ -49,7 +49,7 @@ def forward(
     numbers = _numbers(model, layers, axis, styles, guide)
     recorder = Recorder(
         model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide),
-        detaches=True, weights=seen_weights(divided_weights(layers, styles), axis, guide),
+        detaches=True, weights=seen_weights(divided_weights(layers, styles, axis.size), axis, guide),
     )  # fmt: skip
     error: Exception | None = None
     found: Mapping[str, Any] = {}

@@ -18,13 +18,18 @@ from commlib.tensor.recording import replaced
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.layers import find_layer, shardings_of
 
 _ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size"))
 
 
-def divided_weights(layers: Mapping[str, Any], styles: Collection[str]) -> Iterator[tuple[str, Any, Sharding]]:
-    """Yield (layer, variable, how it is divided) of what is divided, or will be by styles that are a mapping."""
+def divided_weights(
+    layers: Mapping[str, Any], styles: Collection[str], size: int
+) -> Iterator[tuple[str, Any, Sharding]]:
+    """Yield (layer, variable, how it is divided) of what is divided, or will be by styles that are a mapping.
+
+    size: among how many ranks.
+    """
     for name in styles:
         layer, style = layers.get(name), styles[name] if isinstance(styles, Mapping) else None
         if layer is None:
@@ -35,12 +40,12 @@ def divided_weights(layers: Mapping[str, Any], styles: Collection[str]) -> Itera
                 if shard is not None and isinstance(shard.sharding, Sharding):
                     yield name, variable, shard.sharding
         elif isinstance(style, Column | Row | Sequence | Vocabulary):
-            yield from _planned(name, layer, style)
+            yield from _planned(name, layer, style, size)
 
 
-def _planned(name: str, layer: Any, style: Style) -> Iterator[tuple[str, Any, Sharding]]:
+def _planned(name: str, layer: Any, style: Style, size: int) -> Iterator[tuple[str, Any, Sharding]]:
     kind = find_layer(name, layer, style)
-    for variable, sharding in kind.shardings(layer, name, style):
+    for variable, sharding in shardings_of(kind, name, layer, style, size):
         yield name, variable, sharding
 
 

@@ -48,12 +48,13 @@ class Traced:
 
     def __init__(self, model: Any, layers: Layers, axis: Axis | None = None, *, training: bool = False) -> None:
         self._model, self._layers, self._axis, self._training = model, layers, axis, training
+        self._size = 1 if axis is None else axis.size
         self._hidden: list[str] = []
         self._stopped: UsageError | None = None
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
-        weights = seen_weights(divided_weights(self._layers, styles))
+        weights = seen_weights(divided_weights(self._layers, styles, self._size))
         trace, error = attempted(
             self._model, self._layers, call, styles, self._hidden, training=self._training, weights=weights
         )
@@ -67,7 +68,7 @@ class Traced:
         """
         if self.is_of_keras:
             return True
-        weights = seen_weights(divided_weights(self._layers, styles))
+        weights = seen_weights(divided_weights(self._layers, styles, self._size))
         trained, error = attempted(self._model, self._layers, call, styles, training=True, weights=weights)
         self._stopped = error if isinstance(error, UsageError) else None
         return error is not None or trained.steps == trace.steps

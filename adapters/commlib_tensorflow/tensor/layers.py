@@ -10,7 +10,7 @@ import keras
 from commlib.errors import UsageError
 from commlib.functional.division import Division
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
-from commlib_tensorflow.tensor._dividing import check_division
+from commlib_tensorflow.tensor._dividing import Shardings, check_division
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
@@ -99,6 +99,13 @@ def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisio
     """Raise UsageError unless all of (name, layer, style, the class that it becomes) can be divided together."""
     for name, layer, style, kind in found:
         if division.is_new(name, layer, style) and kind is not None:
-            # How heads of attention are divided depends on how many ranks there are.
-            more = (division.axis.size,) if issubclass(kind, ColumnAttention) else ()
-            check_division(name, kind.shardings(layer, name, style, *more), division)
+            check_division(name, shardings_of(kind, name, layer, style, division.axis.size), division)
+
+
+def shardings_of(kind: Any, name: str, layer: Any, style: Style, size: int) -> Shardings:
+    """Return how the variables of a layer that is to become a `kind` are divided among `size` ranks.
+
+    Of attention that depends on their number: its heads of keys may be fewer. Raises UsageError if they cannot be.
+    """
+    more = (size,) if issubclass(kind, ColumnAttention) else ()
+    return kind.shardings(layer, name, style, *more)  # type: ignore[no-any-return]
