@@ -84,8 +84,8 @@ class Axis:
 
     def __reduce__(self) -> Any:
         raise UsageError(
-            "a model that is divided among ranks cannot be pickled: save what gather_state_dict() returns, which any "
-            "number of ranks can load"
+            "a model that is divided among ranks cannot be pickled: save what gather_state_dict() returns, in Keras "
+            "gather_model(), which any number of ranks can load"
         )
 
     def __repr__(self) -> str:

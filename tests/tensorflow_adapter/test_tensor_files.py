@@ -13,7 +13,14 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
-from commlib_tensorflow.tensor import ColumnDense, gather_model, gather_weights, parallelize
+from commlib_tensorflow.tensor import (
+    ColumnDense,
+    ParallelAttention,
+    ParallelMLP,
+    gather_model,
+    gather_weights,
+    parallelize,
+)
 from tests.tensorflow_adapter.tensor_oracle import in_float64, values
 
 __all__ = ["in_float64"]
@@ -185,6 +192,22 @@ def test_copies_are_refused(comm: Any) -> None:
     model = parallelize(make(attention=False), comm, FEW)
     with pytest.raises(UsageError, match=r"for a copy, divide a clone that was made before"):
         copy.deepcopy(model)
+
+
+def test_clones_are_whole_or_refused(comm: Any) -> None:
+    """A layer that was made divided said that its constructor lacks an argument."""
+    model = parallelize(make(), comm, PLAN)
+    clone = keras.models.clone_model(model)
+    assert [weight.shape for weight in clone.weights] == [weight.shape for weight in make().weights]
+    layer: Any = model.get_layer("up")
+    assert type(type(layer).from_config(layer.get_config())) is keras.layers.Dense
+    x = keras.Input((3, 8))
+    made = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
+    for copied in (lambda: keras.models.clone_model(made), lambda: keras.Model.from_config(made.get_config())):
+        with pytest.raises(UsageError, match=r"made with the ranks of an axis, which no configuration has"):
+            copied()
+    with pytest.raises(UsageError, match="ParallelMLP is made with the ranks"):
+        keras.models.clone_model(keras.Model(x, ParallelMLP(8, 16, comm)(x)))
 
 
 def test_a_checkpoint_of_tensorflow_knows_whose_part_it_has(comm: Any, folder: Path) -> None:

@@ -18,7 +18,7 @@ from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._dividing import as_whole, divide
-from commlib_tensorflow.tensor._in_files import InFiles
+from commlib_tensorflow.tensor._in_files import InFiles, refuse_configuration
 from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
 from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
@@ -46,6 +46,11 @@ class OwnVariables(InFiles):
     """That of all ranks on this layer; None while it is whole."""
     sharers: Sharers = ()
     """The ranks that have the same of its kernel."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        """Raise UsageError: a layer that was made divided needs an axis. One that a plan divided gives a plain one."""
+        raise refuse_configuration(cls.__name__)
 
     def keep(self, what: str, axis: Axis, style: Any, sharding: Sharding) -> None:
         """Keep how the layer is divided."""

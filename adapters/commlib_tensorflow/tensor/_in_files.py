@@ -14,9 +14,19 @@ from commlib_tensorflow._shards import own_of, shard_of
 
 @cache
 def kept_as(kind: type, plain: type) -> type:
-    """Return a class of layers that are `kind`, and say that they are `plain` to who writes or reads files."""
+    """Return a class of layers that are `kind`, and say that they are `plain` to who clones them, or their files."""
     bases = (kind,) if issubclass(kind, InFiles) else (InFiles, kind)
-    return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__class__": property(lambda self: plain)})
+    known = property(lambda self: plain)
+    made = classmethod(lambda cls, config: plain.from_config(config))  # type: ignore[attr-defined]  # layers have it
+    return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__class__": known, "from_config": made})
+
+
+def refuse_configuration(name: str) -> UsageError:
+    """Return the error for a layer, of a class with this name, that is to be made from its configuration alone."""
+    return UsageError(
+        f"{name} is made with the ranks of an axis, which no configuration has: for a clone call what made the model "
+        "once more; or divide a model of plain layers by parallelize, whose configuration is the whole's"
+    )
 
 
 class InFiles:

@@ -13,11 +13,13 @@ from commlib.functional.agreement import Agreement
 from commlib.schedule.layout import even
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow.tensor._divided import is_elementwise
+from commlib_tensorflow.tensor._in_files import refuse_configuration
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
 from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.streams import dropout
 
 
+@keras.saving.register_keras_serializable("commlib")
 class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Self-attention whose heads are divided: one fused layer for Q, K and V, and one for the output.
 
@@ -104,11 +106,22 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
             wide = tf.where(tf.cast(mask, tf.bool)[:, :, tf.newaxis], wide, wide.dtype.min)
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
 
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        """Raise UsageError: it needs an axis."""
+        raise refuse_configuration(cls.__name__)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what there is of a configuration: to be cloned it would need an axis."""
+        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
+        return found
+
     def compute_output_shape(self, inputs_shape: Any, attention_mask_shape: Any = None) -> Any:
         """Return the shape of whole outputs."""
         return inputs_shape
 
 
+@keras.saving.register_keras_serializable("commlib")
 class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """The feed-forward part of a transformer, its hidden units divided: a layer divided by columns, one by rows.
 
@@ -155,6 +168,16 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
             return self.down(self.activation(x))
         gate, up = tf.split(x, 2, -1)
         return self.down(self.activation(gate) * up)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        """Raise UsageError: it needs an axis."""
+        raise refuse_configuration(cls.__name__)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what there is of a configuration: to be cloned it would need an axis."""
+        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
+        return found
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the shape of whole outputs."""

@@ -30,6 +30,7 @@ from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 
+@keras.saving.register_keras_serializable("commlib")
 class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
     """A dense layer whose units are divided: each rank has some columns of the kernel.
 
@@ -81,6 +82,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         return gathered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
 
 
+@keras.saving.register_keras_serializable("commlib")
 class VocabularyDense(ColumnDense):
     """The layer that makes logits, divided by words: as `ColumnDense`, for the style `Vocabulary`.
 
@@ -100,6 +102,7 @@ class VocabularyDense(ColumnDense):
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
 
 
+@keras.saving.register_keras_serializable("commlib")
 class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
     """A dense layer whose inputs are divided: each rank has some rows of the kernel; outputs are added up.
 

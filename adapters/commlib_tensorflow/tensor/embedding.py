@@ -24,6 +24,7 @@ from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 
+@keras.saving.register_keras_serializable("commlib")
 class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
     """An embedding whose words are divided: each rank has some rows of the table; outputs are added up.
 
@@ -92,6 +93,7 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
             raise UsageError(text)
 
 
+@keras.saving.register_keras_serializable("commlib")
 class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
     """An embedding whose features are divided: each rank has some columns of the table.
 
