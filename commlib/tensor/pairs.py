@@ -45,9 +45,9 @@ def divided_pair(
     asked: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
     styles, states = _accepted(part, asked, firsts, beside)
     heads = {name: _heads(part, states, name) for name in firsts}
-    outputs = {name: _call(part, name).size[1] for name in firsts}
-    if min(outputs.values()) < size:  # so few are heads themselves, beside which others are
-        heads = {name: counts if any(counts) else (outputs[name],) for name, counts in heads.items()}
+    made = {name: count for name in firsts if not any(heads[name]) and (count := _made(part, states, name))}
+    if any(count < size for count in made.values()):
+        heads |= {name: (count,) for name, count in made.items()}
     for name, base in beside.items():  # what is made of their sum goes by one of the two
         heads[name] = heads[base] = max(heads[name], heads[base])
     most = max((max(counts) for counts in heads.values()), default=0)
@@ -146,7 +146,8 @@ def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: 
             lengths = tuple(part.shapes[value][step.dim] for value in step.outputs) if fused else ()
             return {state.by: Column(lengths if len(set(lengths)) > 1 else len(step.outputs))}
         if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a dimension of their own
-            return {state.by: Column(part.shapes[step.inputs[0]][state.dim])}
+            length = part.shapes[step.inputs[0]][state.dim]
+            return {state.by: Column(length) if length > 1 else Replicate(into_sharded=True)}  # the one head
     if isinstance(first, Column) and error.rule in ("needs", "meet") and state.parts == 1 != first.parts:
         parts = parts_of(state.by, first.parts, _call(part, state.by).size[1])
         one_head = Column(parts, tuple(int(length < max(parts)) for length in parts))
@@ -289,6 +290,13 @@ def _heads(part: Trace, states: States, name: str) -> tuple[int, ...]:
                     return (part.shapes[step.outputs[0]][after.dim],)
                 found[before.place] = found[before.place] or part.shapes[step.outputs[0]][after.dim]
     return tuple(found)
+
+
+def _made(part: Trace, states: States, name: str) -> int:
+    """Return how many heads a layer gives by itself, whose results have a dimension of heads; 0 if they have none."""
+    call = _call(part, name)
+    state = states[call.outputs[0]]
+    return call.size[1] if state.by == name and state.dim + 1 < len(part.shapes[call.outputs[0]]) else 0
 
 
 def _refuse_few(step: Step, style: Column, units: int, size: int) -> None:

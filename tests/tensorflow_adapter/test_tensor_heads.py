@@ -148,6 +148,70 @@ def test_auto_finds_them(comm: Any, way: str) -> None:
     trained_alike(comm, lambda: grouped(keys), "auto")
 
 
+class Repeated(keras.layers.Layer):  # type: ignore[misc]
+    """Repeats its heads of keys by numbers of its own, or picks the one. fixed: it asks for heads by numbers, too."""
+
+    def __init__(self, keys: int, way: str, fixed: bool) -> None:
+        super().__init__(name="a")
+        self.heads, self.keys, self.groups, self.way = HEADS, keys, HEADS // keys, way
+        self.shown = (HEADS, keys) if fixed else (-1, -1)
+        self.q, self.k, self.v = (L.Dense(n * SIZE, name=name) for name, n in (("q", HEADS), ("k", keys), ("v", keys)))
+        self.o = L.Dense(WIDTH, name="o")
+
+    def build(self, shape: Any) -> None:
+        for layer in (self.q, self.k, self.v):
+            layer.build(shape)
+        self.o.build((*shape[:-1], HEADS * SIZE))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+    def repeated(self, x: Any, rows: Any) -> Any:
+        if self.way == "pick":
+            return x[:, :, 0]
+        if self.way == "tile":
+            return ops.tile(x, (1, 1, self.heads, 1))
+        if self.way == "repeat":
+            return ops.repeat(x, self.groups, axis=2)
+        many = ops.tile(x[:, :, :, None], (1, 1, 1, self.groups, 1))
+        return ops.reshape(many, (rows, TOKENS, -1, SIZE))
+
+    def call(self, x: Any) -> Any:
+        rows, (heads, keys) = ops.shape(x)[0], self.shown
+        q = ops.reshape(self.q(x), (rows, TOKENS, heads, SIZE))
+        k, v = (self.repeated(ops.reshape(layer(x), (rows, TOKENS, keys, SIZE)), rows) for layer in (self.k, self.v))
+        picked = "h" * (len(k.shape) == 4)
+        weights = ops.softmax(ops.einsum(f"bqhd,bk{picked}d->bhqk", q, k))
+        mixed = ops.einsum(f"bhqk,bk{picked}d->bqhd", weights, v)
+        return self.o(ops.reshape(mixed, (rows, TOKENS, -1)))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("way", "few"), [("pick", True), ("tile", True), ("repeat", False), ("expand", False)])
+def test_auto_sees_how_heads_are_repeated(comm: Any, way: str, few: bool, fixed: bool) -> None:
+    """Pairs stayed whole where a head was picked, tiled or repeated by a number of the layer."""
+    keys = 1 if few or comm.size % 2 else comm.size // 2
+
+    def make() -> Any:
+        x = keras.Input((TOKENS, WIDTH))
+        return filled(keras.Model(x, Repeated(keys, way, fixed)(x)))
+
+    own = same(make, "auto", comm, values(2, TOKENS, WIDTH))
+    assert own.get_layer("a").q.kernel.shape[1] == HEADS * SIZE // comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_tiled_heads_lie_in_another_order(comm: Any) -> None:
+    """Of several that are tiled, one after another comes again: a rank's are no neighbours."""
+    x = keras.Input((TOKENS, WIDTH))
+    layer = Repeated(2, "tile", False)
+    layer.heads = layer.groups
+    model = filled(keras.Model(x, layer(x)))
+    with pytest.raises(UsageError, match="finds no layer that it could divide"):
+        parallelize(model, comm, "auto", report=lambda table: None)
+
+
 def total(weight: Any) -> Any:
     return 0.1 * ops.square(ops.sum(weight))
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from commlib.tensor import equations
 from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
+from commlib.tensor.lengths import Length
 from commlib_tensorflow._graph import NODES
 
 CALLS = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))
@@ -213,7 +214,11 @@ def repeated(x: Any, repeats: Any, axis: Any = None, name: str | None = None) ->
     """Return what is known of `tf.repeat`: elements one by one stay in the part that has them."""
     if not isinstance(repeats, int) or axis is None:
         return None
-    return _equation(equations.pointwise(shape_of(x)), [x])
+    shape = shape_of(x)
+    found = _equation(equations.pointwise(shape), [x])
+    if isinstance(repeats, Length):
+        found["times"] = tuple(repeats if dim == axis % len(shape) else 1 for dim in range(len(shape)))
+    return found
 
 
 def _gathered(op: Any, inputs: list[Any]) -> Found | None:

@@ -19,7 +19,7 @@ from commlib.functional.seen_weights import Seen, SeenWeights
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
-from commlib.tensor.styles import Style
+from commlib.tensor.styles import PerRank, Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
@@ -137,8 +137,8 @@ class Recorder:
 
     whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
     inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
-    know what they are where shapes are asked for. detaches: gradients end at layers, for `arriving`. weights: which
-    shapes of weights the model sees; where it asks for them is noted.
+    know what they are where shapes are asked for; so they do where some are a rank's. detaches: gradients end at
+    layers, for `arriving`. weights: which shapes of weights the model sees; where it asks for them is noted.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class Recorder:
         weights: SeenWeights | None = None,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
-        self._measures, self._detaches = measures, detaches
+        own_numbers = isinstance(styles, Mapping) and any(isinstance(style, PerRank) for style in styles.values())
+        self._measures, self._detaches = measures or own_numbers, detaches
         self._whole = not styles_in(layers) if whole is None else whole
         self._guided, self._shown = guided, weights or {}
         self.communicates = False
@@ -291,7 +292,7 @@ class Recorder:
         self._recording.numbers |= {name: number.value for name, number in numbers.items()}
         known = [(number, Length.of(number.value, _source(name), used)) for name, number in numbers.items()]
         with ExitStack() as stack:
-            for name in ("reshape", "broadcast_to", "split"):
+            for name in ("reshape", "broadcast_to", "split", "tile"):
                 stack.enter_context(replaced(tf, name, self._asking(getattr(tf, name))))
             stack.enter_context(changed_numbers(known))
             yield
@@ -347,6 +348,7 @@ class Recorder:
             first = self._count()
             given = (tf.convert_to_tensor(args[0]), *args[1:])
             found = describe(*given, **options)
+            given = (given[0], *(int(one) if isinstance(one, Length) else one for one in given[1:]))
             if found is None:
                 return function(*given, **options)
             call = _Call("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=found)
@@ -416,7 +418,8 @@ class Recorder:
 
     def _leaf(self, call: _Call) -> None:
         if call.found is not None:
-            self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **call.found)
+            found = self._with_lengths(call.found, call.inputs[0]) if call.inputs else call.found
+            self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **found)
             return
         if call.layer is None:
             self.communicates = True
@@ -451,8 +454,23 @@ class Recorder:
             self._recording.add("", "number", (tensor, *counter), (), text=text, place=_line(op))
         found = described(op)
         if op.name in self._asked and found["kind"] != "unknown":
-            found["asked"] = self._asked[op.name]
+            asked = self._asked[op.name]
+            if op.type != "Tile":
+                found["asked"] = asked
+            elif all(1 in both for both in zip(asked, shape_of(op.inputs[0]), strict=True)):  # else in another order
+                found = self._with_lengths({**found, "times": asked}, op.inputs[0])
         self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
+
+    def _with_lengths(self, found: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
+        """Return the fields of a step, with the lengths it asks for where "times" say how often it repeats a tensor."""
+        fields = dict(found)
+        if times := fields.pop("times", ()):
+            number, used = self._recording.number(tensor), self._recording.used
+            lengths = [Length.of(length, (number, dim), used) for dim, length in enumerate(shape_of(tensor))]
+            fields["asked"] = tuple(
+                -1 if count == 1 else length * count for length, count in zip(lengths, times, strict=True)
+            )
+        return fields
 
     def _source(self, tensor: Any) -> tuple[str, str] | None:
         """Return where a value comes from that no step has made."""
