@@ -86,6 +86,65 @@ def test_a_layer_that_is_called_by_others_is_warned_of(comm: Any, borrows: bool)
         near(Borrowing(model)(x), plain()(x))
 
 
+class Around(keras.Model):  # type: ignore[misc]
+    """Holds a model, and calls its layers by itself."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def call(self, x: Any) -> Any:
+        return self.model.get_layer("down")(keras.ops.softmax(self.model.get_layer("up")(x)))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_that_are_called_by_what_holds_their_model(comm: Any, first: bool) -> None:
+    """It was not warned of, as it is where what calls them holds the layers themselves."""
+    model, x = divided(comm), values(3, 6)
+    if first:
+        near(Borrowing(model)(x), plain()(x))
+    around = Around(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        around(x)
+    told = [str(one.message) for one in said if "up is called" in str(one.message)]
+    assert len(told) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nested: bool) -> None:
+    """What came between divided layers later, or took a part for the whole, was wrong in silence."""
+    x = values(3, 6)
+
+    def made() -> tuple[Any, Any]:
+        inner = sequential(L.Dense(8, "relu", name="up"), L.Dense(4, name="down"), shape=(6,))
+        given = keras.Input((6,))
+        return keras.Model(given, inner(given)) if nested else inner, inner
+
+    (model, inner), (whole, reference) = made(), made()
+    parallelize(model, comm, {f"{inner.name}/up": Column(), f"{inner.name}/down": Row()} if nested else PLAN)
+    if first:
+        near(model(x), whole(x))
+    for one in (inner, reference):
+        last = one.layers[-1]
+        one.pop()
+        one.add(L.Activation("tanh"))
+        one.add(last)
+    near(model(x), whole(x))  # right is right
+    last = inner.layers[-1]
+    inner.pop()
+    inner.add(L.Softmax())
+    inner.add(last)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"takes all features|needs all"):
+            model(x)
+    for _ in range(2):
+        inner.pop()
+    with pytest.raises(UsageError, match="returns what is whole"):
+        model(x)
+
+
 class Dropping(keras.Model):  # type: ignore[misc]
     """Leaves it to Keras to tell its layers that they are trained."""
 

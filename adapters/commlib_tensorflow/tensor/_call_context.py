@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 try:  # none of it is public: without it nobody knows by what a layer is called
@@ -23,6 +25,17 @@ _CALL = "current_call_ctx"
 def current_call() -> Any:
     """Return Keras' context, from the outermost layer's call to its end; None outside of all calls."""
     return get_global_attribute(_CALL)
+
+
+def is_running(layer: Any) -> bool:
+    """Return whether a layer is being called now, by whatever other one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self" and frame.f_locals.get("self") is layer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._again import Recomputation, recomputation
-from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call
+from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call, is_running
 from commlib_tensorflow.tensor._calls import Call, is_trained, kind_of_call
 from commlib_tensorflow.tensor._divided import gives_part
 from commlib_tensorflow.tensor._forward import can_run_whole, forward
@@ -157,8 +157,10 @@ class Unchecked:
         self.is_checking = False
         self.in_pieces = False
         """A pipeline calls the layers, which has checked that."""
-        self._callers: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
-        """Outermost layers that call some of these, and in which modes they may."""
+        self._is_changed = False
+        """Layers have come into the model, or have gone, since its plan was checked."""
+        self._callers: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+        """Outermost layers that call some of these, and in which modes they may, or in which mode which of these."""
         self._told: set[str] = set()
 
     @contextmanager
@@ -175,6 +177,11 @@ class Unchecked:
         self.done = True
         for kind in kinds:
             self.kinds.settle(kind)
+
+    def change(self) -> None:
+        """Hear that layers come into the model, or go: it is checked again when it is called."""
+        self._is_changed, self.kinds = True, Kinds()
+        self._callers.clear()
 
     def called(self, layers: Layers, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Hear that the model is called: check its plan for this call, before it, if that is the first of its kind.
@@ -199,17 +206,21 @@ class Unchecked:
         What cannot be checked is warned of, once. Collective for such a model. Raises UsageError, each time.
         """
         call = current_call()
-        caller = layer if call is None else call.entry_layer
-        if self.is_checking or self.in_pieces or caller is self._model():
+        caller, model = layer if call is None else call.entry_layer, self._model()
+        if self.is_checking or self.in_pieces or (caller is model and not self._is_changed):
             return
         trains = call is not None and bool(call.get_value("training"))
-        if trains in self._callers.get(caller, ()):
+        if not {trains, (trains, id(layer))}.isdisjoint(self._callers.get(caller, ())):
             return
-        if any(one is self._model() for one in caller._flatten_layers()):
-            self._callers[caller] = {False, True}
+        if caller is not model and is_running(model):
+            if self._is_changed and known_call(model) is not None:
+                check_another(model, self.axis, training=trains)
+            self._callers.setdefault(caller, set()).add((trains, id(layer)))
         elif known_call(caller) is not None:
             check_another(caller, self.axis, training=trains)
             self._callers.setdefault(caller, set()).add(trains)
+        elif caller is model:
+            pass  # which hears of its calls itself
         elif recomputation() is Recomputation.AGAIN:
             pass  # a backward calls what the model has called
         elif self.warns and not self.done:

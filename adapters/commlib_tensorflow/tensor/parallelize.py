@@ -22,6 +22,7 @@ from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor._callbacks import watch_callbacks
+from commlib_tensorflow.tensor._changes import watch_changes
 from commlib_tensorflow.tensor._earlier import watch_earlier_optimizers
 from commlib_tensorflow.tensor._in_files import kept_as
 from commlib_tensorflow.tensor._likeness import likeness
@@ -109,6 +110,7 @@ def parallelize(
     draw_alike(axis)
     watch_earlier_optimizers()
     watch_callbacks()
+    watch_changes()
     for name, layer, style, kind in found:
         if kind is not None and not hasattr(layer, "become"):  # one that has several names has become it by the first
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
