@@ -92,6 +92,19 @@ class TestGraphs:
 
 
 @pytest.mark.ranks(min=2, max=3)
+class Counted(nn.Module):
+    """Takes so many features, and no other number."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.num_features:
+            raise ValueError(f"expected num_features {self.num_features}, got {x.shape[1]}")
+        return x
+
+
 class TestRefused:
     @pytest.mark.parametrize("way", ["grad", "functional_call", "vmap"])
     @pytest.mark.parametrize("checked", [True, False])
@@ -125,7 +138,7 @@ class TestRefused:
 
     def test_what_fails_with_a_part(self, tp: Any) -> None:
         """The user was shown PyTorch's error alone, and not that the plan is to blame."""
-        plain = nn.Sequential(nn.Conv2d(3, 6, 1), nn.InstanceNorm2d(6, affine=True), nn.Conv2d(6, 4, 1))
+        plain = nn.Sequential(nn.Conv2d(3, 6, 1), Counted(6), nn.Conv2d(6, 4, 1))
         x = torch.rand(2, 3, 4, 4)
         model = parallelize(plain, tp, {"0": Column(), "2": Row()})
         with pytest.raises(UsageError, match=r"with this rank's part the model fails, after 0 .*num_features"):

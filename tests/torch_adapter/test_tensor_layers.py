@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(tp):
         (nn.LayerNorm(4), {"": Sequence(-1)}, "norm over the last 1"),
         (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, "norm over the last 2"),
         (nn.BatchNorm1d(4, affine=False, track_running_stats=False), {"": Sequence(0)}, "looks at a whole sequence"),
-        (nn.Linear(4, 4), {"": Sequence(0)}, "Sequence is for LayerNorm, RMSNorm"),
+        (nn.Linear(4, 4), {"": Sequence(0)}, "Sequence is for .*GroupNorm.*LayerNorm.*RMSNorm"),
         (nn.Conv1d(4, 4, 1, groups=2), {"": Column()}, "groups=2"),
         (nn.Bilinear(2, 2, 2), {"": Column()}, "Bilinear"),
     ]

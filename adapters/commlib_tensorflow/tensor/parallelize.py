@@ -76,7 +76,6 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
-    likeness(model, layers).compare(axis, "parallelize")
     traced, call = Traced(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
     trained = Traced(model, layers, shared, training=True)
@@ -93,6 +92,7 @@ def parallelize(
         check_numbers(numbers, axis.size)
 
     together(axis, check)
+    likeness(model, layers).compare(axis, "parallelize")
     checks = None
     with values_of_rank_0("parallelize", model.variables, axis):
         if call is not None:

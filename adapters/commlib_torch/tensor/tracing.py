@@ -435,8 +435,10 @@ class Recorder(TorchFunctionMode):
             if len(self._leaves) > 1:
                 self.hides |= self._leaves[0] == "" and name in self._styles
                 return None
-            first, self._looks_inside = self._calls(), keeps
-            return self._enter(name, module, args, options)
+            first = self._calls()
+            entered = self._enter(name, module, args, options)
+            self._looks_inside = keeps
+            return entered
 
         def after(module: nn.Module, args: Any, options: Any, result: Any) -> Any:
             """Note the call of a leaf. A call that failed has no result."""
@@ -444,6 +446,7 @@ class Recorder(TorchFunctionMode):
                 return None
             self._within.pop()
             inputs = tensors_in([args, options])
+            self._looks_inside &= len(self._leaves) > 1  # what follows is ours
             if not leaf or len(self._leaves) > 1:
                 del self._leaves[len(self._leaves) - leaf :]
                 return None
@@ -456,7 +459,6 @@ class Recorder(TorchFunctionMode):
             )
             self._leaves.pop()
             self._inside += self._calls() - first
-            self._looks_inside = False
             if not inputs:
                 return None
             text = type(module).__name__
