@@ -69,6 +69,9 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     together(axis, lambda: _check_mode(model))
     whole, model = model, original(model)
+    is_found = isinstance(plan, str)
+    if is_found:  # for other models ranks would find other plans
+        likeness(model).compare(axis, "parallelize")
     traced, batch = Traced(model, shared), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else _plain(plan)
@@ -84,7 +87,8 @@ def parallelize(
         check_numbers(numbers, axis.size)
 
     together(axis, check)
-    likeness(model).compare(axis, "parallelize")
+    if not is_found:
+        likeness(model).compare(axis, "parallelize")
     checks = None
     with _values_of_rank_0(model, axis):
         if call is not None:
