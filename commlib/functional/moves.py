@@ -32,11 +32,15 @@ def run(axis: Axis, move: Move, x: Any, *, may_write: bool = False) -> tuple[Any
         result, known = run(axis, move, fetched(axis.comm.group, x, move.name))  # codecs of moves are the host's
         return brought(result, x.device), known
     if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
-        return np.ascontiguousarray(x), move
+        return _contiguous(x), move
     if move.name == "reduce":
-        x = np.ascontiguousarray(x)
+        x = _contiguous(x)
         return axis.wire(x.dtype).all_reduce(x, out=x if may_write else axis.empty(x.shape, x.dtype)), move
     return _RUN[move.name](axis, move, x)
+
+
+def _contiguous(x: Array) -> Array:
+    return np.asarray(x, order="C")  # np.ascontiguousarray gives a number a dimension
 
 
 def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
@@ -47,7 +51,7 @@ def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
     """
     comm, is_plain = axis.comm, axis.wire(x.dtype).is_plain
     if move.name == "reduce" and is_plain:
-        work = comm.all_reduce_async(np.ascontiguousarray(x), out=axis.empty(x.shape, x.dtype))
+        work = comm.all_reduce_async(_contiguous(x), out=axis.empty(x.shape, x.dtype))
         return work.wait
     if move.name == "reduce_scatter" and is_plain and around(x.shape, dim := dimension(move, move.dim, x))[0] == 1:
         lengths = divided(axis, move, x, dim)
