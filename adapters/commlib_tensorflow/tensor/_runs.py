@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call
-from commlib_tensorflow.tensor.tracing import Layers, Recorder, graph_of, tensors_in
+from commlib_tensorflow.tensor.tracing import Layers, Recorder, attempted, graph_of, tensors_in
 
 
 def ran(
@@ -25,7 +26,7 @@ def ran(
     paths: how its weights are called, if not by their own.
     """
     own = [variable.path for variable in model.trainable_variables]
-    recorder = Recorder(model, layers, styles)
+    recorder = Recorder(model, layers, styles, keeps=False)
     variables = {
         f"{path} ({at})": variable
         for at, (path, variable) in enumerate(zip(paths or own, model.trainable_variables, strict=True))
@@ -53,8 +54,11 @@ def ran(
     with unnoticed(model, inputs):
         values, gradients = graph_of(once, call)(*call.tensors)
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
+    trace, (seen, _) = recorder.trace(), attempted(model, layers, call, styles)
+    if seen.steps == trace.steps:
+        trace = replace(trace, kept=seen.kept)
     return Run(
-        trace=recorder.trace(),
+        trace=trace,
         values=[_array(values.get(str(number))) for number in range(len(recorder.tensors))],
         gradients={name: _array(gradients[name]) if name in gradients else None for name in wanted},
         shards={name: shard for name, variable in variables.items() if (shard := shard_of(variable)) is not None},

@@ -71,7 +71,7 @@ class Traced:
         weights = seen_weights(divided_weights(self._layers, styles, self._size))
         trained, error = attempted(self._model, self._layers, call, styles, training=True, weights=weights)
         self._stopped = error if isinstance(error, UsageError) else None
-        return error is not None or trained.steps == trace.steps
+        return error is not None or (trained.steps, trained.kept) == (trace.steps, trace.kept)
 
     @property
     def is_of_keras(self) -> bool:

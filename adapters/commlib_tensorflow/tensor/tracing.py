@@ -14,8 +14,10 @@ import tensorflow as tf
 
 import commlib
 from commlib.errors import UsageError
+from commlib.functional.caches import in_caches
 from commlib.functional.per_rank import changed_numbers
 from commlib.functional.seen_weights import Seen, SeenWeights
+from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
@@ -27,6 +29,7 @@ from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._conditions import asking, decided_by
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
+from commlib_tensorflow.tensor._keeping import WRITES, held
 from commlib_tensorflow.tensor._numbers import numbers_in
 from commlib_tensorflow.tensor._operations import (
     CALLS,
@@ -45,6 +48,9 @@ _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_b
 _OURS = Path(__file__).parent.parent
 _PACKAGES = ("<", *(str(Path(module.__file__ or "").parent) for module in (keras, tf, commlib)), str(_OURS))
 """Folders of what is not the user's."""
+
+_HANDLES = (tf.resource, tf.variant)
+"""The dtypes of what is no value."""
 
 Layers = Mapping[str, Any]
 """The layers of a model by their names."""
@@ -138,7 +144,8 @@ class Recorder:
     whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
     inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
     know what they are where shapes are asked for; so they do where some are a rank's. detaches: gradients end at
-    layers, for `arriving`. weights: which shapes of weights the model sees; where it asks for them is noted.
+    layers, for `arriving`. weights: which shapes of weights the model sees; where it asks for them is noted. keeps:
+    what somebody holds after the call is told, as it cannot be while a tape holds all.
     """
 
     def __init__(
@@ -153,10 +160,11 @@ class Recorder:
         measures: bool = False,
         detaches: bool = False,
         weights: SeenWeights | None = None,
+        keeps: bool = True,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
         own_numbers = isinstance(styles, Mapping) and any(isinstance(style, PerRank) for style in styles.values())
-        self._measures, self._detaches = measures or own_numbers, detaches
+        self._measures, self._detaches, self._keeps = measures or own_numbers, detaches, keeps
         self._whole = not styles_in(layers) if whole is None else whole
         self._guided, self._shown = guided, weights or {}
         self.communicates = False
@@ -173,6 +181,8 @@ class Recorder:
         self._results: list[Any] = []
         self._losses: list[tuple[str, Any, str]] = []
         """What layers add to the loss, with their names and the lines."""
+        self._kept: set[int] = set()
+        """Values that somebody holds after the call, or a variable has got."""
         self.error: Exception | None = None
         self._weights = {
             id(variable.value.handle): name
@@ -190,13 +200,19 @@ class Recorder:
         for tensor in call.tensors:
             self._recording.add("", "given", (), (tensor,), text="an argument")
         before, result = self._count(), None
-        with self._watching(), keras.StatelessScope():
+        with self._watching(), keras.StatelessScope() as scope:
             try:
                 result = self._model(*call.args, training=training, **call.options)
             except Exception as error:
                 self.error = error
         self._results = tensors_in(result)
+        updates: dict[int, Any] = scope.state_mapping
+        kept = self._held(before, updates, call) if self._keeps and self.error is None else []
         self._note(before)
+        names = {id(variable): variable.path for variable in self._model.variables}
+        for key, value in updates.items():
+            self._assigned(value, f"what is assigned to {names.get(key, 'a variable')}")
+        self._kept |= {number for one in kept if (number := self._number_of_kept(one)) is not None}
         for name, loss, place in self._losses:
             if getattr(loss, "graph", None) is self._graph:
                 every = tuple(range(len(shape_of(loss))))
@@ -228,7 +244,40 @@ class Recorder:
 
     def trace(self) -> Trace:
         """Return the trace of what ran."""
-        return self._recording.trace(self._results, self._tied(), whole=self._whole)
+        return self._recording.trace(self._results, self._tied(), whole=self._whole, held=self._kept)
+
+    def _held(self, first: int, updates: Mapping[int, Any], call: Call) -> list[Any]:
+        """Return the tensors that somebody holds after the call, beside what it has returned."""
+        returned = set(map(id, self._results))
+        every = [one for op in self._graph.get_operations()[first:] for one in op.outputs]
+        made = [one for one in every if one.dtype not in _HANDLES and id(one) not in returned]
+        masked = [vars(one) for one in every if "_keras_mask" in vars(one)]
+        losses = [lost for layer in self._model._flatten_layers() if (lost := vars(layer).get("_losses")) is not None]
+        calls = [given for one in self._calls for given in (one.inputs, one.results, (one.found or {}).get("inputs"))]
+        roots = (vars(self._model), call.args, call.options)
+        ours = [every, updates, *self._losses, *masked, *losses, *calls]
+        found = held(made, ours, lambda: in_caches(roots, tf.is_tensor, keras.layers.Layer))
+        return [tensor for tensor in made if id(tensor) in found]
+
+    def _number_of_kept(self, tensor: Any) -> int | None:
+        """Return the number of a tensor that somebody holds, also of one from within a layer that is taken whole."""
+        if self._recording.knows(tensor) or tensor.op.type in SOURCES:
+            return self._recording.number_of(tensor)
+        at = next(at for at, op in enumerate(self._graph.get_operations()) if op.name == tensor.op.name)
+        for call in self._calls:
+            if call.leaf and call.layer is not None and call.first <= at < call.last:
+                text, place = f"what is kept within {call.name}", _line(tensor.op)
+                self._recording.add("", "unknown", (*call.inputs, *call.results), (tensor,), text=text, place=place)
+        return self._recording.number_of(tensor)
+
+    def _assigned(self, value: Any, text: str) -> None:
+        """Note that a variable has got a value, which has no gradient when it is read."""
+        if getattr(value, "graph", None) is self._graph and self._recording.knows(value):
+            kept = tf.stop_gradient(value)
+            equation = equations.pointwise(shape_of(value))
+            self._recording.add("", "equation", (value,), (kept,), equation=equation, text=text, place=_line(value.op))
+            self._recording.detach(kept)
+            self._kept.add(self._recording.number(kept))
 
     def _count(self) -> int:
         return len(self._graph.get_operations())
@@ -432,7 +481,9 @@ class Recorder:
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
 
     def _operation(self, op: Any, at: int) -> None:
-        if not op.outputs or op.type in SOURCES or op.outputs[0].dtype in (tf.resource, tf.variant):
+        if op.type in WRITES:
+            self._assigned(op.inputs[-1], "what is assigned to a variable")
+        if not op.outputs or op.type in SOURCES or op.outputs[0].dtype in _HANDLES:
             return
         inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
         text = f"{op.type} in {inside[-1] if inside else 'the model'}"
@@ -460,6 +511,8 @@ class Recorder:
             elif all(1 in both for both in zip(asked, shape_of(op.inputs[0]), strict=True)):  # else in another order
                 found = self._with_lengths({**found, "times": asked}, op.inputs[0])
         self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
+        if op.type in ("StopGradient", "PreventGradient"):
+            self._recording.detach(op.outputs[0])
 
     def _with_lengths(self, found: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
         """Return the fields of a step, with the lengths it asks for where "times" say how often it repeats a tensor."""

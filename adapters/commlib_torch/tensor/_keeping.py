@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commlib.functional.unnoticed import is_users
-
-_MOST = 100_000
-"""Objects in which caches are looked for."""
+from commlib.functional.caches import in_caches
 
 
 def held(tensors: list[Tensor], wanted: set[int], outside: set[int], roots: Iterable[Any]) -> set[int]:
@@ -29,7 +24,7 @@ def held(tensors: list[Tensor], wanted: set[int], outside: set[int], roots: Iter
     found = _held(tensors, wanted - outside, {})
     if not (found or wanted & outside):
         return found
-    caches = _in_caches(roots)
+    caches = in_caches(roots, lambda value: isinstance(value, Tensor), nn.Module)
     found = _held(tensors, found, caches)
     for generation in (1, 2):
         if found:
@@ -66,57 +61,3 @@ _view = _base.view(1)
 _FROM_BELOW = _references([_base])[0] - 2  # the name, and the list
 """References that PyTorch has to what it holds itself: by its version none, or one."""
 del _base, _view
-
-
-def _in_caches(roots: Iterable[Any]) -> Mapping[int, int]:
-    """Return how often caches hold tensors, by their ids.
-
-    A cache is what is called so: an object by the name of its class, or of one that it inherits from, an attribute, a
-    buffer or an entry of a dict by its own.
-    """
-    found = Counter[int]()
-    seen: dict[tuple[int, bool], Any] = {}
-    waiting = [(root, False) for root in roots]
-    while waiting and len(seen) < _MOST:
-        value, inside = waiting.pop()
-        if isinstance(value, Tensor):
-            found[id(value)] += inside
-            continue
-        inside = inside or any(_is_cache(kind.__name__) for kind in type(value).__mro__)
-        if isinstance(value, _PLAIN) or (id(value), inside) in seen:
-            continue
-        seen[id(value), inside] = value
-        waiting += [(one, inside or _is_cache(name)) for name, one in _entries(value)]
-    return found
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, MethodType, torch.dtype)
-
-
-_CACHE = re.compile("[Cc]aches?(?![a-z])|CACHE")
-"""Of k_cache, KVCache and DynamicCache; not of what is called cached, as a module may be."""
-
-
-def _is_cache(name: Any) -> bool:
-    return isinstance(name, str) and _CACHE.search(name) is not None
-
-
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """Return (name, object) of what an object holds."""
-    if isinstance(value, Mapping):
-        own = list(value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        own = list(zip(value._fields, value, strict=True))
-    elif isinstance(value, Sequence | set | frozenset):
-        own = [("", one) for one in value]
-    else:
-        own = []
-    if not (isinstance(value, nn.Module) or is_users(value)):
-        return own
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    own += [(name, getattr(value, name, None)) for name in slots if not name.startswith("__")]
-    return own + list(getattr(value, "__dict__", {}).items())
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)

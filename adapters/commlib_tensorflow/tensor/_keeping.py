@@ -1,0 +1,116 @@
+"""Keeping: which tensors of a graph somebody holds when a model's call has ended, told by who refers to them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import keras
+
+WRITES = frozenset((
+    "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd", "ResourceScatterDiv",
+    "ResourceScatterMax", "ResourceScatterMin", "ResourceScatterMul", "ResourceScatterSub", "ResourceScatterUpdate",
+    "ResourceScatterNdAdd", "ResourceScatterNdUpdate", "ResourceStridedSliceAssign",
+))  # fmt: skip
+"""Operations that put their last input into a variable."""
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+_LIBRARIES = ("tensorflow", "commlib", "commlib_tensorflow", "builtins", "weakref")
+"""Packages whose objects hold tensors of graphs, such as what a branch captures, and are no users'."""
+_OF_KERAS = ("keras.src.backend", "keras.src.utils", "keras.src.ops")
+"""The same of Keras, whose layers and metrics are as good as a user's."""
+_OF_A_LOOK = "commlib.functional.unnoticed"
+"""Who has what will be put back, and so is a user's."""
+_FURTHEST = 6
+"""Steps from a tensor to whoever has what holds it."""
+
+
+def held(tensors: list[Any], ours: Collection[Any], caches: Callable[[], Mapping[int, int]]) -> set[int]:
+    """Return the ids of those tensors that somebody holds, beside TensorFlow, caches and us.
+
+    tensors: of the graph that is being made, in a list of their own. ours: what else holds some and is nobody's: lists,
+    tuples, dicts. caches: returns how often caches hold tensors, by their ids.
+    """
+    ours = {id(one): one for one in ours}
+    own = Counter(id(tensor) for one in ours.values() for tensor in gc.get_referents(one))
+    if not _referred_to(tensors, own):
+        return set()
+    own.update(caches())
+    gc.collect()  # what waits to be collected is nobody's
+    found = _referred_to(tensors, own)
+    return {key for key, count in _by_others(tensors, found, {*ours, id(tensors)}).items() if count > 0}
+
+
+def _referred_to(tensors: list[Any], own: Counter[int]) -> dict[int, int]:
+    """Return, by their ids, how many more references there are to tensors than our own and that of the graph."""
+    probe = object()
+    *counts, idle = map(sys.getrefcount, [*tensors, probe])  # no call of Python between, which counts now and then
+    more = {id(one): count - idle - 1 - own[id(one)] for count, one in zip(counts, tensors, strict=True)}
+    return {key: count for key, count in more.items() if count > 0}
+
+
+def _by_others(tensors: list[Any], counts: Mapping[int, int], ours: set[int]) -> dict[int, int]:
+    """Return how many of the references to tensors are none of TensorFlow's. counts: of all, by ids.
+
+    ours: ids of containers that are no others'. A holder that the collector does not see, as after `gc.freeze()`, is
+    taken for a user.
+    """
+    holders = _Holders([one for one in tensors if id(one) in counts], ours)
+    own = 1  # the list of its operation, which is one of TensorFlow's
+    return {key: count + own - holders.explained(key) for key, count in counts.items()}
+
+
+class _Holders:
+    """Who refers to some objects, and to those containers, and so on."""
+
+    def __init__(self, objects: list[Any], ours: set[int]) -> None:
+        self._parents: dict[int, Counter[int]] = {}
+        """How often who refers to an object, by ids."""
+        self._known: dict[int, Any] = {}
+        for _ in range(_FURTHEST):
+            ours.add(id(objects))
+            objects = self._above(objects, ours)
+
+    def _above(self, objects: list[Any], ours: set[int]) -> list[Any]:
+        """Note who refers to objects; return which of them are containers that were not known."""
+        of = {id(one): Counter[int]() for one in objects}
+        above = []
+        for holder in gc.get_referrers(*objects) if objects else ():
+            if id(holder) in ours or isinstance(holder, FrameType) or holder is self._known:
+                continue
+            for child in gc.get_referents(holder):
+                if id(child) in of:
+                    of[id(child)][id(holder)] += 1
+            if id(holder) not in self._known:
+                self._known[id(holder)] = holder
+                above += [holder] if isinstance(holder, _CONTAINERS) else []
+        self._parents |= of
+        return above
+
+    def explained(self, key: int) -> int:
+        """Return how many of the references to an object are those of TensorFlow's own objects."""
+        return sum(count for holder, count in self._parents[key].items() if self._is_librarys(holder, {key}))
+
+    def _is_librarys(self, key: int, below: set[int]) -> bool:
+        holder = self._known[key]
+        if not isinstance(holder, _CONTAINERS):
+            return not _is_users(holder)
+        others = self._parents.get(key, {}).keys() - below
+        return bool(others) and all(self._is_librarys(one, {*below, key}) for one in others)
+
+
+def _is_users(holder: Any) -> bool:
+    """Return whether an object is something in which a user's model may keep what it has made."""
+    if isinstance(holder, keras.layers.Layer):  # divided ones are of our classes
+        return True
+    is_code = isinstance(holder, ModuleType | FunctionType)
+    name = str((getattr(holder, "__module__", None) or holder.__name__) if is_code else type(holder).__module__)
+    if name == _OF_A_LOOK:
+        return True
+    package = name.partition(".")[0]
+    return package not in _LIBRARIES and not name.startswith(_OF_KERAS) and not (is_code and package == "keras")

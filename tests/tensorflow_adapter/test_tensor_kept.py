@@ -1,0 +1,272 @@
+"""A part that leaves a model's call by another door than its return: each rank trained by its own, in silence."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_tensorflow import tensor as tp
+from commlib_tensorflow.tensor import parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, sequential, values
+
+__all__ = ["in_float64"]  # which pytest uses
+
+L = keras.layers
+PLAN: Any = {"up": Column(), "down": Row()}
+X = values(3, 6)
+OUTSIDE: list[Any] = []
+pytestmark = pytest.mark.ranks(min=2)
+
+
+class Holder:
+    """Holds what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: Any = None
+
+
+class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Keeps what `what` makes of a divided and of a whole value, by a door."""
+
+    def __init__(self, what: Any, door: Any) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(8, "relu", name="up"), L.Dense(4, name="down")
+        self.what, self.door, self.aux = what, door, None
+        self.lists: list[Any] = []
+        self.dicts: dict[str, Any] = {}
+        self.holder = Holder()
+        self.running = tf.Variable(tf.zeros((), tf.float64), trainable=False)
+        self.average = self.add_weight(shape=(), initializer="zeros", trainable=False, name="average")
+        self.metric = keras.metrics.Mean(name="size")
+
+        closed: Any = None
+
+        def close(value: Any) -> None:
+            nonlocal closed
+            closed = value
+
+        self.close, self.closed = close, lambda: closed
+
+    def call(self, x: Any) -> Any:
+        hidden = self.up(x)
+        found = self.down(hidden)
+        self.door(self, self.what(hidden, found))
+        return found
+
+
+def mean(hidden: Any, found: Any) -> Any:
+    return tf.reduce_mean(hidden)
+
+
+def part(hidden: Any, found: Any) -> Any:
+    return hidden
+
+
+def whole(hidden: Any, found: Any) -> Any:
+    return tf.reduce_mean(found) + tf.reduce_sum(found**2)
+
+
+def cut(hidden: Any, found: Any) -> Any:
+    return tf.stop_gradient(tf.reduce_mean(hidden))
+
+
+DOORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "an attribute": (lambda model, value: setattr(model, "aux", value), lambda model: model.aux),
+    "an attribute of a layer": (lambda model, value: setattr(model.up, "aux", value), lambda model: model.up.aux),
+    "a list": (lambda model, value: model.lists.append(value), lambda model: model.lists[-1]),
+    "a dict": (lambda model, value: model.dicts.__setitem__("aux", value), lambda model: model.dicts["aux"]),
+    "an object": (lambda model, value: setattr(model.holder, "seen", [value]), lambda model: model.holder.seen[0]),
+    "a global": (lambda model, value: OUTSIDE.append(value), lambda model: OUTSIDE[-1]),
+    "a closure": (lambda model, value: model.close(value), lambda model: model.closed()),
+}
+VARIABLES: dict[str, Callable[[Any, Any], Any]] = {
+    "a variable of TensorFlow": lambda model, value: model.running.assign_add(value),
+    "a variable of Keras": lambda model, value: model.average.assign(value),
+    "a running mean": lambda model, value: model.average.assign(0.9 * model.average + 0.1 * value),
+    "a metric": lambda model, value: model.metric.update_state(value),
+}
+
+
+SHORT = ("an attribute", "a global", "a closure")
+SOME = [door if door in SHORT else pytest.param(door, marks=pytest.mark.long) for door in DOORS]
+
+
+def made(what: Any, door: Any) -> Any:
+    model = Model(what, lambda model, value: None)
+    model(X)
+    filled(model)
+    model.door = door
+    return model
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    """Return the warnings of a call that are about the plan."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught if "plan" in str(one.message)]
+
+
+@pytest.mark.parametrize("door", SOME)
+def test_a_part_is_refused(comm: Any, door: str) -> None:
+    for what in (mean, part):
+        model = parallelize(made(what, DOORS[door][0]), comm, PLAN)
+        for training in (False, True):
+            with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_kept\.py"):
+                model(X, training=training)
+    OUTSIDE.clear()
+
+
+def test_ways_to_check(comm: Any) -> None:
+    for options in ({"example": X}, {"verify": X}):
+        with pytest.raises(UsageError, match="kept after a model's call"):
+            parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, **options)
+    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN)
+    model.compile("sgd", "mse")
+    with pytest.raises(UsageError, match="kept after a model's call"):
+        model.fit(X, values(3, 4), verbose=0)
+    model = made(mean, DOORS["an attribute"][0])
+    with pytest.raises(UsageError, match="finds no layer"):
+        parallelize(model, comm, "auto", example=X, report=lambda table: None)
+
+
+@pytest.mark.parametrize("door", SOME)
+def test_what_is_whole_is_right(comm: Any, door: str) -> None:
+    """And trains as in one process."""
+    model, plain = (made(whole, DOORS[door][0]) for _ in range(2))
+    parallelize(model, comm, PLAN)
+    gradients = []
+    for one in (model, plain):
+
+        def step(one: Any = one) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(one(X, training=True)) + DOORS[door][1](one)
+            gradients.append(tape.gradient(loss, one.trainable_variables))
+
+        assert not told(step)
+    for variable, got, expected in zip(model.trainable_variables, *gradients, strict=True):
+        near_shard(got, expected, variable)
+    OUTSIDE.clear()
+
+
+def test_a_number_stays_a_number_in_a_move(comm: Any) -> None:
+    """It had a dimension more outside of graphs."""
+    assert tp.reduce(tf.constant(1.0), comm).shape == ()
+    assert tp.copy(tf.constant(1.0), comm).shape == ()
+
+
+def test_a_part_that_is_put_together_is_right(comm: Any) -> None:
+    def summed(hidden: Any, found: Any) -> Any:
+        return tp.reduce(tf.reduce_sum(hidden), comm)
+
+    model = parallelize(made(summed, DOORS["an attribute"][0]), comm, PLAN)
+    assert not told(lambda: model(X))
+    near(model.aux, tf.reduce_sum(made(summed, DOORS["an attribute"][0]).up(X)))
+
+
+def test_a_part_without_a_gradient_is_told(comm: Any) -> None:
+    model = parallelize(made(cut, DOORS["an attribute"][0]), comm, PLAN)
+    said = told(lambda: [model(X) for _ in range(2)])
+    assert len(said) == (comm.rank == 0)
+    assert all("without a gradient" in one and "by up" in one for one in said)
+
+
+@pytest.mark.parametrize("kind", VARIABLES)
+def test_what_variables_get(comm: Any, kind: str) -> None:
+    """Statistics of a part are each rank's own, and those of the whole are right."""
+    model = parallelize(made(mean, VARIABLES[kind]), comm, PLAN)
+    if kind.startswith("a variable"):
+        said = told(lambda: [model(X) for _ in range(2)])
+        assert len(said) == (comm.rank == 0)
+        assert all("assigned" in one and "without a gradient" in one for one in said)
+    else:
+        with pytest.raises(UsageError, match=r"made of this rank's part alone.*test_tensor_kept\.py"):
+            model(X)
+    model, plain = (made(whole, VARIABLES[kind]) for _ in range(2))
+    parallelize(model, comm, PLAN)
+    assert not told(lambda: [model(X), plain(X)])
+    for one, other in zip(model.non_trainable_variables, plain.non_trainable_variables, strict=True):
+        near(one, other)
+    near(model.running, plain.running)
+
+
+class Noting(L.Dropout):  # type: ignore[misc, name-defined]
+    """Keeps something of its own."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.aux = tf.reduce_mean(inputs)
+        return super().call(inputs, training=training)
+
+
+def test_what_is_kept_within_a_layer_of_keras(comm: Any) -> None:
+    def model_of(*behind_up: Any) -> Any:
+        after = () if behind_up else (Noting(0.0, name="noting"),)
+        return filled(sequential(L.Dense(8, name="up"), *behind_up, L.Dense(4, name="down"), *after, shape=(6,)))
+
+    with pytest.raises(UsageError, match="kept within noting"):
+        parallelize(model_of(Noting(0.0, name="noting")), comm, PLAN)
+    assert not told(lambda: parallelize(model_of(), comm, PLAN)(X))
+
+
+class KeyCache(Holder):
+    pass
+
+
+def test_a_cache_may_hold_a_part(comm: Any) -> None:
+    """It is for the rank's own heads at the next call."""
+
+    def in_an_object(model: Any, value: Any) -> None:
+        model.keys_cache.seen = value
+
+    doors = (lambda model, value: setattr(model, "key_cache", value), in_an_object)
+    for door in doors:
+        model = made(part, door)
+        model.keys_cache = KeyCache()
+        parallelize(model, comm, PLAN)
+        assert not told(functools.partial(model, X))
+
+
+def test_it_may_stay_divided(comm: Any) -> None:
+    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, divided_output=True)
+    assert not told(lambda: model(X))
+
+
+class Busy(keras.Model):  # type: ignore[misc]
+    """Lets others hold tensors that are nobody's: masks, branches, loops, losses, and cycles of dead objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = L.Embedding(7, 6, mask_zero=True), L.Dense(8, "relu", name="up")
+        self.down, self.drop, self.norm = L.Dense(4, name="down"), L.Dropout(0.3), L.BatchNormalization()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = self.up(self.table(x))
+        doubled = hidden * 2.0
+        first = tf.cond(tf.reduce_sum(x) > 0, lambda: doubled * 2.0, lambda: doubled * 3.0)
+        second = tf.while_loop(lambda at, _: at < 3, lambda at, so: (at + 1, so + doubled), (0, hidden))[1]
+        cycle: list[Any] = [hidden]
+        cycle.append(cycle)
+
+        def again(value: Any, depth: int) -> Any:
+            return value if depth == 0 else again(value + hidden, depth - 1)
+
+        found = self.norm(self.down(first + second + again(hidden, 2)), training=training)
+        self.add_loss(tf.reduce_mean(found**2))
+        return self.drop(found, training=training)
+
+
+def test_what_is_nobodys_is_not_told(comm: Any) -> None:
+    model, words = Busy(), tf.constant([[1, 2, 0], [3, 4, 5]])
+    model(words)
+    parallelize(filled(model), comm, PLAN)
+    said = told(lambda: [model(words), model(words, training=True)])
+    assert not [one for one in said if "kept" in one], said
