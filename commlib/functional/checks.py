@@ -242,18 +242,19 @@ def _traced(model: Model, call: Any, styles: Collection[str]) -> Trace:
     return trace
 
 
-def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
+def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> str:
     """Check the first call of a model that is divided: the rules as `check_call`, and numbers, on all ranks of `axis`.
 
     A rank whose part is one token may see nothing wrong, and go on to where the others never come. The model is run as
-    the whole that it was, and with its parts, if it can be. Collective over the axis. Raises UsageError on all ranks,
+    the whole that it was, and with its parts, if it can be. Returns on all ranks with what the model fails, as the
+    whole does, so that little was checked; "" if it does not. Collective over the axis. Raises UsageError on all ranks,
     or MismatchError on one that has gone on and cannot tell why.
     """
     with unwatched(axis):
-        _check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
+        return _check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
 
 
-def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
+def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> str:
     styles = model.styles()
     attempted = model.attempt(call, styles)
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
@@ -267,7 +268,8 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
             f"it takes each rank's part of a sequence: {DIVIDE}"
         )
     verdict = Verdict(next((said for said, _ in told if said), ""))
-    if any(said.startswith(_FAILS) for said, _ in told):
+    fails = next((said.removeprefix(_FAILS) for said, _ in told if said.startswith(_FAILS)), "")
+    if fails:
         _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
@@ -278,6 +280,7 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
             stacklevel=4,
         )
     _settle(verdict, checked.doubts, warns=warns)
+    return fails
 
 
 def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int:
@@ -343,6 +346,14 @@ def not_checked(model: str, layer: str) -> str:
     return (
         f"the plan of the divided layers of {model} is not checked: {layer} is called before the model itself is. Call "
         "the model, or give parallelize an example= or verify="
+    )
+
+
+def failed_alone(model: str, error: str) -> str:
+    """Return what is said where a call goes on that had failed when it was looked at, so that nobody knows it."""
+    return (
+        f"plan: {model} failed when its call was looked at, and the call itself did not, so its plan is not checked: "
+        f"{error}"
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Any
 
 KINDS = 8
 """How many kinds of calls of a model are looked at."""
+
+
+_MISSES = 3
+"""How often calls of a kind are looked at that fail."""
 
 
 class Kinds:
@@ -18,6 +23,7 @@ class Kinds:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Hashable] = {}
+        self._missed = Counter[Hashable]()
         self.looks = 0
 
     def __contains__(self, kind: Hashable) -> bool:
@@ -31,6 +37,15 @@ class Kinds:
         """Note that somebody has looked at a call of a kind, and found it right. way: see `Trace.way`."""
         self._known[kind] = way
         self.looks += 1
+
+    def miss(self, kind: Hashable) -> None:
+        """Note that a call of a kind failed when somebody looked at it, so that the next one may be another.
+
+        What fails again and again, as what cannot be looked at does, is taken as known.
+        """
+        self._missed[kind] += 1
+        if self._missed[kind] == _MISSES:
+            self.add(kind)
 
     def way(self, kind: Hashable) -> Hashable:
         """Return which way the model goes in calls of a kind; None if nobody knows."""

@@ -58,6 +58,26 @@ def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
     return plain, parallelize(model, comm, PLAN, **options)
 
 
+class Failing(Model):
+    """Fails until it is told not to, or only when it is looked at."""
+
+    fails: Any = False
+
+    def call(self, x: Any, gate: Any = None, how: Any = "", training: bool = False) -> Any:
+        if self.fails is True or (self.fails == "looks" and self.up.plan_check.is_checking):
+            raise ValueError("not yet")
+        return super().call(x, gate, how, training)
+
+
+def failing(comm: Any, fails: Any) -> Any:
+    model = Failing()
+    model(X)
+    filled(model)
+    divided: Any = parallelize(model, comm, PLAN)
+    divided.fails = fails
+    return divided
+
+
 @contextmanager
 def warned(comm: Any, *texts: str) -> Iterator[None]:
     """See to it that rank 0 warns so, and nobody else warns."""
@@ -73,6 +93,27 @@ def warned(comm: Any, *texts: str) -> Iterator[None]:
 def fitted(model: Any, call: Callable[[Any], Any]) -> Any:
     """Call within a function of TensorFlow."""
     return tf.function(lambda: call(model), autograph=False)()
+
+
+def test_a_call_that_failed_is_no_check(comm: Any) -> None:
+    """The next one of its kind passed unseen."""
+    model = failing(comm, True)
+    with pytest.raises(ValueError, match="not yet"):
+        model(X, how=True)
+    model.fails = False
+    for _ in range(2):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match=r"softmax|Softmax"):
+                model(X, how=True)
+
+
+def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
+    model = failing(comm, "looks")
+    with warned(comm, "Failing failed when its call was looked at, and the call itself did not"):
+        for _ in range(6):
+            model(X)
+    model.fails = False
+    model(X)
 
 
 GATE = values(3, 1, seed=2)

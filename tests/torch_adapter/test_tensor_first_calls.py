@@ -253,6 +253,41 @@ def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: An
                 model(X)
 
 
+class Failing(Model):
+    """Fails until it is told not to, or only when it is looked at."""
+
+    fails = True
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
+        if self.fails is True or (self.fails == "looks" and self.up.plan_check._is_checking):
+            raise ValueError("not yet")
+        return super().forward(x, gate, how)
+
+
+def test_a_call_that_failed_is_no_check(comm: Any) -> None:
+    """The next one of its kind passed unseen."""
+    torch.manual_seed(0)
+    model: Any = parallelize(Failing("always").double(), comm, PLAN)
+    with pytest.raises(ValueError, match="not yet"):
+        model(X)
+    model.fails = False
+    for _ in range(2):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="softmax"):
+                model(X)
+
+
+def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = parallelize(Failing().double(), comm, PLAN)
+    model.fails = "looks"
+    with warned(comm, "Failing failed when its call was looked at, and the call itself did not"):
+        for _ in range(6):
+            model(X)
+    model.fails = False
+    model(X)
+
+
 class Scaled(nn.Module):
     """Divides by the number of features, which no rule sees, in training alone."""
 

@@ -13,14 +13,20 @@ class Heard:
     """A model of whose calls somebody hears."""
 
 
-def hear_calls(model: Any, hear: Callable[[tuple[Any, ...], Mapping[str, Any]], object]) -> None:
-    """Let `hear` be called with the arguments of each call of a model, before it. To others it is what it was."""
+def hear_calls(model: Any, hear: Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], None] | None]) -> None:
+    """Let `hear` be called with the arguments of each call of a model, before it. To others it is what it was.
+
+    It may return who wants to hear if the call does not fail.
+    """
 
     def heard(call: Callable[..., Any], given: int) -> Any:
         @functools.wraps(call)
         def calling(*args: Any, **options: Any) -> Any:
-            hear(args[given:], options)
-            return call(*args, **options)
+            after = hear(args[given:], options)
+            result = call(*args, **options)
+            if after is not None:
+                after()
+            return result
 
         return calling
 

@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,14 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.checks import called_outside, check_first_call, check_parts, not_checked, too_many_kinds
+from commlib.functional.checks import (
+    called_outside,
+    check_first_call,
+    check_parts,
+    failed_alone,
+    not_checked,
+    too_many_kinds,
+)
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import KINDS, Kinds
@@ -183,22 +190,31 @@ class Unchecked:
         self._is_changed, self.kinds = True, Kinds()
         self._callers.clear()
 
-    def called(self, layers: Layers, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def called(self, layers: Layers, args: tuple[Any, ...], options: Mapping[str, Any]) -> Callable[[], None] | None:
         """Hear that the model is called: check its plan for this call, before it, if that is the first of its kind.
 
-        Collective then. Raises UsageError, each time.
+        Collective then. Raises UsageError, each time. Returns who wants to hear if the call goes on, which has failed.
         """
         model = self._model()
         training = is_trained(options)
         kind = kind_of_call(training, args, options)
         if self.is_checking or kind in self.kinds or model is None:
-            return
+            return None
         if not self.kinds.too_many:
-            _check(model, layers, self, Call.within(model, args, options), training)
+            if fails := _check(model, layers, self, Call.within(model, args, options), training):
+                self.kinds.miss(kind)
+                return functools.partial(self._went_on, fails)
             self.settle(kind)
         elif self.warns and self.axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._name, KINDS), stacklevel=4)
+        return None
+
+    def _went_on(self, fails: str) -> None:
+        """Hear that a call goes on that has failed when it was looked at."""
+        if self.warns and self.axis.size > 1 and _FAILED not in self._told:
+            self._told.add(_FAILED)
+            warnings.warn(failed_alone(self._name, fails), stacklevel=5)
 
     def used(self, layer: Any) -> None:
         """Hear that a divided layer is used: check what calls it, if that is another model made of the same layers.
@@ -231,7 +247,7 @@ class Unchecked:
             warnings.warn(called_outside(self._name, layer.name), stacklevel=4)
 
 
-_MANY = "too many kinds"
+_MANY, _FAILED = "too many kinds", "failed alone"
 
 
 def check_stages(comm: Communicator, graph: Any) -> None:
@@ -295,13 +311,16 @@ def check_at_calls(model: Any, layers: Layers, unchecked: Unchecked, checked: An
         hear_calls(model, functools.partial(unchecked.called, layers))
 
 
-def _check(model: Any, layers: Layers, unchecked: Unchecked, call: Call, training: bool) -> None:
+def _check(model: Any, layers: Layers, unchecked: Unchecked, call: Call, training: bool) -> str:
+    """Check the plan for a call; return with what the model fails then, if it does."""
     axis = unchecked.axis
     traced = Traced(model, layers, axis, training=training)
     try:
         with unchecked.checking(), call_of_its_own():
-            check_first_call(axis, traced, call, divided_output=unchecked.divided_output, warns=unchecked.warns)
+            divided_output = unchecked.divided_output
+            fails = check_first_call(axis, traced, call, divided_output=divided_output, warns=unchecked.warns)
         if unchecked.warns:
             traced.warn()
     except UsageError as error:
         raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
+    return fails

@@ -23,6 +23,7 @@ from commlib.functional.checks import (
     called_outside,
     check_first_call,
     check_parts,
+    failed_alone,
     not_checked,
     put_later,
     too_many_kinds,
@@ -153,7 +154,7 @@ class PlanCheck:
         self._is_checking = False
         self._model = ""
         self._told: set[str] = set()
-        self._later = ""
+        self._later = self._failed = ""
 
     @property
     def done(self) -> bool:
@@ -170,8 +171,13 @@ class PlanCheck:
 
     @uncompiled
     def left(self, model: nn.Module, args: Any, result: Any) -> None:
-        """Hear that a call of the model has ended."""
+        """Hear that a call of the model has ended. result: None if it has failed."""
         self.inside = max(0, self.inside - 1)
+        if self._failed and not self.inside:
+            if result is not None and self.warns and self.axis.size > 1 and _FAILED not in self._told:
+                self._told.add(_FAILED)
+                warnings.warn(failed_alone(self._model, self._failed), stacklevel=5)
+            self._failed = ""
 
     def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
         modes, with_gradients, *others = kind
@@ -182,17 +188,19 @@ class PlanCheck:
         if not with_gradients and known in self._kinds and self._goes(model, call, self._kinds.way(known)):
             self._kinds.add(kind)
         elif not self._kinds.too_many:
-            self._kinds.settle(kind, self._check(model, call))
+            self._look(model, call, kind)
         elif self.warns and self.axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
 
-    def _check(self, model: nn.Module, call: Any) -> Hashable:
-        """Check the plan for a call; return the way that it goes."""
+    def _look(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
+        """Check the plan for a call of a kind, which is known then, unless the call fails: the next one may not."""
         traced = Traced(model, self.axis)
         try:
             with _checking([self]):
-                check_first_call(self.axis, traced, call, divided_output=self.divided_output, warns=self.warns)
+                self._failed = check_first_call(
+                    self.axis, traced, call, divided_output=self.divided_output, warns=self.warns
+                )
                 if self._later:
                     together(self.axis.comm, lambda: _refuse_failing(traced.error))
         except UsageError as error:
@@ -200,7 +208,10 @@ class PlanCheck:
                 raise
             raise UsageError(put_later(self._later, f"{error}")) from error
         self._later = ""
-        return traced.way
+        if self._failed:
+            self._kinds.miss(kind)
+        else:
+            self._kinds.settle(kind, traced.way)
 
     def _goes(self, model: nn.Module, call: Any, way: Hashable) -> bool:
         """Return whether a call goes the way that one with gradients went, if it is known, on all ranks. Collective."""
@@ -242,7 +253,7 @@ class PlanCheck:
             warnings.warn(called_outside(self._model, name, takes=does == "takes"), stacklevel=6)
 
 
-_MANY, _UNCHECKED = "too many kinds", "not checked"
+_MANY, _UNCHECKED, _FAILED = "too many kinds", "not checked", "failed alone"
 
 
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:

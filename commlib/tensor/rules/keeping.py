@@ -11,7 +11,7 @@ _ALONE = (
     "it is kept after the model's call, without a gradient, and is {}, so each rank keeps something else: where the "
     "whole is meant, put it together first (tp.reduce of a sum, tp.gather, or gather=True)"
 )
-_TODO = (
+_REMEDY = (
     "put it together first (tp.reduce of a sum, tp.gather, or gather=True); keep it in what has cache in its name, if "
     "the model alone goes on with it; or say divided_output=True"
 )
@@ -32,7 +32,7 @@ def kept(following: Following, value: int) -> None:
     if not (_is_part(following, state) or is_of_part):
         return
     if not is_detached:
-        raise PlanError(step, "kept", f"this is kept, and is {state}", _TODO, state)
+        raise PlanError(step, "kept", f"this is kept, and is {state}", _REMEDY, state)
     how = "made of what is divided" if is_of_part else f"{state}"
     following.doubts.append(Doubt(step, state, _ALONE.format(how), stays=True))
 

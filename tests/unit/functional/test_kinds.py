@@ -70,3 +70,13 @@ def test_a_way_is_known_where_somebody_has_told_it() -> None:
     kinds.add("known")
     kinds.settle("looked at", ("up", "down"))
     assert [kinds.way(kind) for kind in ("known", "looked at", "new")] == [None, ("up", "down"), None]
+
+
+def test_what_fails_again_and_again_is_looked_at_no_more() -> None:
+    kinds = Kinds()
+    for _ in range(2):
+        kinds.miss("a kind")
+        assert "a kind" not in kinds
+    kinds.miss("a kind")
+    assert "a kind" in kinds
+    assert kinds.looks == 0
