@@ -10,7 +10,6 @@ from typing import Any
 KINDS = 8
 """How many kinds of calls of a model are looked at."""
 
-
 _MISSES = 3
 """How often calls of a kind are looked at that fail."""
 
@@ -76,6 +75,6 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hash
         return kind, frozenset(map(kind_of_other, value))
     if kind is dict:
         return frozenset((name, kind_of(one, kind_of_other)) for name, one in value.items())
-    if isinstance(value, Enum):
+    if issubclass(kind, Enum):  # the value is not asked: it may be one of a trace
         return kind, value.name
     return kind_of_other(value)
