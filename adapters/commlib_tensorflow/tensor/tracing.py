@@ -21,7 +21,7 @@ from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
-from commlib.tensor.styles import PerRank, Style
+from commlib.tensor.styles import PerRank, Sequence, Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
@@ -31,6 +31,7 @@ from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
 from commlib_tensorflow.tensor._keeping import WRITES, held
 from commlib_tensorflow.tensor._numbers import numbers_in
+from commlib_tensorflow.tensor._on_parts import looks_at_others
 from commlib_tensorflow.tensor._operations import (
     CALLS,
     SOURCES,
@@ -76,7 +77,7 @@ def attempted(
     """
     call = Call.of(given)
     for inlines in (True, False):  # without AutoGraph some functions cannot be written here
-        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles, weights=weights)
+        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles, weights=weights, tries=True)
 
         def once(call: Call, recorder: Recorder = recorder) -> None:
             recorder.run(call, training=training)
@@ -135,6 +136,7 @@ class _Call:
     place: str = ""
     found: Mapping[str, Any] | None = None
     text: str = "a function"
+    given: Any = ((), {})
     results: list[Any] = field(default_factory=list)
 
 
@@ -145,7 +147,8 @@ class Recorder:
     inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
     know what they are where shapes are asked for; so they do where some are a rank's. detaches: gradients end at
     layers, for `arriving`. weights: which shapes of weights the model sees; where it asks for them is noted. keeps:
-    what somebody holds after the call is told, as it cannot be while a tape holds all.
+    what somebody holds after the call is told, as it cannot be while a tape holds all. tries: layers that take parts of
+    sequences are tried on parts.
     """
 
     def __init__(
@@ -161,12 +164,13 @@ class Recorder:
         detaches: bool = False,
         weights: SeenWeights | None = None,
         keeps: bool = True,
+        tries: bool = False,
     ) -> None:
         self._model, self._layers, self._styles, self._inlines = model, layers, styles, inlines
         own_numbers = isinstance(styles, Mapping) and any(isinstance(style, PerRank) for style in styles.values())
         self._measures, self._detaches, self._keeps = measures or own_numbers, detaches, keeps
         self._whole = not styles_in(layers) if whole is None else whole
-        self._guided, self._shown = guided, weights or {}
+        self._guided, self._shown, self._tries, self._training = guided, weights or {}, tries, False
         self.communicates = False
         """Ranks did so outside of layers."""
         self.asked = ""
@@ -196,7 +200,7 @@ class Recorder:
 
     def run(self, call: Call, *, training: bool) -> Any:
         """Call the model, and note its steps. What it raises is kept as `error`."""
-        self._graph = tf.compat.v1.get_default_graph()
+        self._graph, self._training = tf.compat.v1.get_default_graph(), training
         for tensor in call.tensors:
             self._recording.add("", "given", (), (tensor,), text="an argument")
         before, result = self._count(), None
@@ -442,6 +446,7 @@ class Recorder:
             result = plain(layer, *args, **options)
             if guided is not None:
                 result = exchanged(result, guided.result(tensors_in(result)))
+            call.given = args, options
             if leaf and self._detaches:
                 result = detached(result)
             call.results = tensors_in(result)
@@ -477,8 +482,18 @@ class Recorder:
         if not call.inputs:
             return
         found = _leaves.described(call.layer, call.inputs[0])
+        if self._tries and found["kind"] == "unknown":
+            found |= self._positions(call)
         text = type(call.layer).__name__
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
+
+    def _positions(self, call: _Call) -> dict[str, Any]:
+        """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have."""
+        style, shape = getattr(self._styles, "get", lambda _: None)(call.name), shape_of(call.inputs[0])
+        is_sequence = isinstance(style, Sequence)
+        if is_sequence and looks_at_others(call.layer, *call.given, style.dim, training=self._training):
+            return {"equation": equations.along(shape, (style.dim % len(shape),))}
+        return {}
 
     def _operation(self, op: Any, at: int) -> None:
         if op.type in WRITES:

@@ -104,7 +104,7 @@ def parallelize(
         if layer is not type(module):  # one that has several names has changed by the first
             module.__class__ = layer
             module.become(name, shared, style)
-            module.style = style  # the plan's, where a layer has made another one of it
+            module.style, module.layer_name = style, name  # the plan's, where a layer has made another one of it
     divide_numbers(numbers, shared)
     divide_arguments(arguments, shared)
     describe_everywhere(model)

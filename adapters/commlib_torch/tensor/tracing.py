@@ -27,6 +27,7 @@ from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Slice, Style
+from commlib.tensor.styles import Sequence as SequenceStyle
 from commlib.tensor.trace import Step, Trace
 from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import fresh, unnoticed
@@ -35,6 +36,7 @@ from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._keeping import held
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
+from commlib_torch.tensor._on_parts import looks_at_others
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
 from commlib_torch.tensor._trial import gradients, tried
@@ -87,7 +89,7 @@ def _attempted(
     weights: SeenWeights | None,
 ) -> tuple[Trace, Exception | None]:
     learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
-    recorder = Recorder(model, styles, weights=weights)
+    recorder = Recorder(model, styles, weights=weights, tries=True)
     with uncompiled_calls(), unnoticed(model, args, options):
         try:
             return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
@@ -137,7 +139,7 @@ class Recorder(TorchFunctionMode):
     among which the model is divided. ranks: run as this one of so many. keeps: see `kept`. differentiates: note what
     gradients autograd functions of the user's give. recomputes: False to run what re-entrant checkpoints would compute
     again in backward as if there was no checkpoint: they know `backward()` alone. weights: which shapes of weights the
-    model sees; where it asks for them is noted.
+    model sees; where it asks for them is noted. tries: layers that take parts of sequences are tried on parts.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Recorder(TorchFunctionMode):
         differentiates: bool = False,
         recomputes: bool = True,
         weights: SeenWeights | None = None,
+        tries: bool = False,
     ) -> None:
         super().__init__()
         self._model, self._styles = model, styles
@@ -164,6 +167,7 @@ class Recorder(TorchFunctionMode):
         """A layer with a style ran in what is not looked into."""
         self.kept: dict[int, Tensor] = {}
         """What layers took and gave, by the numbers of values: as it was then, for it may be written later."""
+        self._tries_layers = tries
         self._shown, self._shapes_asked = weights or {}, set[tuple[str, str]]()
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
@@ -453,6 +457,8 @@ class Recorder(TorchFunctionMode):
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
             result = result if changed is None else exchanged(result, changed)
             found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
+            if self._tries_layers and found.get("kind") == "unknown":
+                found |= self._positions(name, module, args, options)
             outputs = tensors_in(result)
             kept = (
                 [one.detach().clone() for one in outputs] if self._keeps and found and _is_guided(name, found) else []
@@ -475,6 +481,16 @@ class Recorder(TorchFunctionMode):
         self._inner[known:] = [one for one in self._inner[known:] if not self._recording.knows(one)]
         if more := len(self._inner) - known:
             self._calls_of_inner += [(list(map(self._recording.number, inputs)), text, _line())] * more
+
+    def _positions(self, name: str, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
+        """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have."""
+        style, shape = getattr(self._styles, "get", lambda _: None)(name), tuple(tensors_in([args, options])[0].shape)
+        if not isinstance(style, SequenceStyle):
+            return {}
+        known = len(self._inner)
+        looks = looks_at_others(module, args, options, style.dim)
+        del self._inner[known:]
+        return {"equation": equations.along(shape, (style.dim % len(shape),))} if looks else {}
 
     def _arguments(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
         """Note arguments that a module may be given a part of, and give it that where this is the run of one rank."""

@@ -129,7 +129,7 @@ def equation(following: Following, step: Step) -> State:
     """Return the state of what an equation gives."""
     terms, style = step.equation, following.styles.get(step.layer)
     assert terms is not None
-    if isinstance(style, Sequence) and (step.weights or step.draws):
+    if isinstance(style, Sequence) and (step.weights or step.draws or _sees(following, step, style)):
         _sequence(following, step, style)
     found = [following.of(value) for value in step.inputs]
     if step.asked and step.kind != "piece" and (expanded := _expanded(following, step, found[0])) is not None:
@@ -232,13 +232,19 @@ def _own_number(following: Following, source: Source) -> str:
     return attribute(source) if attribute(source) in following.styles else ""
 
 
+def _sees(following: Following, step: Step, style: Sequence) -> bool:
+    """Return whether a layer needs all of the dimension along which it takes its input for divided."""
+    return step.equation is not None and following.dim(style.dim, step.inputs[0]) in step.equation.needs
+
+
 def _sequence(following: Following, step: Step, style: Sequence) -> None:
     """Check a layer that takes its input for divided."""
     value = step.inputs[0]
     state, dim = following.of(value), following.dim(style.dim, value)
-    if step.equation is not None and dim in step.equation.needs:
-        came = f"it has {style}, so that it would see a part of the features"
-        raise PlanError(step, "needs", came, "gather the features first", state)
+    if _sees(following, step, style):
+        what = "the features" if step.kind == "equation" else "all positions that it looks at, as tried on random parts"
+        came = f"it has {style}, so that it would see a part of {what}"
+        raise PlanError(step, "needs", came, "gather them before it", state)
     if state.name == "whole":
         if state.origin != "given":
             came = f"it has {style}, and its input is whole"

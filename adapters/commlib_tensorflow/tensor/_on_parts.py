@@ -1,0 +1,52 @@
+"""On parts: try whether a layer of Keras that has style Sequence looks at what other ranks have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.functional.on_parts import looks_elsewhere
+from commlib.tensor.recording import replaced
+from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.tensor import moves
+from commlib_tensorflow.tensor._guided import exchanged
+
+
+def looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool:
+    """Return whether a layer, called with floats of one shape, makes of parts along `dim` what it does not of all.
+
+    It is tried on random numbers, for the tensors that it is called with are of a graph, and forward alone.
+    """
+    given = [one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one)]
+    if not given or not all(one.dtype.is_floating and one.shape.is_fully_defined() for one in given):
+        return False
+    shape = tuple(given[0].shape)
+    if any(tuple(one.shape) != shape for one in given) or not -len(shape) <= dim < len(shape):
+        return False
+
+    def called(mode: bool, arrays: Sequence[Array]) -> list[Array]:
+        new = {id(one): tf.constant(array) for one, array in zip(given, arrays, strict=True)}
+        own_args, own_options = exchanged((args, options), new)
+        own_options = {name: one for name, one in own_options.items() if name != "training"}  # not all take it
+        if "training" in inspect.signature(layer.call).parameters and len(args) < 2:
+            own_options = {**own_options, "training": mode}
+        results = keras.tree.flatten(layer.call(*own_args, **own_options))
+        return [np.asarray(one) for one in results if tf.is_tensor(one)]
+
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=shape).astype(one.dtype.as_numpy_dtype) for one in given]
+    with unnoticed(layer), tf.init_scope(), keras.StatelessScope(), replaced(moves, "moved", _refused):
+        calls = [functools.partial(called, mode) for mode in dict.fromkeys((training, False))]
+        return looks_elsewhere(calls, arrays, dim % len(shape))
+
+
+def _refused(*args: Any, **options: Any) -> Any:
+    raise UsageError("a layer that moves values between ranks is not tried on parts")

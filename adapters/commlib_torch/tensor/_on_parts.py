@@ -1,0 +1,63 @@
+"""On parts: try whether a module that has style Sequence looks at what other ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.functional.on_parts import looks_elsewhere
+from commlib.tensor.recording import replaced
+from commlib_torch._bridge import back, host_array
+from commlib_torch._unnoticed import unnoticed
+from commlib_torch.tensor import moves
+from commlib_torch.tensor._guided import exchanged
+
+
+def looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool:
+    """Return whether a module, called with floats of one shape, makes of parts along `dim` what it does not of all."""
+    given = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
+    rank = given[0].dim() if given else 0
+    alike = all(one.is_floating_point() and one.shape == given[0].shape for one in given)
+    if not (alike and -rank <= dim < rank):
+        return False
+
+    def called(arrays: Sequence[Array]) -> list[Array]:
+        new = [back(array.copy(), one).requires_grad_() for array, one in zip(arrays, given, strict=True)]
+        with torch.enable_grad(), replaced(moves, "moved", _refused):
+            copies = {id(one): other.clone() for one, other in zip(given, new, strict=True)}  # which it may write
+            found = module.forward(*exchanged(tuple(args), copies), **exchanged(dict(options), copies))
+            results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+            ends = [one for one in results if one.requires_grad]
+            begin = [torch.cos(3 * one.detach() + 1) for one in ends]
+            gradients = torch.autograd.grad(ends, new, begin, materialize_grads=True) if ends else ()
+        return [host_array(one.detach()) for one in (*results, *gradients)]
+
+    def evaluated(arrays: Sequence[Array]) -> list[Array]:
+        with _evaluating(module):
+            return called(arrays)
+
+    with unnoticed(module):
+        return looks_elsewhere([called, evaluated], [host_array(one.detach()) for one in given], dim % rank)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    trained = [one for one in module.modules() if one.training]
+    try:
+        for one in trained:
+            one.training = False
+        yield
+    finally:
+        for one in trained:
+            one.training = True
+
+
+def _refused(*args: Any, **options: Any) -> Any:
+    raise UsageError("a layer that moves values between ranks is not tried on parts")

@@ -1,0 +1,53 @@
+"""On parts: try whether a layer that takes this rank's part of a sequence looks at what other ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.functional.differences import TOLERANCES
+
+Call = Callable[[Sequence[Array]], Sequence[Array]]
+"""A layer: of what it is given, its results, and the gradients of what it was given if these are asked for."""
+
+_SLACK = 20
+"""By what the tolerances of `verify` are multiplied."""
+
+
+def looks_elsewhere(calls: Sequence[Call], given: Sequence[Array], dim: int) -> bool:
+    """Return whether a layer makes other results, or gradients, of two parts than of both put together along `dim`.
+
+    calls: the same layer in several modes, of which the first counts in which it draws no random numbers. given: floats
+    of one shape, of which the other part is made. Each is called as often on all ranks. A layer that cannot be called
+    so, as one that takes no other length, is not said to look elsewhere.
+    """
+    other = [(np.flip(one, dim) * one.dtype.type(0.5) + one.dtype.type(0.1)).astype(one.dtype) for one in given]
+    both = [np.concatenate(pair, dim) for pair in zip(given, other, strict=True)]
+    for call in calls:
+        try:
+            first, second, whole, again = (call(one) for one in (given, other, both, both))
+        except Exception:
+            continue
+        if all(map(_near, again, whole)):
+            parts = zip(first, second, whole, strict=True)
+            return not all(_belong(one, two, all_, dim) for one, two, all_ in parts)
+    return False
+
+
+def _belong(first: Array, second: Array, whole: Array, dim: int) -> bool:
+    """Return whether an array is that of two parts put together."""
+    if whole.ndim <= dim or first.ndim != whole.ndim or second.ndim != whole.ndim:
+        return False
+    shapes = {one.shape[:dim] + one.shape[dim + 1 :] for one in (first, second, whole)}
+    return len(shapes) == 1 and _near(np.concatenate([first, second], dim), whole)
+
+
+def _near(own: Array, whole: Array) -> bool:
+    if own.shape != whole.shape:
+        return False
+    if whole.dtype.name not in TOLERANCES:
+        return np.array_equal(own, whole)
+    allowed = _SLACK * TOLERANCES[whole.dtype.name] * float(np.abs(whole).max(initial=0.0))
+    return bool(np.allclose(own.astype(np.float64), whole.astype(np.float64), 0, allowed, equal_nan=True))

@@ -1,0 +1,104 @@
+"""A layer without weights that looks at other positions took `Sequence`, and saw a part of them, in silence."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row, Sequence
+from commlib_torch.tensor import parallelize, reduce
+
+PLAN: Plan = {"own": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
+WRONG: dict[str, Any] = {
+    "centering": lambda x: x - x.mean(1, keepdim=True),
+    "a norm of all": lambda x: x / x.square().mean().sqrt(),
+    "a running sum": lambda x: x.cumsum(1),
+    "its number": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype).unsqueeze(-1),
+    "a softmax": nn.Softmax(1),
+    "a mean": lambda x: x.mean(1, keepdim=True).expand_as(x),
+}
+RIGHT: dict[str, Any] = {
+    "features": lambda x: x - x.mean(-1, keepdim=True),
+    "elements": lambda x: x * 2,
+    "dropout": nn.Sequential(nn.GELU(), nn.Dropout(0.5)),
+    "rows": lambda x: x.unflatten(-1, (2, -1)).softmax(-1).flatten(-2),
+}
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def made(function: Any) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential()
+    model.add_module("own", copy.deepcopy(function) if isinstance(function, nn.Module) else Applied(function))
+    model.add_module("up", nn.Linear(8, 12))
+    model.add_module("down", nn.Linear(12, 8))
+    return model.double()
+
+
+def rows(tokens: int = 6) -> Tensor:
+    return torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.fixture
+def tp(comm: Any) -> Any:
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("name", WRONG)
+def test_other_positions(tp: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        parallelize(made(WRONG[name]), tp, PLAN, example=rows())
+    model = parallelize(made(WRONG[name]), tp, PLAN)
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        model(rows().chunk(tp.size, 1)[tp.rank])
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("name", RIGHT)
+def test_each_by_itself(tp: Any, name: str) -> None:
+    model, plain = parallelize(made(RIGHT[name]), tp, PLAN), made(RIGHT[name])
+    for one in (model, plain) if name != "dropout" else ():
+        one.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = model(rows().chunk(tp.size, 1)[tp.rank])
+    if name != "dropout":
+        torch.testing.assert_close(own, plain(rows()).chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_what_moves_by_itself(tp: Any) -> None:
+    """The mean of all is that of the whole, and parts of lengths that differ try nothing that others wait for."""
+    tokens = 2 * tp.size - 1
+    own = lambda x: x - reduce(x.sum(1, keepdim=True), tp) / tokens  # noqa: E731
+    model = parallelize(made(own), tp, PLAN)
+    part = rows(tokens).chunk(tp.size, 1)[tp.rank]
+    whole = made(lambda x: x - x.mean(1, keepdim=True))(rows(tokens))
+    torch.testing.assert_close(model(part), whole.chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
+
+
+@pytest.mark.ranks(min=2, max=2)
+@pytest.mark.parametrize("own", [nn.LayerNorm(8), nn.Dropout(0.5)])
+def test_what_comes_around_one_later_names_it(tp: Any, own: nn.Module) -> None:
+    """There was an AttributeError."""
+    model = parallelize(made(own), tp, PLAN)
+    nn.Sequential(model.get_submodule("own"))
+    x = torch.nn.functional.pad(rows().chunk(tp.size, 1)[tp.rank], (0, 1))
+    with pytest.raises(Exception, match="the Sequential around own"):
+        model(x)
