@@ -64,10 +64,13 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
         (Column(parts=2), L.BatchNormalization(name="bn"), Sequence(-1), "bn .* 2 fused parts"),
         (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"looks at all of the others.* Sequence\(2\)"),
         (Column(), L.BatchNormalization(name="bn"), None, r"bn .*give it Sequence\(2\)"),
+        (Column(), L.BatchNormalization(center=False, scale=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
+        (Column(), L.BatchNormalization(trainable=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
+        (Column(), L.GroupNormalization(2, center=False, scale=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
         (Column(), L.GroupNormalization(1, name="bn"), Sequence(-1), "1 units .* cannot be divided"),
         (Column(gather=True), L.BatchNormalization(name="bn"), Sequence(-1), "its input is whole"),
     ],
-    ids=["parts", "dimension", "no style", "one group", "whole"],
+    ids=["parts", "dimension", "no style", "no weights", "frozen", "groups alone", "one group", "whole"],
 )
 def test_what_does_not_fit_is_refused(comm: Any, column: Any, norm: Any, style: Any, said: str) -> None:
     """A rank's weights must be those of the features that it has."""
