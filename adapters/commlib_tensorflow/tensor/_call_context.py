@@ -28,14 +28,18 @@ def current_call() -> Any:
 
 
 def is_running(layer: Any) -> bool:
-    """Return whether a layer is being called now, by whatever other one."""
+    """Return whether a layer is being called now, by whatever other one; other methods of its own do not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self" and frame.f_locals.get("self") is layer:
+        is_call = code.co_name in _CALLS and code.co_argcount and code.co_varnames[0] == "self"
+        if is_call and frame.f_locals.get("self") is layer:
             return True
         frame = frame.f_back
     return False
+
+
+_CALLS = "__call__", "call"
 
 
 @contextmanager
