@@ -256,10 +256,11 @@ def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: An
 class Failing(Model):
     """Fails until it is told not to, or only when it is looked at."""
 
-    fails = True
+    fails: bool | str = True
 
     def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
-        if self.fails is True or (self.fails == "looks" and self.up.plan_check._is_checking):
+        check: Any = self.up.plan_check
+        if self.fails is True or (self.fails == "looks" and check._is_checking):
             raise ValueError("not yet")
         return super().forward(x, gate, how)
 

@@ -14,13 +14,26 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.on_parts import looks_elsewhere
+from commlib.tensor import styles
+from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
+from commlib.tensor.styles import Style
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import moves
 from commlib_tensorflow.tensor._guided import exchanged
 
 
-def looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool:
+def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, training: bool) -> dict[str, Any]:
+    """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have; else {}."""
+    if not isinstance(style, styles.Sequence):
+        return {}
+    if not _looks_at_others(layer, args, options, style.dim, training=training):
+        return {}
+    given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
+    return {"equation": along(tuple(given.shape), (style.dim % len(given.shape),))}
+
+
+def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool:
     """Return whether a layer, called with floats of one shape, makes of parts along `dim` what it does not of all.
 
     It is tried on random numbers, for the tensors that it is called with are of a graph, and forward alone.

@@ -21,7 +21,7 @@ from commlib.tensor import equations
 from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line
-from commlib.tensor.styles import PerRank, Sequence, Style
+from commlib.tensor.styles import PerRank, Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
@@ -31,7 +31,7 @@ from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
 from commlib_tensorflow.tensor._keeping import WRITES, held
 from commlib_tensorflow.tensor._numbers import numbers_in
-from commlib_tensorflow.tensor._on_parts import looks_at_others
+from commlib_tensorflow.tensor._on_parts import on_parts
 from commlib_tensorflow.tensor._operations import (
     CALLS,
     SOURCES,
@@ -482,18 +482,11 @@ class Recorder:
         if not call.inputs:
             return
         found = _leaves.described(call.layer, call.inputs[0])
-        if self._tries and found["kind"] == "unknown":
-            found |= self._positions(call)
+        if self._tries and found["kind"] == "unknown" and isinstance(self._styles, Mapping):
+            style, (args, options) = self._styles.get(call.name), call.given
+            found |= on_parts(style, call.layer, args, options, training=self._training)
         text = type(call.layer).__name__
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
-
-    def _positions(self, call: _Call) -> dict[str, Any]:
-        """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have."""
-        style, shape = getattr(self._styles, "get", lambda _: None)(call.name), shape_of(call.inputs[0])
-        is_sequence = isinstance(style, Sequence)
-        if is_sequence and looks_at_others(call.layer, *call.given, style.dim, training=self._training):
-            return {"equation": equations.along(shape, (style.dim % len(shape),))}
-        return {}
 
     def _operation(self, op: Any, at: int) -> None:
         if op.type in WRITES:

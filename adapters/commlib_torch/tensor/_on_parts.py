@@ -13,14 +13,25 @@ from torch.utils._pytree import tree_leaves
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.on_parts import looks_elsewhere
+from commlib.tensor import styles
+from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
+from commlib.tensor.styles import Style
 from commlib_torch._bridge import back, host_array
 from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor import moves
 from commlib_torch.tensor._guided import exchanged
 
 
-def looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool:
+def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
+    """Return the equation of a module with style Sequence that, as tried, looks at what other ranks have; else {}."""
+    if not isinstance(style, styles.Sequence) or not _looks_at_others(module, args, options, style.dim):
+        return {}
+    given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
+    return {"equation": along(tuple(given.shape), (style.dim % given.dim(),))}
+
+
+def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool:
     """Return whether a module, called with floats of one shape, makes of parts along `dim` what it does not of all."""
     given = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
     rank = given[0].dim() if given else 0

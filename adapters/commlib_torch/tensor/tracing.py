@@ -27,7 +27,6 @@ from commlib.tensor.equations import Equation
 from commlib.tensor.lengths import Length
 from commlib.tensor.recording import Recording, replaced, running_line, runs_within
 from commlib.tensor.styles import PerRank, Slice, Style
-from commlib.tensor.styles import Sequence as SequenceStyle
 from commlib.tensor.trace import Step, Trace
 from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import fresh, unnoticed
@@ -36,7 +35,7 @@ from commlib_torch.tensor._arguments import Slicing, slicings_in
 from commlib_torch.tensor._guided import Guided, exchanged
 from commlib_torch.tensor._keeping import held
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
-from commlib_torch.tensor._on_parts import looks_at_others
+from commlib_torch.tensor._on_parts import on_parts
 from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
 from commlib_torch.tensor._tied import tied
 from commlib_torch.tensor._trial import gradients, tried
@@ -457,8 +456,10 @@ class Recorder(TorchFunctionMode):
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
             result = result if changed is None else exchanged(result, changed)
             found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
-            if self._tries_layers and found.get("kind") == "unknown":
-                found |= self._positions(name, module, args, options)
+            if self._tries_layers and found.get("kind") == "unknown" and isinstance(self._styles, Mapping):
+                inner = len(self._inner)
+                found |= on_parts(self._styles.get(name), module, args, options)
+                del self._inner[inner:]
             outputs = tensors_in(result)
             kept = (
                 [one.detach().clone() for one in outputs] if self._keeps and found and _is_guided(name, found) else []
@@ -481,16 +482,6 @@ class Recorder(TorchFunctionMode):
         self._inner[known:] = [one for one in self._inner[known:] if not self._recording.knows(one)]
         if more := len(self._inner) - known:
             self._calls_of_inner += [(list(map(self._recording.number, inputs)), text, _line())] * more
-
-    def _positions(self, name: str, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
-        """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have."""
-        style, shape = getattr(self._styles, "get", lambda _: None)(name), tuple(tensors_in([args, options])[0].shape)
-        if not isinstance(style, SequenceStyle):
-            return {}
-        known = len(self._inner)
-        looks = looks_at_others(module, args, options, style.dim)
-        del self._inner[known:]
-        return {"equation": equations.along(shape, (style.dim % len(shape),))} if looks else {}
 
     def _arguments(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
         """Note arguments that a module may be given a part of, and give it that where this is the run of one rank."""
