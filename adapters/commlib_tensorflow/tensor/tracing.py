@@ -257,7 +257,11 @@ class Recorder:
         made = [one for one in every if one.dtype not in _HANDLES and id(one) not in returned]
         masked = [vars(one) for one in every if "_keras_mask" in vars(one)]
         losses = [lost for layer in self._model._flatten_layers() if (lost := vars(layer).get("_losses")) is not None]
-        calls = [given for one in self._calls for given in (one.inputs, one.results, (one.found or {}).get("inputs"))]
+        calls = [
+            given
+            for one in self._calls
+            for given in (*one.given, one.inputs, one.results, (one.found or {}).get("inputs"))
+        ]
         roots = (vars(self._model), call.args, call.options)
         ours = [every, updates, *self._losses, *masked, *losses, *calls]
         found = held(made, ours, lambda: in_caches(roots, tf.is_tensor, keras.layers.Layer))
