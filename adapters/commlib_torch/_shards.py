@@ -46,6 +46,14 @@ def shard_of(parameter: Tensor) -> Shard | None:
     return found.shard if type(found) is Part else found if type(found) is Shard else None
 
 
+def divided_with(tensor: Tensor) -> Tensor | None:
+    """Return the divided parameter whose memory a tensor has; None if there is none."""
+    if not _DIVIDED or tensor.layout is not torch.strided or not (memory := tensor.untyped_storage().data_ptr()):
+        return None
+    known = (found for reference in list(_DIVIDED.values()) if (found := reference()) is not None)
+    return next((one for one in known if not one.is_meta and one.untyped_storage().data_ptr() == memory), None)
+
+
 def shards_of(module: nn.Module) -> Mapping[str, Shard]:
     """Return what a module's own parameters and buffers hold parts of, by their names."""
     found: Mapping[str, Shard] = vars(module).get(_SHARDS, {})

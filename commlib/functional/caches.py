@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+from commlib.functional.contents import elements_of, items_of
 from commlib.functional.unnoticed import is_users
 
 _MOST = 100_000
@@ -45,12 +46,14 @@ def _is_cache(name: Any) -> bool:
 
 def _entries(value: Any, layer: type) -> list[tuple[Any, Any]]:
     """Return (name, object) of what an object holds."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
+        own = list(items_of(value))
+    elif isinstance(value, MappingProxyType):
         own = list(value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        own = list(zip(value._fields, value, strict=True))
-    elif isinstance(value, Sequence | set | frozenset):
-        own = [("", one) for one in value]
+        own = list(zip(value._fields, elements_of(value), strict=True))
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        own = [("", one) for one in elements_of(value)]
     else:
         own = []
     if not (isinstance(value, layer) or is_users(value)):

@@ -18,6 +18,7 @@ from commlib.functional.agreement import digest_of, together
 from commlib.functional.alike import DIVIDE, unwatched
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
+from commlib.functional.kinds import MISSES
 from commlib.functional.numbers import OTHER_VALUES, Verdict, judged, refused
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
@@ -354,6 +355,14 @@ def failed_alone(model: str, error: str) -> str:
     return (
         f"plan: {model} failed when its call was looked at, and the call itself did not, so its plan is not checked: "
         f"{error}"
+    )
+
+
+def failed_again(model: str, error: str) -> str:
+    """Return what is said where calls of a kind have failed so often when they were looked at that no more are."""
+    return (
+        f"plan: {model} has failed {MISSES} times when such a call was looked at, so its plan is not checked for calls "
+        f"like this: give parallelize an example= of one that does not fail: {error}"
     )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
-from enum import Enum
+from dataclasses import fields, is_dataclass
+from enum import Enum, Flag
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
+
+from commlib.functional.contents import items_of
 
 KINDS = 8
 """How many kinds of calls of a model are looked at."""
 
-_MISSES = 3
+MISSES = 3
 """How often calls of a kind are looked at that fail."""
 
 
@@ -37,14 +42,15 @@ class Kinds:
         self._known[kind] = way
         self.looks += 1
 
-    def miss(self, kind: Hashable) -> None:
+    def miss(self, kind: Hashable) -> bool:
         """Note that a call of a kind failed when somebody looked at it, so that the next one may be another.
 
-        What fails again and again, as what cannot be looked at does, is taken as known.
+        What fails again and again, as what cannot be looked at does, is taken as known: return whether this one is.
         """
         self._missed[kind] += 1
-        if self._missed[kind] == _MISSES:
+        if self._missed[kind] == MISSES:
             self.add(kind)
+        return kind in self
 
     def way(self, kind: Hashable) -> Hashable:
         """Return which way the model goes in calls of a kind; None if nobody knows."""
@@ -63,18 +69,84 @@ class Kinds:
 def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hashable:
     """Return what tells an argument from those of other kinds: its type, and those of what is in it.
 
-    Of flags, strings and members of an enumeration also which; numbers change with every call, and so do the lengths of
-    lists. kind_of_other: of what is none of these.
+    Of flags, strings, members of an enumeration, classes and functions also which, but not of strings in lists, which
+    may be a batch; numbers change with every call, and so do the lengths of lists. Dataclasses and namespaces are
+    looked into, other objects are not. kind_of_other: of what is none of these.
     """
-    kind = type(value)
-    if kind is bool or kind is str:
-        return value  # type: ignore[no-any-return]  # one of these
-    if kind is tuple:
-        return (kind, *(kind_of(one, kind_of_other) for one in value))
-    if kind is list:
-        return kind, frozenset(map(kind_of_other, value))
-    if kind is dict:
-        return frozenset((name, kind_of(one, kind_of_other)) for name, one in value.items())
-    if issubclass(kind, Enum):  # the value is not asked: it may be one of a trace
-        return kind, value.name
-    return kind_of_other(value)
+    handle = _handle_of(type(value))
+    return kind_of_other(value) if handle is None else handle(value, kind_of_other)
+
+
+Handle = Callable[[Any, Callable[[Any], Hashable]], Hashable]
+
+
+@functools.lru_cache(1000)
+def _handle_of(kind: type) -> Handle | None:
+    """Return what tells the kinds of values of a type. Values are not asked for their class: some are of a trace."""
+    if kind in (bool, str):
+        return _itself
+    if issubclass(kind, type | BuiltinFunctionType):
+        return _itself
+    if issubclass(kind, Enum):
+        return _member
+    return next(
+        (handle for base, handle in _HANDLES if issubclass(kind, base)), _fields if is_dataclass(kind) else None
+    )
+
+
+def _itself(value: Any, _: Any) -> Hashable:
+    return value  # type: ignore[no-any-return]  # it has a hash
+
+
+def _member(value: Any, _: Any) -> Hashable:
+    return type(value), value.name, value.value if isinstance(value, Flag) else None
+
+
+def _function(value: Any, _: Any) -> Hashable:
+    return value.__code__  # that of each lambda of a line
+
+
+def _tuple(value: Any, kind_of_other: Any) -> Hashable:
+    return type(value), *(kind_of(one, kind_of_other) for one in tuple.__iter__(value))
+
+
+def _list(value: Any, kind_of_other: Any) -> Hashable:
+    return type(value), frozenset(
+        str if type(one) is str else kind_of(one, kind_of_other) for one in list.__iter__(value)
+    )
+
+
+def _set(value: Any, kind_of_other: Any) -> Hashable:
+    return type(value), frozenset(kind_of(one, kind_of_other) for one in value)
+
+
+def _dict(value: Any, kind_of_other: Any) -> Hashable:
+    return frozenset((name, kind_of(one, kind_of_other)) for name, one in items_of(value))
+
+
+def _proxy(value: Any, kind_of_other: Any) -> Hashable:
+    return frozenset((name, kind_of(one, kind_of_other)) for name, one in value.items())
+
+
+def _slice(value: Any, kind_of_other: Any) -> Hashable:
+    return slice, *(kind_of(one, kind_of_other) for one in (value.start, value.stop, value.step))
+
+
+def _fields(value: Any, kind_of_other: Any) -> Hashable:
+    own = getattr(value, "__dict__", None)
+    if own is None:  # it has slots
+        own = {one.name: getattr(value, one.name, None) for one in fields(value)}
+    return type(value), _dict(own, kind_of_other)
+
+
+_HANDLES: tuple[tuple[type, Handle], ...] = (
+    (dict, _dict),
+    (tuple, _tuple),
+    (list, _list),
+    (set, _set),
+    (frozenset, _set),
+    (FunctionType, _function),
+    (slice, _slice),
+    (MappingProxyType, _proxy),
+    (SimpleNamespace, _fields),
+)

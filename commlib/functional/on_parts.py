@@ -16,13 +16,14 @@ _SLACK = 20
 """By what the tolerances of `verify` are multiplied."""
 
 
-def looks_elsewhere(calls: Sequence[Call], given: Sequence[Array], dim: int) -> bool:
+def looks_elsewhere(calls: Sequence[Call], given: Sequence[Array], dim: int) -> bool | None:
     """Return whether a layer makes other results, or gradients, of two parts than of both put together along `dim`.
 
-    calls: the same layer in several modes, of which the first counts in which it draws no random numbers. given: floats
-    of one shape, of which the other part is made. Each is called as often on all ranks. A layer that cannot be called
-    so, as one that takes no other length, is not said to look elsewhere.
+    calls: the same layer in several modes, of which the first counts in which it draws no random numbers; None if it
+    draws some in all. given: floats of one shape, of which the other part is made. Each is called as often on all
+    ranks. A layer that cannot be called so, as one that takes no other length, is not said to look elsewhere.
     """
+    found: bool | None = False
     other = [(np.flip(one, dim) * one.dtype.type(0.5) + one.dtype.type(0.1)).astype(one.dtype) for one in given]
     both = [np.concatenate(pair, dim) for pair in zip(given, other, strict=True)]
     for call in calls:
@@ -33,7 +34,8 @@ def looks_elsewhere(calls: Sequence[Call], given: Sequence[Array], dim: int) -> 
         if all(map(_near, again, whole)):
             parts = zip(first, second, whole, strict=True)
             return not all(_belong(one, two, all_, dim) for one, two, all_ in parts)
-    return False
+        found = None
+    return found
 
 
 def _belong(first: Array, second: Array, whole: Array, dim: int) -> bool:

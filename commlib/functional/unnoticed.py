@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespac
 from typing import Any
 
 import numpy as np
+
+from commlib.functional.contents import elements_of, items_of, own_method
 
 _MOST = 100_000
 """Objects that are looked at. A model that keeps more, such as a whole data set, is not followed further."""
@@ -71,13 +73,14 @@ class _Seen:
 
     def _held(self, value: Any) -> Held:
         if isinstance(value, dict):
-            return Held(functools.partial(_put_back_dict, value, dict(value)), list(value.values()))
+            before = dict(items_of(value))
+            return Held(functools.partial(_put_back_dict, value, before), list(before.values()))
         if isinstance(value, list | deque):
-            return Held(functools.partial(_put_back_list, value, list(value)), list(value))
+            return Held(functools.partial(_put_back_list, value, elements_of(value)), elements_of(value))
         if isinstance(value, set):
-            return Held(functools.partial(_put_back_set, value, set(value)), ())
+            return Held(functools.partial(_put_back_set, value, set(elements_of(value))), ())
         if isinstance(value, tuple | frozenset):
-            return Held(None, value)
+            return Held(None, elements_of(value))
         if isinstance(value, np.ndarray):
             return Held(_array(value))
         if isinstance(value, np.random.Generator):
@@ -144,28 +147,26 @@ def _is_state(value: Any) -> bool:
 
 
 def _put_back_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    same = len(value) == len(before) and all(key in value and value[key] is one for key, one in before.items())
-    if not same:
-        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict  # past what a subclass does besides
-        kind.clear(value)
+    now = dict(items_of(value))
+    if len(now) != len(before) or any(now.get(key, _EMPTY) is not one for key, one in before.items()):
+        own_method(value, "clear")()
+        put = own_method(value, "__setitem__")
         for key, one in before.items():
-            kind.__setitem__(value, key, one)
+            put(key, one)
 
 
 def _put_back_list(value: Any, before: list[Any]) -> None:
-    if len(value) == len(before) and all(one is other for one, other in zip(value, before, strict=True)):
+    now = elements_of(value)
+    if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
         return
-    if isinstance(value, list):
-        list.__setitem__(value, slice(None), before)
-    else:
-        value.clear()
-        value.extend(before)
+    own_method(value, "clear")()
+    own_method(value, "extend")(before)
 
 
 def _put_back_set(value: set[Any], before: set[Any]) -> None:
-    if set(value) != before:
-        set.clear(value)
-        set.update(value, before)
+    if set(elements_of(value)) != before:
+        own_method(value, "clear")()
+        own_method(value, "update")(before)
 
 
 def _array(value: Any) -> Callable[[], object] | None:

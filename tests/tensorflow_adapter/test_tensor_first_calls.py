@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -67,6 +68,51 @@ class Failing(Model):
         if self.fails is True or (self.fails == "looks" and self.up.plan_check.is_checking):
             raise ValueError("not yet")
         return super().call(x, gate, how, training)
+
+
+@dataclass(frozen=True)
+class Options:
+    flag: bool = False
+
+
+class Other(Model):
+    """Goes by something else than flags and strings."""
+
+    def call(self, x: Any, gate: Any = None, how: Any = "", training: bool = False) -> Any:
+        hidden = how(self.up(x)) if callable(how) else self.up(x)
+        wrong = how.flag if isinstance(how, Options) else how == "eager" and tf.executing_eagerly()
+        return self.down(ops.softmax(hidden) if wrong else hidden)
+
+
+def other(comm: Any) -> Any:
+    model = Other()
+    model(X)
+    return parallelize(filled(model), comm, PLAN)
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "dataclass": (Options(), Options(True)),
+    "function": (tf.nn.relu, lambda hidden: ops.softmax(hidden)),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_tells_a_kind(comm: Any, name: str) -> None:
+    """The second call passed, and was wrong."""
+    model, (right, wrong) = other(comm), OTHERS[name]
+    model(X, how=right)
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(X, how=wrong)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_model_that_goes_another_way_eagerly_is_told(comm: Any) -> None:
+    """The check makes a graph: what is done eagerly alone passed unseen."""
+    model = other(comm)
+    with warned(comm, "Other asks whether it runs eagerly at "):
+        model(X, how="eager")
+        model(X, how="eager")
 
 
 def failing(comm: Any, fails: Any) -> Any:

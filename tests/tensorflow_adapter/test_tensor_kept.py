@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import keras
 import pytest
@@ -24,11 +26,16 @@ L = keras.layers
 PLAN: Any = {"up": Column(), "down": Row()}
 X = values(3, 6)
 OUTSIDE: list[Any] = []
+WEAK: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+CONTEXT: ContextVar[Any] = ContextVar("kept")
 pytestmark = pytest.mark.ranks(min=2)
 
 
 class Holder:
     """Holds what it is given."""
+
+    last: Any = None
+    every: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
         self.seen: Any = None
@@ -43,7 +50,7 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
         self.what, self.door, self.aux = what, door, None
         self.lists: list[Any] = []
         self.dicts: dict[str, Any] = {}
-        self.holder = Holder()
+        self.holder, self.own = Holder(), tf.Module()
         self.running = tf.Variable(tf.zeros((), tf.float64), trainable=False)
         self.average = self.add_weight(shape=(), initializer="zeros", trainable=False, name="average")
         self.metric = keras.metrics.Mean(name="size")
@@ -87,6 +94,22 @@ DOORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
     "an object": (lambda model, value: setattr(model.holder, "seen", [value]), lambda model: model.holder.seen[0]),
     "a global": (lambda model, value: OUTSIDE.append(value), lambda model: OUTSIDE[-1]),
     "a closure": (lambda model, value: model.close(value), lambda model: model.closed()),
+    "a class": (lambda model, value: setattr(Holder, "last", value), lambda model: Holder.last),
+    "a class' list": (lambda model, value: Holder.every.append(value), lambda model: Holder.every[-1]),
+    "a ragged tensor": (
+        lambda model, value: setattr(model.holder, "seen", tf.RaggedTensor.from_tensor(tf.reshape(value, (1, -1)))),
+        lambda model: model.holder.seen.flat_values,
+    ),
+    "a module of TensorFlow": (
+        lambda model, value: setattr(model.own, "aux", value),
+        lambda model: model.own.aux,
+    ),
+    "a table of weak keys": (lambda model, value: WEAK.__setitem__(model, value), lambda model: WEAK[model]),
+    "a context variable": (lambda model, value: CONTEXT.set(value), lambda model: CONTEXT.get()),
+    "an iterator": (
+        lambda model, value: setattr(model.holder, "seen", iter([value])),
+        lambda model: next(model.holder.seen),
+    ),
 }
 VARIABLES: dict[str, Callable[[Any, Any], Any]] = {
     "a variable of TensorFlow": lambda model, value: model.running.assign_add(value),
@@ -96,7 +119,7 @@ VARIABLES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-SHORT = ("an attribute", "a global", "a closure")
+SHORT = ("an attribute", "a global", "a closure", "a class", "a module of TensorFlow")
 SOME = [door if door in SHORT else pytest.param(door, marks=pytest.mark.long) for door in DOORS]
 
 

@@ -6,8 +6,9 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -253,6 +254,71 @@ def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: An
                 model(X)
 
 
+class Given(NamedTuple):
+    x: Any
+    mask: Any = None
+
+
+@dataclass
+class Options:
+    flag: bool = False
+
+
+class Other(Model):
+    """Goes by something else than flags and strings."""
+
+    def forward(self, x: Any, given: Any = None, how: Any = "") -> Any:
+        h = self.up(x.x if isinstance(x, Given) else x).relu()
+        wrong = (
+            (isinstance(x, Given) and x.mask is not None)
+            or (isinstance(given, Options) and given.flag)
+            or (isinstance(given, set) and "norm" in given)
+            or (isinstance(given, Tensor) and given.dtype == torch.bool)
+            or h.dim() == 2
+            or torch.is_inference_mode_enabled()
+        )
+        h = h.softmax(-1) if wrong else h
+        return self.down(given(h) if callable(given) else h)
+
+
+def _softmax(h: Tensor) -> Tensor:
+    return h.softmax(-1)
+
+
+@torch.inference_mode()
+def _inferred(model: Any) -> None:
+    model(X)
+
+
+@torch.no_grad()
+def _without(model: Any) -> None:
+    model(X)
+
+
+OTHERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "named tuple": (lambda model: model(Given(X)), lambda model: model(Given(X, 1))),
+    "dataclass": (lambda model: model(X, Options()), lambda model: model(X, Options(True))),
+    "set": (lambda model: model(X, {"a"}), lambda model: model(X, {"norm"})),
+    "function": (lambda model: model(X, torch.relu), lambda model: model(X, _softmax)),
+    "dtype": (lambda model: model(X, torch.ones(2)), lambda model: model(X, torch.ones(2, dtype=torch.bool))),
+    "dimensions": (lambda model: model(X), lambda model: model(X[0])),
+    "inference": (_without, _inferred),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_tells_a_kind(comm: Any, name: str) -> None:
+    """The second call passed, and was wrong."""
+    right, wrong = OTHERS[name]
+    torch.manual_seed(0)
+    model = parallelize(Other().double(), comm, PLAN)
+    right(model)
+    right(model)
+    with pytest.raises(UsageError, match="softmax"):
+        wrong(model)
+
+
 class Failing(Model):
     """Fails until it is told not to, or only when it is looked at."""
 
@@ -275,6 +341,16 @@ def test_a_call_that_failed_is_no_check(comm: Any) -> None:
     for _ in range(2):
         if comm.size > 1:
             with pytest.raises(UsageError, match="softmax"):
+                model(X)
+
+
+def test_calls_that_fail_again_and_again_are_told(comm: Any) -> None:
+    """No more are looked at then, and the one that did not fail passed in silence."""
+    torch.manual_seed(0)
+    model: Any = parallelize(Failing("always").double(), comm, PLAN)
+    with warned(comm, "Failing has failed 3 times when such a call was looked at"):
+        for _ in range(4):
+            with pytest.raises(ValueError, match="not yet"):
                 model(X)
 
 

@@ -179,9 +179,18 @@ def taken(model: nn.Module) -> None:
         normal_before(parameter, std=0.1)
 
 
+def data(model: nn.Module) -> None:
+    """As published code gives weights to the functions."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.xavier_normal_(parameter.data)
+            nn.init.kaiming_uniform_(parameter.detach())
+
+
 WAYS_TO_BEGIN: dict[str, Callable[[nn.Module], None]] = {
     "reset_parameters": reset,
     "taken before": taken,
+    "data": data,
     **{
         name: initialized(name)
         for name in (
@@ -205,6 +214,15 @@ def test_what_is_initialised_is_the_whole(comm: Any, way: str) -> None:
     assert after[0] == after[1]
     for name, value in gather_state_dict(model).items():
         assert torch.equal(value, plain.state_dict()[name]), name
+
+
+@pytest.mark.ranks(min=2)
+def test_a_piece_of_a_divided_weight_is_not_initialised(comm: Any) -> None:
+    """Each rank made its own as if it was that of the whole."""
+    model: Any = parallelize(whole(), comm, PLAN)
+    for piece in (model[0].weight.data[:1], model[0].weight.data.T):
+        with pytest.raises(UsageError, match="is a view of a divided parameter"):
+            nn.init.normal_(piece)
 
 
 def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None:

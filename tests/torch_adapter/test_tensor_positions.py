@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib
@@ -102,3 +104,38 @@ def test_what_comes_around_one_later_names_it(tp: Any, own: nn.Module) -> None:
     x = torch.nn.functional.pad(rows().chunk(tp.size, 1)[tp.rank], (0, 1))
     with pytest.raises(Exception, match="the Sequential around own"):
         model(x)
+
+
+class Keeping(nn.Module):
+    """Keeps something of its part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return x * 1
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("own", [Keeping(), nn.Sequential(nn.GELU(), Keeping())])
+def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
+    """Each rank kept that of its part, with a gradient, in silence. Numbers cannot tell where parts are given."""
+    model = parallelize(made(own), tp, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(rows().chunk(tp.size, 1)[tp.rank])
+    said = [str(one.message) for one in caught if "makes, " in str(one.message)]
+    assert len(said) == (tp.rank == 0)
+    layers = {"into": nn.Linear(8, 8), "out": nn.Linear(8, 8), "own": copy.deepcopy(own), "end": nn.Linear(8, 8)}
+    plan: Plan = {"into": Column(), "out": Row(sequence=1), "own": Sequence(1), "end": Column(sequence=1, gather=True)}
+    model = parallelize(nn.Sequential(OrderedDict(layers)).double(), tp, plan)
+    with pytest.raises(UsageError, match="what is kept of it"):
+        model(rows())
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_one_that_always_draws_is_warned_of(tp: Any) -> None:
+    model = parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(rows().chunk(tp.size, 1)[tp.rank])
+    said = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
+    assert len(said) == (tp.rank == 0)

@@ -125,6 +125,31 @@ def test_what_comes_later_can_be_divided(comm: Any, first: bool) -> None:
     torch.testing.assert_close(gather_state_dict(model), dict(plain.state_dict()), rtol=1e-10, atol=1e-10)
 
 
+class Between(MLP):
+    """What is between is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("where", ["act", "act.0"])
+def test_another_module_between(comm: Any, where: str) -> None:
+    """It passed in silence."""
+    plain, model, x = Between(), parallelize(Between(), comm, PLAN), random(3, 6)
+    model(x)
+    for one in (plain, model):
+        one.set_submodule(where, nn.ReLU())
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    model.set_submodule(where, nn.Softmax(-1))
+    with pytest.raises(UsageError, match=r"the Softmax that is .* came after the model was divided"):
+        model(x)
+
+
 class Scaled(nn.Module):
     """Around a layer, and right."""
 

@@ -11,6 +11,8 @@ from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import keras
+import tensorflow as tf
+from tensorflow.python.framework.composite_tensor import CompositeTensor
 
 WRITES = frozenset((
     "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd", "ResourceScatterDiv",
@@ -19,8 +21,10 @@ WRITES = frozenset((
 ))  # fmt: skip
 """Operations that put their last input into a variable."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
-_LIBRARIES = ("tensorflow", "commlib", "commlib_tensorflow", "builtins", "weakref")
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial, CompositeTensor, tf.Module)
+"""What holds for somebody else, as all do that Python's own modules make."""
+_OF_PYTHON = ("builtins", "weakref", "_weakrefset", "collections", "itertools", "types", "_contextvars", "_thread")
+_LIBRARIES = ("tensorflow", "commlib", "commlib_tensorflow")
 """Packages whose objects hold tensors of graphs, such as what a branch captures, and are no users'."""
 _OF_KERAS = ("keras.src.backend", "keras.src.utils", "keras.src.ops")
 """The same of Keras, whose layers and metrics are as good as a user's."""
@@ -88,7 +92,7 @@ class _Holders:
                     of[id(child)][id(holder)] += 1
             if id(holder) not in self._known:
                 self._known[id(holder)] = holder
-                above += [holder] if isinstance(holder, _CONTAINERS) else []
+                above += [holder] if _is_container(holder) else []
         self._parents |= of
         return above
 
@@ -98,17 +102,24 @@ class _Holders:
 
     def _is_librarys(self, key: int, below: set[int]) -> bool:
         holder = self._known[key]
-        if not isinstance(holder, _CONTAINERS):
+        if not _is_container(holder):
             return not _is_users(holder)
         others = self._parents.get(key, {}).keys() - below
         return bool(others) and all(self._is_librarys(one, {*below, key}) for one in others)
+
+
+def _is_container(holder: Any) -> bool:
+    """Return whether an object holds what it does for somebody else."""
+    if isinstance(holder, ModuleType | FunctionType | type | keras.layers.Layer):
+        return False
+    return isinstance(holder, _CONTAINERS) or type(holder).__module__ in _OF_PYTHON
 
 
 def _is_users(holder: Any) -> bool:
     """Return whether an object is something in which a user's model may keep what it has made."""
     if isinstance(holder, keras.layers.Layer):  # divided ones are of our classes
         return True
-    is_code = isinstance(holder, ModuleType | FunctionType)
+    is_code = isinstance(holder, ModuleType | FunctionType | type)
     name = str((getattr(holder, "__module__", None) or holder.__name__) if is_code else type(holder).__module__)
     if name == _OF_A_LOOK:
         return True

@@ -24,16 +24,21 @@ from commlib_tensorflow.tensor._guided import exchanged
 
 
 def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, training: bool) -> dict[str, Any]:
-    """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have; else {}."""
-    if not isinstance(style, styles.Sequence):
+    """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have; else {}.
+
+    One that cannot be tried for the random numbers that it draws is said to draw.
+    """
+    looks = isinstance(style, styles.Sequence) and _looks_at_others(layer, args, options, style.dim, training=training)
+    if looks is None:
+        return {"draws": True}
+    if not looks:
         return {}
-    if not _looks_at_others(layer, args, options, style.dim, training=training):
-        return {}
+    assert style is not None
     given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
     return {"equation": along(tuple(given.shape), (style.dim % len(given.shape),))}
 
 
-def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool:
+def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool | None:
     """Return whether a layer, called with floats of one shape, makes of parts along `dim` what it does not of all.
 
     It is tried on random numbers, for the tensors that it is called with are of a graph, and forward alone.

@@ -22,6 +22,7 @@ from commlib.functional.checks import (
     called_outside,
     check_first_call,
     check_parts,
+    failed_again,
     failed_alone,
     not_checked,
     too_many_kinds,
@@ -57,14 +58,16 @@ class Traced:
         self._model, self._layers, self._axis, self._training = model, layers, axis, training
         self._size = 1 if axis is None else axis.size
         self._hidden: list[str] = []
+        self._eager: list[str] = []
         self._stopped: UsageError | None = None
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
         weights = seen_weights(divided_weights(self._layers, styles, self._size))
         trace, error = attempted(
-            self._model, self._layers, call, styles, self._hidden, training=self._training, weights=weights
-        )
+            self._model, self._layers, call, styles, self._hidden,
+            eager=self._eager, training=self._training, weights=weights,
+        )  # fmt: skip
         self._stopped = error if isinstance(error, UsageError) else None
         return trace, error
 
@@ -90,6 +93,13 @@ class Traced:
         if self._stopped is not None:
             said, self._stopped = f"{self._stopped}", None
             warnings.warn(said, stacklevel=3)
+        if self._eager:
+            line, self._eager = self._eager[0], []
+            warnings.warn(
+                f"plan: {type(self._model).__name__} asks whether it runs eagerly at {line}, and its plan is checked "
+                "in a graph: give verify=, which compares numbers, or let it go one way",
+                stacklevel=3,
+            )
         if self._hidden:
             names, self._hidden = ", ".join(dict.fromkeys(self._hidden)), []
             warnings.warn(
@@ -202,7 +212,9 @@ class Unchecked:
             return None
         if not self.kinds.too_many:
             if fails := _check(model, layers, self, Call.within(model, args, options), training):
-                self.kinds.miss(kind)
+                if self.kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self._told:
+                    self._told.add(_FAILED)
+                    warnings.warn(failed_again(self._name, fails), stacklevel=4)
                 return functools.partial(self._went_on, fails)
             self.settle(kind)
         elif self.warns and self.axis.size > 1 and _MANY not in self._told:

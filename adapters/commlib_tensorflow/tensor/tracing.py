@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ def attempted(
     styles: Collection[str] = (),
     hidden: list[str] | None = None,
     *,
+    eager: list[str] | None = None,
     training: bool = False,
     weights: SeenWeights | None = None,
 ) -> tuple[Trace, Exception | None]:
@@ -73,7 +75,8 @@ def attempted(
     whole because they have one. A graph is made, and never run: nothing is computed, and a divided model communicates
     nothing but what its ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its
     error is returned, and the trace up to the layer that did. hidden: gets the names of divided layers that ran where
-    nothing is seen of them. weights: those whose shapes are noted where the model asks for them.
+    nothing is seen of them. eager: gets the lines that ask whether they run eagerly, which the model here does not.
+    weights: those whose shapes are noted where the model asks for them.
     """
     call = Call.of(given)
     for inlines in (True, False):  # without AutoGraph some functions cannot be written here
@@ -95,6 +98,8 @@ def attempted(
         error.__cause__, recorder.error = recorder.error, error
     if recorder.hidden and hidden is not None:
         hidden.extend(recorder.hidden)
+    if recorder.eager and eager is not None:
+        eager.extend(recorder.eager)
     return recorder.trace(), recorder.error
 
 
@@ -177,6 +182,8 @@ class Recorder:
         """Where a tensor was asked for its elements, which there are outside of graphs alone."""
         self.is_custom = False
         """A function between layers has a gradient of its own."""
+        self.eager: list[str] = []
+        """Lines of the user's that ask whether they run eagerly."""
         self.hidden: list[str] = []
         """Layers with a style that ran in another graph: in a loop, a branch or a function."""
         self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
@@ -313,6 +320,7 @@ class Recorder:
             for kind in SUMS:
                 stack.enter_context(replaced(kind, "__call__", self._summing(kind.__call__)))
             stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
+            stack.enter_context(replaced(tf, "executing_eagerly", self._asked_eagerly(tf.executing_eagerly)))
             if self._measures:
                 stack.enter_context(self._measuring())
             if self._inlines:
@@ -341,6 +349,15 @@ class Recorder:
             call = _Call("", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python")
             call.last = self._count()
             self._calls.append(call)
+
+    def _asked_eagerly(self, function: Callable[[], bool]) -> Callable[[], bool]:
+        def called() -> bool:
+            frame = sys._getframe(1)
+            if not frame.f_code.co_filename.startswith(_PACKAGES):
+                self.eager.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return function()
+
+        return called
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:

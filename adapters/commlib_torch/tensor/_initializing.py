@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlib.errors import UsageError
+from commlib.functional.shards import Shard
 from commlib_torch._bridge import back, host_array
-from commlib_torch._shards import shard_of
+from commlib_torch._shards import divided_with, shard_of
 
 _FAN = "_calculate_fan_in_and_fan_out"
 
@@ -54,7 +56,7 @@ def _instead(*args: Any, _called: Any = None, **options: Any) -> Any:
 def _of_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        shard = shard_of(tensor)
+        shard = _shard_of(function.__name__, tensor)
         if shard is None:
             return function(tensor, *args, **options)
         whole = torch.empty(shard.sharding.shape, dtype=tensor.dtype, device=tensor.device)
@@ -73,10 +75,27 @@ def _of_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _shard_of(function: str, tensor: Tensor) -> Shard | None:
+    """Return how a parameter is divided that a tensor is, or is the `data` of, as published code initialises it.
+
+    Raises UsageError for a piece of one.
+    """
+    found = shard_of(tensor)
+    if found is not None or (parameter := divided_with(tensor)) is None:
+        return found
+    shard = shard_of(parameter)
+    if shard is not None and (tensor.shape, tensor.stride()) != (parameter.shape, parameter.stride()):
+        raise UsageError(
+            f"torch.nn.init.{function}: this tensor of shape {list(tensor.shape)} is a view of a divided parameter, of "
+            f"which this rank has {list(parameter.shape)} of {list(shard.sharding.shape)}: give it the parameter"
+        )
+    return shard
+
+
 def _of_whole_shape(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     @functools.wraps(function)
     def called(tensor: Tensor) -> Any:
-        shard = shard_of(tensor)
+        shard = _shard_of(function.__name__, tensor)
         if shard is None:
             return function(tensor)
         return function(torch.empty(shard.sharding.shape[1 if shard.is_local else 0 :], device="meta"))

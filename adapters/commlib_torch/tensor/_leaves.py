@@ -35,8 +35,12 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a layer is one of PyTorch's whose class computes by itself, and may keep something of that."""
-    return type(module).forward.__module__.partition(".")[0] not in ("torch", "commlib_torch", "transformers")
+    """Return whether in a layer some class of the user's computes by itself, and may keep something of that."""
+    forwards = [vars(kind).get("forward") for one in module.modules() for kind in type(one).__mro__]
+    return any(
+        one is not None and one.__module__.partition(".")[0] not in ("torch", "commlib_torch", "transformers")
+        for one in forwards
+    )
 
 
 def is_transposed(module: nn.Module) -> bool:

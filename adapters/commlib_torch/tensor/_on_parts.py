@@ -24,14 +24,21 @@ from commlib_torch.tensor._guided import exchanged
 
 
 def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
-    """Return the equation of a module with style Sequence that, as tried, looks at what other ranks have; else {}."""
-    if not isinstance(style, styles.Sequence) or not _looks_at_others(module, args, options, style.dim):
+    """Return the equation of a module with style Sequence that, as tried, looks at what other ranks have; else {}.
+
+    One that cannot be tried for the random numbers that it draws is said to draw.
+    """
+    looks = isinstance(style, styles.Sequence) and _looks_at_others(module, args, options, style.dim)
+    if looks is None:
+        return {"draws": True}
+    if not looks:
         return {}
+    assert style is not None
     given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
     return {"equation": along(tuple(given.shape), (style.dim % given.dim(),))}
 
 
-def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool:
+def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool | None:
     """Return whether a module, called with floats of one shape, makes of parts along `dim` what it does not of all."""
     given = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
     rank = given[0].dim() if given else 0

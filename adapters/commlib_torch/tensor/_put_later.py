@@ -29,11 +29,15 @@ class Check(Protocol):
 
 
 _CHECKS: weakref.WeakSet[Any] = weakref.WeakSet()
+_WITHIN: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Who checks the model in which a module is."""
 
 
-def tell(check: Check) -> None:
-    """Tell a check of what comes later, from now on. Divided layers have it as `plan_check`."""
+def tell(check: Check, model: nn.Module) -> None:
+    """Tell a check of what comes later into a model, from now on. Divided layers have it as `plan_check`."""
     _CHECKS.add(check)
+    for module in model.modules():
+        _WITHIN[module] = weakref.ref(check)
     _watch()
 
 
@@ -47,6 +51,8 @@ def _put_around(module: nn.Module, name: str, layer: Any) -> None:
     check: Check | None = vars(layer).get("plan_check") if isinstance(layer, nn.Module) else None
     if check is not None:
         check.came_later(f"the {type(module).__name__} around {layer.layer_name}")
+    elif module in _WITHIN and (within := _WITHIN[module]()) is not None:
+        within.came_later(f"the {type(layer).__name__} that is {name} of a {type(module).__name__}")
 
 
 def _put_onto(module: nn.Module, name: str, parameter: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from commlib.functional.checks import (
     called_outside,
     check_first_call,
     check_parts,
+    failed_again,
     failed_alone,
     not_checked,
     put_later,
@@ -141,7 +143,7 @@ class PlanCheck:
                 module.plan_check = check  # type: ignore[assignment]  # no module
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
         model.register_forward_hook(check.left, always_call=True)
-        tell(check)
+        tell(check, model)
 
     def __init__(self, axis: Axis, divided_output: bool) -> None:
         self.divided_output, self.warns = divided_output, axis.rank == 0
@@ -208,10 +210,11 @@ class PlanCheck:
                 raise
             raise UsageError(put_later(self._later, f"{error}")) from error
         self._later = ""
-        if self._failed:
-            self._kinds.miss(kind)
-        else:
+        if not self._failed:
             self._kinds.settle(kind, traced.way)
+        elif self._kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self._told:
+            self._told.add(_FAILED)
+            warnings.warn(failed_again(self._model, self._failed), stacklevel=7)
 
     def _goes(self, model: nn.Module, call: Any, way: Hashable) -> bool:
         """Return whether a call goes the way that one with gradients went, if it is known, on all ranks. Collective."""
@@ -243,6 +246,8 @@ class PlanCheck:
         is_told = not self.warns or self._is_checking or self.in_pieces or self.axis.size == 1
         if is_told or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
             return
+        if _generates():
+            return
         name = str(layer.layer_name)
         if not self.done:
             if _UNCHECKED not in self._told:
@@ -253,16 +258,28 @@ class PlanCheck:
             warnings.warn(called_outside(self._model, name, takes=does == "takes"), stacklevel=6)
 
 
+def _generates() -> bool:
+    """Return whether Hugging Face's `generate` is running, which calls the encoder of a model by itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.generation.utils":
+            return True
+        frame = frame.f_back
+    return False
+
+
 _MANY, _UNCHECKED, _FAILED = "too many kinds", "not checked", "failed alone"
 
 
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
-    """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given, by types.
+    """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given: `kind_of`.
 
-    Of flags, strings, dtypes and None also which; numbers change with every call. The order of keywords says nothing.
+    Of tensors that is their dtype, how many dimensions they have, and whether they have a gradient. The order of
+    keywords says nothing.
     """
     modes = model.training, bytes(map(_is_training, model.commlib_within))  # type: ignore[arg-type]
-    kind = (modes, torch.is_grad_enabled(), *(kind_of(one, _kind_of_other) for one in args))
+    mode = None if torch.is_inference_mode_enabled() else torch.is_grad_enabled()
+    kind = (modes, mode, *(kind_of(one, _kind_of_other) for one in args))
     return (*kind, kind_of(options, _kind_of_other)) if options else kind
 
 
@@ -270,8 +287,10 @@ _is_training = attrgetter("training")
 
 
 def _kind_of_other(value: Any) -> Any:
-    """Return a dtype, and of all else the type."""
+    """Return a dtype, what is told of a tensor, and of all else the type."""
     kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return kind, value.dtype, value.ndim, value.requires_grad
     return value if kind is torch.dtype else kind
 
 

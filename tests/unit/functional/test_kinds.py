@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Flag, IntEnum
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from commlib.functional.kinds import KINDS, Kinds, kind_of
+
+
+class Given(NamedTuple):
+    x: Any
+    mask: Any = None
+
+
+@dataclass
+class Options:
+    flag: bool = False
+    mask: Any = None
+
+
+class Making(OrderedDict[str, Any]):
+    """Makes another object each time when it is asked for one."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+def _made(number: int) -> Any:
+    return lambda x: x + number
+
+
+class Permission(Flag):
+    READ = 1
+    WRITE = 2
 
 
 class Colour(IntEnum):
@@ -22,6 +52,13 @@ class Colour(IntEnum):
         ([1, 2], [3, 4, 5]),
         ({"a": 1, "b": (2.0, None)}, {"b": (3.0, None), "a": 4}),
         (KeyError("a"), KeyError("b")),
+        (["a", "b"], ["c"]),
+        (Given(1), Given(2)),
+        (Options(mask=1), Options(mask=2)),
+        (slice(1, 2), slice(3, 4)),
+        (_made(1), _made(2)),
+        (b"a", b"b"),
+        (Making(a=int), Making(a=int)),
     ],
 )
 def test_one_kind(one: Any, other: Any) -> None:
@@ -41,6 +78,23 @@ def test_one_kind(one: Any, other: Any) -> None:
         ([1], [""]),
         (Colour.RED, Colour.BLUE),
         ((Colour.RED,), (1,)),
+        (Permission.READ, Permission.READ | Permission.WRITE),
+        (Given(1), Given(1, 2)),
+        (Given(1), (1, None)),
+        (Options(), Options(True)),
+        (Options(), Options(mask=1)),
+        (SimpleNamespace(n=False), SimpleNamespace(n=True)),
+        (MappingProxyType({"n": False}), MappingProxyType({"n": True})),
+        (OrderedDict(n=False), OrderedDict(n=True)),
+        ({"a"}, {"b"}),
+        (frozenset({"a"}), frozenset({"b"})),
+        ([True], [False]),
+        ([{"a": 1}], [{"a": 1, "b": 1}]),
+        (slice(None), slice(0, 2)),
+        (_made(1), lambda x: x),
+        (int, float),
+        (len, abs),
+        (Making(a=int), Making(a=float)),
     ],
 )
 def test_two_kinds(one: Any, other: Any) -> None:

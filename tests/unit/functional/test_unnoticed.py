@@ -85,3 +85,22 @@ def test_what_failed_is_put_back_too() -> None:
     except KeyError:
         pass
     assert keeps.seen() == before
+
+
+class Making(OrderedDict[str, Any]):
+    """Makes an object when it is asked for one."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+    def items(self) -> Any:
+        raise AssertionError("nobody asks")
+
+
+def test_tables_that_make_objects_keep_what_they_have() -> None:
+    """They had objects in place of classes, in the whole process."""
+    table = Making(a=dict, b=list)
+    with unnoticed([table], nothing):
+        table["c"] = set
+    assert OrderedDict.__getitem__(table, "a") is dict
+    assert list(table) == ["a", "b"]
