@@ -22,6 +22,7 @@ from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._guided import Guided
 from commlib_tensorflow.tensor._numbers import numbers_in
+from commlib_tensorflow.tensor._stand_ins import standing_in, zeros_in
 from commlib_tensorflow.tensor._weights import divided_weights
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
@@ -39,12 +40,14 @@ def forward(
     guide: Guide | None,
     *,
     training: bool = False,
+    stands_in: bool,
 ) -> Run:
     """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode or in training.
 
-    given: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks.
+    given: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks. stands_in:
+    with other numbers for weights that are zeros.
     """
-    call = Call.of(given)
+    call, zeros = Call.of(given), zeros_in(model) if stands_in else frozenset[str]()
     whole = guide is None or guide.cuts
     numbers = _numbers(model, layers, axis, styles, guide)
     recorder = Recorder(
@@ -73,6 +76,7 @@ def forward(
         unnoticed(model, call.args, call.options),
         _changed(_undivided(layers) if whole else []),
         changed_numbers(numbers),
+        standing_in(model, zeros),
     ):
         numbered = numbers_of(call)
         try:
@@ -87,6 +91,7 @@ def forward(
         communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
         is_custom=recorder.is_custom,
         arriving=None if arriving is None else {int(number): _array(one) for number, one in arriving.items()},
+        zeros=zeros,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call
+from commlib_tensorflow.tensor._stand_ins import standing_in, zeros_in
 from commlib_tensorflow.tensor.tracing import Layers, Recorder, attempted, graph_of, tensors_in
 
 
@@ -23,8 +25,28 @@ def ran(
 ) -> Run:
     """Run a model forward and backward, not in training, by one graph that gives all its values.
 
-    paths: how its weights are called, if not by their own.
+    paths: how its weights are called, if not by their own. Weights that are zeros have other numbers for that, unless
+    the whole fails with them, or gives no numbers.
     """
+    zeros = zeros_in(model) if outputs.zeros is None else zeros_in(model) & outputs.zeros
+    if outputs.zeros is not None or not zeros:
+        return _ran(model, layers, inputs, styles, outputs, paths, zeros)
+    with suppress(Exception):
+        found = _ran(model, layers, inputs, styles, outputs, paths, zeros)
+        if found.is_finite:
+            return found
+    return _ran(model, layers, inputs, styles, outputs, paths, frozenset())
+
+
+def _ran(
+    model: Any,
+    layers: Layers,
+    inputs: Any,
+    styles: Collection[str],
+    outputs: Outputs,
+    paths: Sequence[str],
+    zeros: frozenset[str],
+) -> Run:
     own = [variable.path for variable in model.trainable_variables]
     recorder = Recorder(model, layers, styles, keeps=False)
     variables = {
@@ -51,7 +73,7 @@ def ran(
         return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
 
     call = Call.of(inputs).mapped(tf.convert_to_tensor)
-    with unnoticed(model, inputs):
+    with unnoticed(model, inputs), standing_in(model, zeros):
         values, gradients = graph_of(once, call)(*call.tensors)
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
     trace, (seen, _) = recorder.trace(), attempted(model, layers, call, styles)
@@ -63,6 +85,7 @@ def ran(
         gradients={name: _array(gradients[name]) if name in gradients else None for name in wanted},
         shards={name: shard for name, variable in variables.items() if (shard := shard_of(variable)) is not None},
         shardings={name: given for name, given in shardings.items() if isinstance(given, Sharding)},
+        zeros=zeros,
     )
 
 

@@ -60,6 +60,7 @@ class Traced:
         self._hidden: list[str] = []
         self._eager: list[str] = []
         self._stopped: UsageError | None = None
+        self._stands_in = True
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
         """Return the model's trace."""
@@ -113,11 +114,20 @@ class Traced:
         return ran(self._model, self._layers, call, styles, outputs)
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
-        """Run the model forward, as a whole or as one rank."""
+        """Run the model forward, as a whole or as one rank. Collective.
+
+        Weights that are zeros have other numbers for that, unless the whole fails with them, or gives no numbers.
+        """
         if self._axis is None or not can_run_whole(self._layers, self._axis):
             return None
         training = self._training and not evaluate
-        return forward(self._model, self._layers, self._axis, call, styles, guide, training=training)
+        run = functools.partial(forward, self._model, self._layers, self._axis, call, styles, guide, training=training)
+        found = run(stands_in=self._stands_in)
+        if guide is None and self._stands_in:
+            works = found.is_finite or not found.zeros
+            self._stands_in = all(self._axis.comm.all_gather_object(works))
+            found = found if self._stands_in else run(stands_in=False)
+        return found
 
     def given(self, call: Any) -> list[Any]:
         """Return the values of tensors and arrays, also of those within structures; none in a graph."""

@@ -1,0 +1,178 @@
+"""What a weight of zeros hides at first: it was taken for right, and wrong as soon as the weight was something else."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import gather_weights, parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]  # which pytest uses
+
+L = keras.layers
+PLAN: Plan = {"up": Column(), "down": Row()}
+LOOKED_AT = ["a graph", "verify", *(pytest.param(one, marks=pytest.mark.long) for one in ("a call", "example"))]
+X = tf.constant(values(3, 5, 8))
+
+
+class Gated(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Adds something to the features, or to the result, by a gate that is zero at first."""
+
+    def __init__(self, between: Any, shape: tuple[int, ...] = (), dtype: Any = None) -> None:
+        super().__init__(dtype=dtype)
+        self.up, self.down = L.Dense(12, name="up", dtype=dtype), L.Dense(8, name="down", dtype=dtype)
+        self.norm = L.LayerNormalization(gamma_initializer="zeros", dtype=dtype)
+        self.gate, self.after = self.add_weight(shape, "zeros"), self.add_weight((8,), "zeros")
+        self.between = between
+
+    def call(self, x: Any) -> Any:
+        return x * (1 + self.gate) + self.norm(x) + self.after * self.down(self.between(self, self.up(x)))
+
+
+class Turned(keras.Model):  # type: ignore[misc]
+    """Fails, or gives what is no number, where its weight is no zero."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(12, name="up"), L.Dense(8, name="down")
+        self.turn, self.fails = self.add_weight((), "zeros"), fails
+
+    def call(self, x: Any) -> Any:
+        if self.fails:
+            x = tf.debugging.check_numerics(x / tf.cast(self.turn == 0, x.dtype), "turned")
+        return self.down(keras.ops.softmax(self.up(x), 1)) + keras.ops.sqrt(-self.turn)
+
+
+def spectrum(model: Any, h: Any) -> Any:
+    found = tf.math.real(tf.signal.fft(tf.cast(h, tf.complex64 if h.dtype.size < 8 else tf.complex128)))
+    return h + model.gate * tf.cast(found, h.dtype)
+
+
+def relu(_: Any, h: Any) -> Any:
+    return keras.ops.relu(h)
+
+
+def made(between: Any, *given: Any, lora: bool = False) -> Any:
+    """Return a model with weights of its first layers, and zeros for all others."""
+    keras.utils.set_random_seed(1)
+    model = Gated(between, *given)
+    model(X)
+    filled(model.up)
+    filled(model.down)
+    model.down.bias.assign(np.zeros(8))
+    if lora:
+        model.up.enable_lora(2)
+        model.down.enable_lora(2)
+    return model
+
+
+def tried(comm: Any, model: Any, looked_at: str, plan: Any = None) -> Any:
+    """Return a divided model that was looked at."""
+    if looked_at in ("example", "verify"):
+        return parallelize(model, comm, plan or PLAN, **{looked_at: X})
+    parallelize(model, comm, plan or PLAN)
+    (tf.function(model, autograph=False) if looked_at == "a graph" else model)(X)
+    return model
+
+
+def state(model: Any) -> list[Any]:
+    return [variable.numpy() for variable in model.variables]
+
+
+@pytest.mark.parametrize("looked_at", LOOKED_AT)
+@pytest.mark.parametrize(
+    "shape, learns", [((), True), pytest.param((5, 1), False, marks=pytest.mark.long)], ids=["a scalar", "frozen"]
+)
+@pytest.mark.ranks(min=2)
+def test_what_is_behind_zeros_is_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
+    model = made(spectrum, shape)
+    model.trainable = learns
+    before = state(model)
+    with pytest.raises(UsageError, match="differs"):
+        tried(comm, model, looked_at)
+    if looked_at == "example":
+        assert all(np.array_equal(one, other) for one, other in zip(state(model), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["mixed_bfloat16", *(pytest.param(one, marks=pytest.mark.long) for one in ("float32", "bfloat16"))]
+)
+@pytest.mark.ranks(min=2)
+def test_of_any_dtype(comm: Any, dtype: str) -> None:
+    with pytest.raises(UsageError, match="differs"):
+        tried(comm, made(spectrum, (), dtype), "example")
+    tried(comm, made(relu, (), dtype), "example")
+
+
+@pytest.mark.ranks(min=2)
+def test_auto_leaves_whole_what_is_behind_zeros(comm: Any) -> None:
+    with pytest.raises(UsageError, match="finds no layer"):
+        tried(comm, made(spectrum), "example", "auto")
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("looked_at", LOOKED_AT)
+def test_what_is_right_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> None:
+    """Each weight is then what it was, and the model learns as the plain one does."""
+    plain, model = (made(relu, lora=lora) for _ in range(2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tried(comm, model, looked_at)
+    assert not [str(one.message) for one in said if "plan" in str(one.message)]
+    for got, expected in zip(gather_weights(model), plain.get_weights(), strict=True):
+        assert np.array_equal(got, expected)
+    losses = []
+    for one in (plain, model):
+        one.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=False)
+        losses.append(one.fit(X, X * 2, epochs=3, verbose=0).history["loss"])
+    near(*losses, 1e-6 if lora else 1e-10)
+
+
+@pytest.mark.ranks(min=2)
+def test_lora_of_a_divided_layer(comm: Any) -> None:
+    """Its second factor is a part."""
+    model = parallelize(made(spectrum), comm, PLAN)
+    model.up.enable_lora(2)
+    with pytest.raises(UsageError, match="differs"):
+        model(X)
+    plain, model = made(relu, lora=True), parallelize(made(relu), comm, PLAN)
+    model.up.enable_lora(2)
+    model.down.enable_lora(2)
+    near(model(X), plain(X))
+    assert not any(np.any(one.lora_kernel_b.numpy()) for one in (model.up, model.down))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_users_gradient_is_that_of_zeros(comm: Any) -> None:
+    """The first call may be one that is differentiated, or trained: nobody sees the numbers that stood in."""
+    plain, model = made(relu), parallelize(made(relu), comm, PLAN)
+    found: list[Any] = []
+    for one in (plain, model):
+        with tf.GradientTape() as tape:
+            before = tf.reduce_sum(one.gate + one.after)
+            loss = tf.reduce_sum(one(X, training=True) ** 2) + before
+        found.append([loss, *tape.gradient(loss, [one.after, one.gate.value])])
+    for got, expected in zip(*found, strict=True):
+        near(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize("looked_at", LOOKED_AT)
+@pytest.mark.parametrize("fails", [pytest.param(True, marks=pytest.mark.long), False])
+def test_where_others_cannot_stand_in_zeros_stay(comm: Any, fails: bool, looked_at: str) -> None:
+    plain, model = (Turned(fails) for _ in range(2))
+    for one in (plain, model):
+        one(X)
+        filled(one)
+        one.turn.assign(0.0)
+    model = tried(comm, model, looked_at)
+    near(model(X), plain(X))
+    assert float(model.turn.numpy()) == 0
