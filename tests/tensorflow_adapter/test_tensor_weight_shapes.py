@@ -30,12 +30,15 @@ WRONG: dict[str, Any] = {
     "a value": lambda model, h: h / math.sqrt(model.down.kernel.value.shape[0]),
     "ops.shape": lambda model, h: h / ops.shape(model.down.kernel)[0],
     "tf.size": lambda model, h: h / tf.cast(tf.size(model.down.kernel), h.dtype),
+    "a tensor": lambda model, h: h / tf.convert_to_tensor(model.up.kernel).shape[-1],
+    "tf.shape of a tensor": lambda model, h: h / tf.cast(tf.shape(tf.convert_to_tensor(model.up.kernel))[1], h.dtype),
     "a bias": lambda model, h: h + model.up.bias.shape[0],
     "count_params": lambda model, h: h + model.up.count_params() / 100,
     "all of them": lambda model, h: h + sum(math.prod(one.shape) for one in model.trainable_variables) / 100,
 }
 RIGHT: dict[str, Any] = {
     "reshapes": lambda model, h: ops.reshape(ops.reshape(h, (-1, model.up.kernel.shape[-1])), (4, 6, -1)),
+    "reshapes by a tensor": lambda model, h: ops.reshape(h, (4, 6, tf.convert_to_tensor(model.up.kernel).shape[-1])),
     "units": lambda model, h: h / model.up.units,
     "what is whole": lambda model, h: h / (model.down.bias.shape[0] + model.down.kernel.shape[1]),
 }

@@ -134,7 +134,7 @@ def test_what_is_right_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> 
     for one in (plain, model):
         one.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=False)
         losses.append(one.fit(X, X * 2, epochs=3, verbose=0).history["loss"])
-    near(*losses, 1e-6 if lora else 1e-10)
+    near(losses[0], losses[1], 1e-6 if lora else 1e-10)
 
 
 @pytest.mark.ranks(min=2)

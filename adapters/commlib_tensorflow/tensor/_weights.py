@@ -20,6 +20,9 @@ from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor.layers import find_layer, shardings_of
 
+_SYMBOLIC = tf.__internal__.SymbolicTensor
+"""Tensors of graphs."""
+
 _ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size"))
 
 
@@ -49,19 +52,29 @@ def _planned(name: str, layer: Any, style: Style, size: int) -> Iterator[tuple[s
         yield name, variable, sharding
 
 
+def _handle_of(tensor: Any) -> Any:
+    """Return the handle of the variable that a tensor of a graph is the value of; None if of none."""
+    if tensor.op.type != "ReadVariableOp":
+        return None
+    inner = tensor.op.inputs[0].name
+    return next((outer for outer, own in getattr(tensor.graph, "captures", ()) if own.name == inner), None)
+
+
 @contextmanager
 def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tuple[str, ...]) -> Iterator[None]:
     """Let who asks for the shape of a weight see what `weights` say, for a while: the user's code, and no other.
 
     note: hears of each that is asked for, and returns whether it counts. packages: folders of what is not the user's.
     """
-    by_ids = {**weights, **{id(one.weight._value): one for one in weights.values()}}
+    tensors = ((one, one.weight._value) for one in weights.values())
+    by_ids = {**weights, **{id(key): one for one, tensor in tensors for key in (tensor, tensor.handle)}}
 
     def counting(weight: Any, frame: FrameType) -> Seen | None:
         """Return how a weight is seen, if the user's code asks, in what is not its layer."""
-        one = by_ids.get(id(weight))
-        is_users = one is not None and not frame.f_code.co_filename.startswith(packages)
-        return one if one is not None and is_users and note(one) and one.shape is not None else None
+        if frame.f_code.co_filename.startswith(packages):
+            return None
+        one = by_ids.get(id(_handle_of(weight) if isinstance(weight, _SYMBOLIC) else weight))
+        return one if one is not None and note(one) and one.shape is not None else None
 
     def shape_of(plain: Any) -> property:
         def shape(weight: Any) -> Any:
@@ -86,7 +99,8 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
 
     count_params = keras.layers.Layer.count_params
     with ExitStack() as stack:
-        for kind in {type(one) for seen in weights.values() for one in (seen.weight, seen.weight._value)}:
+        kinds = {type(one) for seen in weights.values() for one in (seen.weight, seen.weight._value)}
+        for kind in {*kinds, _SYMBOLIC} if weights else ():
             stack.enter_context(replaced(kind, "shape", shape_of(kind.shape.fget)))
         for owner, name in _ASKING if weights else ():
             stack.enter_context(replaced(owner, name, asking(getattr(owner, name))))
