@@ -73,7 +73,8 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hash
     may be a batch; numbers change with every call, and so do the lengths of lists. Dataclasses and namespaces are
     looked into, other objects are not. kind_of_other: of what is none of these.
     """
-    handle = _handle_of(type(value))
+    kind: Hashable = type(value)
+    handle = _handle_of(kind)
     return kind_of_other(value) if handle is None else handle(value, kind_of_other)
 
 
@@ -81,7 +82,7 @@ Handle = Callable[[Any, Callable[[Any], Hashable]], Hashable]
 
 
 @functools.lru_cache(1000)
-def _handle_of(kind: type) -> Handle | None:
+def _handle_of(kind: Any) -> Handle | None:
     """Return what tells the kinds of values of a type. Values are not asked for their class: some are of a trace."""
     if kind in (bool, str):
         return _itself
@@ -103,7 +104,7 @@ def _member(value: Any, _: Any) -> Hashable:
 
 
 def _function(value: Any, _: Any) -> Hashable:
-    return value.__code__  # that of each lambda of a line
+    return value.__code__  # type: ignore[no-any-return]  # that of each lambda of a line
 
 
 def _tuple(value: Any, kind_of_other: Any) -> Hashable:

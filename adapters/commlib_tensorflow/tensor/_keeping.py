@@ -110,7 +110,9 @@ class _Holders:
 
 def _is_container(holder: Any) -> bool:
     """Return whether an object holds what it does for somebody else."""
-    if isinstance(holder, ModuleType | FunctionType | type | keras.layers.Layer):
+    if isinstance(holder, FunctionType):
+        return _is_users(holder)  # a gradient of the user's is TensorFlow's to keep
+    if isinstance(holder, ModuleType | type | keras.layers.Layer):
         return False
     return isinstance(holder, _CONTAINERS) or type(holder).__module__ in _OF_PYTHON
 

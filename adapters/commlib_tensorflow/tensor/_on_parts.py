@@ -28,12 +28,13 @@ def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, traini
 
     One that cannot be tried for the random numbers that it draws is said to draw.
     """
-    looks = isinstance(style, styles.Sequence) and _looks_at_others(layer, args, options, style.dim, training=training)
+    if not isinstance(style, styles.Sequence):
+        return {}
+    looks = _looks_at_others(layer, args, options, style.dim, training=training)
     if looks is None:
         return {"draws": True}
     if not looks:
         return {}
-    assert style is not None
     given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
     return {"equation": along(tuple(given.shape), (style.dim % len(given.shape),))}
 

@@ -89,11 +89,14 @@ class Traced:
         """Whether nobody but Keras has written the model."""
         return all(_is_of_keras(layer) for layer in (self._model, *self._layers.values()))
 
-    def warn(self) -> None:
-        """Warn of layers that the rules have not seen, and of a call that they could not follow to its end, once."""
-        if self._stopped is not None:
-            said, self._stopped = f"{self._stopped}", None
-            warnings.warn(said, stacklevel=3)
+    def warn(self, *, stops: bool = True) -> bool:
+        """Warn of layers that the rules have not seen, and of a call that they could not follow to its end, once.
+
+        stops: also of this one. Return whether there was one.
+        """
+        said, self._stopped = self._stopped, None
+        if said is not None and stops:
+            warnings.warn(f"{said}", stacklevel=3)
         if self._eager:
             line, self._eager = self._eager[0], []
             warnings.warn(
@@ -108,6 +111,7 @@ class Traced:
                 "give verify=, which compares numbers",
                 stacklevel=3,
             )
+        return said is not None
 
     def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
         """Run the model forward and backward."""
@@ -188,7 +192,8 @@ class Unchecked:
         """Layers have come into the model, or have gone, since its plan was checked."""
         self._callers: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         """Outermost layers that call some of these, and in which modes they may, or in which mode which of these."""
-        self._told: set[str] = set()
+        self.told: set[str] = set()
+        """What users were told of: once is enough."""
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -222,20 +227,20 @@ class Unchecked:
             return None
         if not self.kinds.too_many:
             if fails := _check(model, layers, self, Call.within(model, args, options), training):
-                if self.kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self._told:
-                    self._told.add(_FAILED)
+                if self.kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self.told:
+                    self.told.add(_FAILED)
                     warnings.warn(failed_again(self._name, fails), stacklevel=4)
                 return functools.partial(self._went_on, fails)
             self.settle(kind)
-        elif self.warns and self.axis.size > 1 and _MANY not in self._told:
-            self._told.add(_MANY)
+        elif self.warns and self.axis.size > 1 and _MANY not in self.told:
+            self.told.add(_MANY)
             warnings.warn(too_many_kinds(self._name, KINDS), stacklevel=4)
         return None
 
     def _went_on(self, fails: str) -> None:
         """Hear that a call goes on that has failed when it was looked at."""
-        if self.warns and self.axis.size > 1 and _FAILED not in self._told:
-            self._told.add(_FAILED)
+        if self.warns and self.axis.size > 1 and _FAILED not in self.told:
+            self.told.add(_FAILED)
             warnings.warn(failed_alone(self._name, fails), stacklevel=5)
 
     def used(self, layer: Any) -> None:
@@ -264,8 +269,8 @@ class Unchecked:
         elif self.warns and not self.done:
             self.warns = False
             warnings.warn(not_checked(self._name, layer.name), stacklevel=4)
-        elif self.axis.rank == 0 and layer.name not in self._told and gives_part(layer) and not self.divided_output:
-            self._told.add(layer.name)
+        elif self.axis.rank == 0 and layer.name not in self.told and gives_part(layer) and not self.divided_output:
+            self.told.add(layer.name)
             warnings.warn(called_outside(self._name, layer.name), stacklevel=4)
 
 
@@ -341,8 +346,8 @@ def _check(model: Any, layers: Layers, unchecked: Unchecked, call: Call, trainin
         with unchecked.checking(), call_of_its_own():
             divided_output = unchecked.divided_output
             fails = check_first_call(axis, traced, call, divided_output=divided_output, warns=unchecked.warns)
-        if unchecked.warns:
-            traced.warn()
+        if unchecked.warns and traced.warn(stops=_FAILED not in unchecked.told):
+            unchecked.told.add(_FAILED)
     except UsageError as error:
         raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
     return fails

@@ -28,12 +28,13 @@ def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) ->
 
     One that cannot be tried for the random numbers that it draws is said to draw.
     """
-    looks = isinstance(style, styles.Sequence) and _looks_at_others(module, args, options, style.dim)
+    if not isinstance(style, styles.Sequence):
+        return {}
+    looks = _looks_at_others(module, args, options, style.dim)
     if looks is None:
         return {"draws": True}
     if not looks:
         return {}
-    assert style is not None
     given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
     return {"equation": along(tuple(given.shape), (style.dim % given.dim(),))}
 
