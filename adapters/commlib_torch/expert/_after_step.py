@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-_MARK = "commlib_after_step"
+_methods: MutableMapping[Tensor, weakref.WeakMethod[Callable[[], None]]] = WeakIdKeyDictionary()
+"""By parameters. An attribute of these would be pickled with them."""
 
 
 def call_after_step(parameter: Tensor, method: Callable[[], None]) -> None:
     """Let a method of the parameter's module be called after each step of an optimizer that has the parameter."""
-    if not hasattr(parameter, _MARK):
-        setattr(parameter, _MARK, weakref.WeakMethod(method))
+    if parameter not in _methods:
+        _methods[parameter] = weakref.WeakMethod(method)
         _watch()
 
 
@@ -29,6 +31,6 @@ def _watch() -> None:
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            method = getattr(parameter, _MARK, None)
+            method = _methods.get(parameter)
             if method is not None and (call := method()) is not None:
                 call()
