@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def copy_of(value: _T) -> _T:
@@ -32,7 +32,7 @@ def copy_of(value: _T) -> _T:
         shared = {id(one): one for module in modules for one in _without_copy(module)}
         copied = copy.deepcopy(value, _memo(modules) | shared)
     for module in _modules_in(copied):
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks: dict[int, Any] = getattr(module, name, {})
             for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                 del hooks[key]
@@ -46,7 +46,7 @@ def _memo(modules: list[nn.Module]) -> dict[int, Any]:
         for one in (*vars(module).values(), *module._buffers.values()):
             if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.grad_fn is not None:
                 memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies leaves only
-        for name in _HOOKS:
+        for name in HOOKS:
             memo |= {id(hook): hook for hook in getattr(module, name, {}).values() if not _is_part_of_the_model(hook)}
     return memo
 
@@ -55,7 +55,7 @@ def _without_copy(module: nn.Module) -> list[Any]:
     """Return what a module has that cannot be copied, such as a lock or a file: a copy has the same."""
     found = []
     for name, one in vars(module).items():
-        if name not in _OF_MODULES:
+        if name not in OF_MODULES:
             try:
                 copy.deepcopy(one)
             except Exception:

@@ -76,10 +76,11 @@ def is_function(value: Any) -> bool:
     return isinstance(value, partial) or (callable(value) and hasattr(value, "__qualname__"))
 
 
-def own_settings(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def own_settings(attributes: Mapping[str, Any], *, every: bool = False) -> dict[str, Any]:
     """Return which attributes of a layer of the user's own say what it computes, as far as can be told.
 
-    Integers, switches and texts may say which rank this is, or what it prints.
+    Integers, switches and texts may say which rank this is, or what it prints. every: return these, too.
     """
     public = {name: value for name, value in attributes.items() if not name.startswith("_")}
-    return {name: value for name, value in public.items() if type(value) is float or is_function(value)}
+    told = {name for name, value in public.items() if type(value) is float or is_function(value)}
+    return {name: value for name, value in public.items() if name in told or (every and is_plain(value))}

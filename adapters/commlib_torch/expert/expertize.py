@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
@@ -15,10 +17,14 @@ from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.functional.agreement import agree_on_call, lines_of, options_of, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
+from commlib_torch._shards import shard_of
+from commlib_torch.expert._copying import check_copies
 from commlib_torch.expert._likeness import likeness, values_of
 from commlib_torch.expert._stacked import check_tied
 from commlib_torch.expert.moe import MoE
 from commlib_torch.expert.verify import verify as verify_experts
+from commlib_torch.tensor._likeness import likeness as likeness_of_models
+from commlib_torch.tensor._values import values_of_rank_0
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -31,7 +37,8 @@ def expertize(
     plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, along its axis ep or a
     part of dp, or the communicator of the ranks that share the experts. Each MLP is a module from (..., width) to the
     same; experts are modules like it, with new values, or with copy=True its own values (upcycling: with a top_k above
-    1 the model computes at first what it did); with hidden= they are built-in MLPs instead.
+    1 the model computes at first what it did); with hidden= they are built-in MLPs instead. All else of the model gets
+    the values that it has on rank 0.
 
     verify: a batch (a tensor, or a tuple or dict of the model's arguments), this rank's own, for one forward and
     backward beside those of a dense mixture, all experts on each rank: see `commlib_torch.expert.verify`. example: the
@@ -44,20 +51,26 @@ def expertize(
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
     told = [line for name, module, experts in found for line in _lines(name, module, experts)]
-    shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
-    check_agreement(comm, "expertize", [*told, *shapes])
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    check_agreement(comm, "expertize", [*told, *(f"{name}: {one.dtype}{list(one.shape)}" for name, one in tensors)])
+    copied, gone = (
+        {layer for _, module, experts in found for layer in module.modules() if (experts.hidden is None) is is_copied}
+        for is_copied in (True, False)
+    )
+    likeness_of_models(model, closely=copied, without=gone).compare(comm, "expertize")
     made: dict[int, MoE] = {}
     for name, module, experts in found:
         if id(module) not in made:  # one module may have several names
             make = None if experts.hidden is not None else _maker(module, experts)
             made[id(module)] = _made(name, module, experts, ranks, make)
     _put(model, {name: made[id(module)] for name, module, _ in found})
-    if verify is not None or example is not None:
-        try:
-            verify_experts(model, example if verify is None else verify, gradients=verify is not None)
-        except BaseException:
-            _put(model, {name: module for name, module, _ in found})
-            raise
+    try:
+        with _values_of_rank_0(model, comm, next(iter(made.values()))):
+            if verify is not None or example is not None:
+                verify_experts(model, example if verify is None else verify, gradients=verify is not None)
+    except BaseException:
+        _put(model, {name: module for name, module, _ in found})
+        raise
     return model
 
 
@@ -67,12 +80,28 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         setattr(model.get_submodule(parent), last, module)
 
 
+@contextmanager
+def _values_of_rank_0(model: nn.Module, comm: Communicator, mixture: MoE) -> Iterator[None]:
+    """Give all but the experts the values that they have on rank 0, parts of weights those of ranks with the same ones.
+
+    And their own again if what follows raises. Collective.
+    """
+    tensors: list[Tensor] = [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
+    whole, parts = [one for one in tensors if shard_of(one) is None], [one for one in tensors if shard_of(one)]
+    with values_of_rank_0(whole, comm), values_of_rank_0(parts, mixture.mixture.ranks.data):
+        yield
+
+
 def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
+    mixtures = {layer: name for name, one in modules.items() if isinstance(one, MoE) for layer in one.modules()}
     for name, module, experts in found:
         if not name:
             raise UsageError("expertize: the plan names the model itself: make it a layer of another one")
+        if (mixture := mixtures.get(module)) is not None:
+            within = "" if mixture == name else f"within {mixture}, "
+            raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
         width_of(name, module)
         if experts.shared and experts.hidden is None:
             raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
@@ -80,6 +109,7 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
+            check_copies("expertize", name, module)
         if not experts.copy and experts.hidden is None:
             for inner, layer in module.named_modules():
                 own = list(layer.parameters(recurse=False))
@@ -121,13 +151,16 @@ def _maker(module: nn.Module, experts: Experts) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         made = copy.deepcopy(module)
         if not experts.copy:
-            for layer in made.modules():
-                reset = getattr(layer, "reset_parameters", None)
-                if reset is not None:
-                    reset()
+            nn.Module.apply(made, _reset)  # layers before those that have them, and may give them other values
         return made
 
     return make
+
+
+def _reset(layer: nn.Module) -> None:
+    reset = getattr(layer, "reset_parameters", None)
+    if reset is not None:
+        reset()
 
 
 def _made(name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None) -> MoE:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +16,8 @@ from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
 from commlib.functional.per_rank import Number, check_numbers, divide_numbers
-from commlib.functional.shards import others_of, world_ranks
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import PerRank, Slice, Style
-from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
 from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import original
@@ -28,6 +25,7 @@ from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._likeness import likeness
 from commlib_torch.tensor._numbers import numbers_in
+from commlib_torch.tensor._values import values_of_rank_0
 from commlib_torch.tensor.checking import PlanCheck, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
@@ -90,7 +88,7 @@ def parallelize(
     if not is_found:
         likeness(model).compare(axis, "parallelize")
     checks = None
-    with _values_of_rank_0(model, axis):
+    with values_of_rank_0([*model.parameters(), *model.buffers()], axis):
         if call is not None:
             first = {module: name for name, module in model.named_modules()}
             given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
@@ -169,29 +167,3 @@ def _layers(
 def _whole_shape(parameter: nn.Parameter) -> list[int]:
     shard = shard_of(parameter)
     return list(parameter.shape if shard is None else shard.sharding.shape)
-
-
-@contextmanager
-def _values_of_rank_0(model: nn.Module, axis: Communicator) -> Iterator[None]:
-    """Give a model the values of rank 0, and its own again if what follows raises. Collective.
-
-    Parameters that are divided among ranks of the axis already stay as they are: each rank has another part.
-    """
-    own, ranks = [], world_ranks(axis)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            shard = shard_of(tensor)
-            if tensor.numel() and (shard is None or not others_of(shard, ranks)):
-                values = on_host(tensor).clone()
-                axis.broadcast(array_of(values))
-                values = values.to(tensor.device)
-                if not torch.equal(values, tensor):
-                    own.append((tensor, tensor.detach().clone()))
-                    tensor.copy_(values)
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, values in own:
-                tensor.copy_(values)
-        raise

@@ -1,0 +1,40 @@
+"""Values of tensors: every rank of a communicator takes those of its rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from commlib.communicator import Communicator
+from commlib.functional.shards import others_of, world_ranks
+from commlib_torch._bridge import array_of, on_host
+from commlib_torch._shards import shard_of
+
+
+@contextmanager
+def values_of_rank_0(tensors: Iterable[Tensor], comm: Communicator) -> Iterator[None]:
+    """Give tensors the values that they have on rank 0, and their own again if what follows raises. Collective.
+
+    Parameters that are divided among ranks of `comm` already stay as they are: each rank has another part.
+    """
+    own, ranks = [], world_ranks(comm)
+    with torch.no_grad():
+        for tensor in tensors:
+            shard = shard_of(tensor)
+            if tensor.numel() and (shard is None or not others_of(shard, ranks)):
+                values = on_host(tensor).clone()
+                comm.broadcast(array_of(values))
+                values = values.to(tensor.device)
+                if not torch.equal(values, tensor):
+                    own.append((tensor, tensor.detach().clone()))
+                    tensor.copy_(values)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, values in own:
+                tensor.copy_(values)
+        raise
