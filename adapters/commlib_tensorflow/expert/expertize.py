@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
@@ -18,9 +20,12 @@ from commlib.functional.agreement import agree_on_call, lines_of, options_of, sa
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.expert._of_each import check_alike, check_call, check_layer, check_plain, check_rows
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.expert.verify import verify as verify_experts
+from commlib_tensorflow.tensor._likeness import likeness
+from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.names import layers_named, only
 
 _FUNCTIONAL = type(keras.Model(_x := keras.Input(()), _x))
@@ -36,7 +41,7 @@ def expertize(
     mesh, along its axis ep or a part of dp, or the communicator of the ranks that share the experts. Each MLP is a
     layer from (..., width) to the same, such as a Sequential; experts are layers like it, made from its configuration,
     with new values, or with copy=True its own values (upcycling: with a top_k above 1 the model computes at first what
-    it did); with hidden= they are built-in MLPs instead.
+    it did); with hidden= they are built-in MLPs instead. All else of the model gets the values that it has on rank 0.
 
     verify: a batch with which the model is called, this rank's own, for one forward and backward beside those of a
     dense mixture, all experts on each rank: see `commlib_tensorflow.expert.verify`. example: the same, but only outputs
@@ -51,22 +56,53 @@ def expertize(
     found = together(comm, lambda: _found(model, plan))
     lines = [line for place, layer, experts in found for line in _lines(f"layer {place}", layer, experts)]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
+    _compare(model, comm, found)
     made = {id(layer): _made(layer, experts, ranks) for _, layer, experts in found}
     before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in found]
     for _, layer, _ in found:
         _become(layer, made[id(layer)])
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
-    if verify is not None or example is not None:
-        try:
-            verify_experts(model, example if verify is None else verify, gradients=verify is not None)
-        except BaseException:
-            for layer, kind, own in before:
-                layer.__class__ = kind
-                vars(layer).clear()
-                vars(layer).update(own)
-            raise
+    try:
+        with _values_of_rank_0(model, comm, next(iter(made.values())).ranks.data):
+            if verify is not None or example is not None:
+                verify_experts(model, example if verify is None else verify, gradients=verify is not None)
+    except BaseException:
+        for layer, kind, own in before:
+            layer.__class__ = kind
+            vars(layer).clear()
+            vars(layer).update(own)
+        raise
     return model
+
+
+def _compare(model: Any, comm: Communicator, found: Sequence[tuple[int, Any, Experts]]) -> None:
+    """Raise MismatchError on all ranks if these have different models, but for MLPs that go. Collective."""
+    layers = {name: same[0] for name, same in layers_named(model, "expertize").items()}
+    copied, gone = (
+        {
+            id(one)
+            for _, layer, experts in found
+            for one in layer._flatten_layers()
+            if (experts.hidden is None) is is_copied
+        }
+        for is_copied in (True, False)
+    )
+    left = {name: layer for name, layer in layers.items() if id(layer) not in gone}
+    likeness(model, left, closely={name for name, layer in left.items() if id(layer) in copied}).compare(
+        comm, "expertize"
+    )
+
+
+@contextmanager
+def _values_of_rank_0(model: Any, comm: Communicator, data: Communicator) -> Iterator[None]:
+    """Give all but the experts the values that they have on rank 0, parts of weights those of ranks with the same ones.
+
+    And their own again if what follows raises. Ranks draw random numbers of their own. Collective.
+    """
+    whole, parts = ([one for one in model.weights if (shard_of(one) is None) is is_whole] for is_whole in (True, False))
+    with values_of_rank_0("expertize", whole, comm), values_of_rank_0("expertize", parts, data):
+        yield
 
 
 def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Experts]]:
@@ -81,6 +117,8 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
     found = [(places[name], only(name, named[name]), experts) for name, experts in resolved.items()]
     for place, layer, experts in found:
         name = list(named)[place]
+        if isinstance(layer, MoE):
+            raise UsageError(f"expertize: {name} is a mixture of experts already: leave it out of the plan")
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
         check_layer(f"expertize: {name}", layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -23,8 +23,11 @@ _COUNTED = re.compile(r"_\d+(?=/|$)")
 _PENALTIES = (keras.regularizers.Regularizer, keras.constraints.Constraint)
 
 
-def likeness(model: Any, layers: Mapping[str, Any]) -> Likeness:
-    """Return of what a model consists: its layers by their places, and the operations of those that have a graph."""
+def likeness(model: Any, layers: Mapping[str, Any], *, closely: Container[str] = ()) -> Likeness:
+    """Return of what a model consists: its layers by their places, and the operations of those that have a graph.
+
+    closely: names of layers of which attributes that are texts, integers and tensors are told, too.
+    """
     found = Likeness()
     found.add("the model", type(model), {}, {})
     for place, (name, layer) in enumerate(layers.items()):
@@ -32,7 +35,8 @@ def likeness(model: Any, layers: Mapping[str, Any]) -> Likeness:
         is_own = not _is_of_keras(kind)
         settings = {**_configuration(layer), **_settings(layer, is_own=is_own), "trainable": layer.trainable}
         settings["dtype_policy"] = layer.dtype_policy.name
-        found.add(where, kind, settings, own_settings(_public(layer)) if is_own else {}, name=_COUNTED.sub("", name))
+        own = _own(layer, every=name in closely) if is_own else {}
+        found.add(where, kind, settings, own, name=_COUNTED.sub("", name))
     for one in (model, *layers.values()):
         for place, (kind, arguments) in enumerate(_operations(one)):
             found.add(f"operation {place} of a {type(one).__name__}", kind, arguments, {})
@@ -45,6 +49,12 @@ def _is_of_keras(kind: type) -> bool:
 
 def _public(layer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if not (name.startswith("_") or name in _AROUND)}
+
+
+def _own(layer: Any, *, every: bool) -> dict[str, Any]:
+    public = _public(layer)
+    arrays = {name: _said(value) for name, value in public.items() if _is_array(value)} if every else {}
+    return {**own_settings(public, every=every), **arrays}
 
 
 def _configuration(layer: Any) -> dict[str, Any]:
@@ -90,7 +100,11 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _said(value: Any) -> Any:
     if isinstance(value, keras.KerasTensor):
         return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, np.ndarray) or (tf.is_tensor(value) and hasattr(value, "numpy")):
+    if _is_array(value):
         values = np.asarray(value)
         return f"{values.dtype}{values.shape}, {digest_of([values.tobytes().hex()]):x}"
     return value if is_plain(value) else type(value).__qualname__
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or (tf.is_tensor(value) and hasattr(value, "numpy"))

@@ -42,8 +42,8 @@ def check_copies(what: str, name: str, module: nn.Module) -> None:
             if _leads_to(own, value):
                 raise UsageError(
                     f"{what}: {where} has a {key} of its own, which calls what is no copy: experts would compute by "
-                    "the MLP that they are copies of: let a class have it as a method, or put a MoE(width, experts, ranks, "
-                    "expert=...) in its place"
+                    "the MLP that they are copies of: let a class have it as a method, or put a MoE(width, "
+                    "experts, ranks, expert=...) in its place"
                 )
     try:
         copy.deepcopy(module, {id(one): one for one in module.parameters()})

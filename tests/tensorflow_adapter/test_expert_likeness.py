@@ -1,0 +1,103 @@
+"""Models of Keras on ranks that are to have experts: their other weights become rank 0's, what they are is compared."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib import Communicator, Mesh
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_tensorflow import DistributedOptimizer, broadcast_variables, gather_weights
+from commlib_tensorflow.expert import expertize
+
+L = keras.layers
+WIDTH = 4
+
+
+class Scaled(keras.layers.Layer):  # type: ignore[misc]
+    """An MLP with an attribute that its call goes by."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.up, self.down = L.Dense(6, "gelu"), L.Dense(WIDTH)
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 6))
+
+    def call(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def dense(seed: int, mlp: Any = None, momentum: float = 0.9) -> Any:
+    keras.utils.set_random_seed(seed)
+    x = keras.Input((3, WIDTH))
+    mlp = mlp or keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, "gelu"), L.Dense(WIDTH)], name="mlp")
+    hidden = L.BatchNormalization(momentum=momentum, name="norm")(L.Dense(WIDTH, name="first")(x))
+    return keras.Model(x, mlp(L.Dropout(0.1, name="drop")(hidden)))
+
+
+def plan(comm: Communicator, **options: Any) -> dict[str, Experts]:
+    return {"mlp": Experts(2 * comm.size, **options)}
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])
+def test_ranks_of_other_seeds_have_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
+    """They kept other weights for good, beside the experts that they shared, and nothing said so."""
+    mesh = Mesh(dp=-1)
+    plain, expected = dense(comm.rank), dense(0)
+    seeds = plain.get_layer("drop").seed_generator.state.numpy()
+    made = expertize(plain, mesh, plan(comm))
+    for one, other in zip(made.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(made.get_layer("drop").seed_generator.state, seeds)  # each rank draws its own
+    if broadcasts:
+        broadcast_variables(made.variables, 0)
+    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
+    x = np.random.default_rng(comm.rank).normal(size=(4, 3, WIDTH)).astype(np.float32)
+    made.fit(x, np.sin(x), batch_size=2, verbose=0)
+    trained = comm.all_gather_object([value.tobytes() for value in gather_weights(made) if value.ndim == 2])
+    assert trained.count(trained[0]) == comm.size
+    mesh.close()
+
+
+def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
+    """Of the rest of the model nothing but shapes was; texts, integers and tensors of MLPs were not."""
+    if comm.size == 1:
+        return
+    odd = int(comm.rank == 1)
+    with pytest.raises(MismatchError, match=r"momentum=0\.9' on rank 0"):
+        expertize(dense(0, momentum=0.9 + 0.05 * odd), comm, plan(comm))
+    for values in (("tanh", "relu"), (1, 2), (tf.constant([1.0, 2.0]), tf.constant([2.0, 1.0]))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mlp = Scaled(name="mlp")
+            mlp.scale = values[odd]
+            expertize(dense(0, mlp), comm, plan(comm))
+        said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+        assert len(said) == (comm.rank == 0), caught
+        if said:
+            assert "Scaled: scale is " in said[0]
+    act = ("gelu", "tanh")[odd]
+    inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, act), L.Dense(WIDTH)], name="mlp")
+    expertize(dense(0, inner), comm, plan(comm, hidden=3))
+
+
+def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
+    """A mixture was said to be an MLP with something else wrong."""
+    made = expertize(dense(0), comm, plan(comm))
+    with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
+        expertize(made, comm, plan(comm))
+    for place in (None, 0):
+        model = dense(0)
+        layer = model.get_layer("mlp") if place is None else model.get_layer("mlp").layers[place]
+        original = layer.call
+        layer.call = lambda x, call=original, **options: call(x) * 2
+        with pytest.raises(UsageError, match="has what its configuration does not tell"):
+            expertize(model, comm, plan(comm))
