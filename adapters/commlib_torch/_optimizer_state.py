@@ -69,10 +69,10 @@ def load_named(
                 "groups as they were"
             )
         # A group without parameters has nothing to be known by.
-        settings = {} if first is None else _copied(_settings(saved[first]))
+        settings = {} if first is None else copied(_settings(saved[first]))
         groups.append({**mine, **settings})
     # What is loaded must not be the memory that was saved: optimizers update it in place.
-    values = {n: _copied(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
+    values = {n: copied(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
@@ -121,7 +121,10 @@ def _difference(group: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ""
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return settings or state of an optimizer, or several, with tensors of their own."""
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: copied(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
     return value.clone() if isinstance(value, Tensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -92,6 +93,21 @@ def test_the_optimizer_s_state_is_whole(comm: Any) -> None:
     names = [name for name, _ in plain.named_parameters()]
     for name, values in zip(names, theirs.state_dict()["state"].values(), strict=True):
         close(kept["state"][name], values)
+
+
+def test_the_optimizer_s_state_is_a_copy(comm: Any) -> None:
+    """Of what is whole on each rank it was what the optimizer went on with: a mixture of two times."""
+    divided = parallelize(MLP(), comm, PLAN)
+    optimizer = adam(divided)
+    train(divided, optimizer)
+    kept = gather_optimizer_state(optimizer, divided.named_parameters())
+    before = copy.deepcopy(kept)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    train(divided, optimizer)
+    for name, values in before["state"].items():
+        for key, value in values.items():
+            assert torch.equal(kept["state"][name][key], value), (name, key)
+    assert kept["param_groups"] == before["param_groups"]
 
 
 def test_own_parts_can_be_loaded_too(comm: Any) -> None:

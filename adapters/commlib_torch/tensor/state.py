@@ -12,7 +12,7 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 from commlib_torch._bridge import array_of, on_host, to_tensor
-from commlib_torch._optimizer_state import load_named, named_state
+from commlib_torch._optimizer_state import copied, load_named, named_state
 from commlib_torch._shards import renew_all, shard_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -39,13 +39,15 @@ def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: N
     """Return an optimizer's state by the names of parameters, whole, on every rank.
 
     named_parameters: such as `model.named_parameters()`. Collective over the axes that parameters are divided over.
+    Values are copies.
     Raises MismatchError unless ranks keep the same for the same parameters, UsageError for state of a divided parameter
     that is neither one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
     """
     named = _checked("gather_optimizer_state(optimizer, named_parameters)", optimizer, named_parameters)
     state = named_state(optimizer, named)
     _check_alike(state["state"], named)
-    return _by_parameter(state, named, _whole_state)
+    groups = copied(state["param_groups"])
+    return _by_parameter({**state, "param_groups": groups}, named, _whole_state, copied)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
@@ -91,18 +93,20 @@ def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, 
 
 
 def _by_parameter(
-    state: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]], change: Callable[[str, Tensor, Shard], Tensor]
+    state: Mapping[str, Any],
+    named: Iterable[tuple[str, nn.Parameter]],
+    change: Callable[[str, Tensor, Shard], Tensor],
+    keep: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, Any]:
+    """Return a state in which what is kept for divided parameters has changed. keep: what becomes of all else."""
     shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
     values: dict[str, Any] = {}
     changed: dict[int, Any] = {}  # tied weights have several names
     for name, kept in sorted(state["state"].items()):  # in one order on all ranks, whatever came first on each
         if id(kept) not in changed:
-            divided = {key: kept[key] for key in sorted(kept, key=str) if _is_divided(kept[key], name, shards)}
-            changed[id(kept)] = {
-                **kept,
-                **{key: change(f"{key} of {name}", one, shards[name]) for key, one in divided.items()},
-            }
+            divided = [key for key in sorted(kept, key=str) if _is_divided(kept[key], name, shards)]
+            parts = {key: change(f"{key} of {name}", kept[key], shards[name]) for key in divided}
+            changed[id(kept)] = {key: parts[key] if key in parts else keep(one) for key, one in kept.items()}
         values[name] = changed[id(kept)]
     return {**state, "state": {name: values[name] for name in state["state"]}}
 
