@@ -23,12 +23,19 @@ ROUTERS = TOLERANCES["float32"]
 class DenseRun:
     """One forward and backward of a model: outputs of its mixtures and its own, in order, and gradients by name.
 
-    experts: gradients of stacks: of this rank's experts, or of all experts by this rank's tokens.
+    experts: gradients of stacks: of this rank's experts, or of all experts by this rank's tokens. scale: of the terms
+    of a router's gradient, which cancel where all experts are the same; 0 if all gradients are there.
     """
 
     values: list[tuple[str, Array]] = field(default_factory=list)
     gradients: dict[str, Array] = field(default_factory=dict)
     experts: dict[str, Array] = field(default_factory=dict)
+    scale: float = 0.0
+
+    def scale_by(self, inputs: Array, outputs: Array, gradients: Array) -> None:
+        """Take it from what a mixture was given and gave, and the gradients of that."""
+        own = np.abs((np.asarray(outputs, np.float64) * gradients).sum(-1))
+        self.scale = float((own * np.abs(np.asarray(inputs, np.float64)).max(-1, initial=0.0)).sum())
 
 
 def compare_dense(
@@ -45,7 +52,7 @@ def compare_dense(
     pairs = [Pair(what, value, whole) for (what, value), (_, whole) in zip(own.values, dense.values, strict=True)]
     every = [*dense.gradients.values(), *dense.experts.values()]
     largest = max((float(np.abs(one).max()) for one in every if one.size), default=0.0)
-    floor = largest / 100
+    floor = max(largest, dense.scale) / 100
     for name, gradient in own.gradients.items():
         pairs.append(Pair(f"the gradient of {name}", gradient, dense.gradients[name], floor=floor))
     for name, gradient in own.experts.items():

@@ -51,6 +51,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("option", ["verify", "example"])
+def test_copies_of_one_mlp_are_right(comm: Any, option: str) -> None:
+    """The router's gradient is zero then, but for rounding, of which all was said to differ."""
+    expertize(make(), comm, {"mlp": Experts(2 * comm.size, copy=True)}, **{option: batch(comm)})
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "capacity", *(pytest.param(name, marks=pytest.mark.long) for name in ("sigmoid", "hidden"))]
 )

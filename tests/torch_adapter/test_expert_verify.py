@@ -62,6 +62,14 @@ def test_what_is_right_passes(comm: Any, name: str) -> None:
     assert model.mlp.stats().tokens == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("option", ["verify", "example"])
+def test_copies_of_one_mlp_are_right(comm: Any, option: str, dtype: Any) -> None:
+    """The router's gradient is zero then, but for rounding, of which all was said to differ."""
+    plan = {"mlp": Experts(2 * comm.size, copy=True)}
+    expertize(Model().to(dtype), comm, plan, **{option: batch(comm, dtype)})
+
+
 def test_along_tensor_parallelism(comm: Any) -> None:
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     layer = MoE(WIDTH, Experts(4, hidden=6), mesh).double()

@@ -66,6 +66,7 @@ def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only
     """Run a model, with dense mixtures if there are the weights of all experts. only: whose gradient is wanted."""
     found, plain = DenseRun(), vars(MoE)["call"]
     names = {id(layer): name for name, layer in layers.items()}
+    mixed: list[Any] = []  # by the mixture whose router's gradient is wanted alone
 
     def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         name = names[id(layer)]
@@ -73,6 +74,8 @@ def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only
             _dense(layer, wholes[name], inputs, mask) if wholes else plain(layer, inputs, training=training, mask=mask)
         )
         found.values.append((f"the output of {name}", _array(out)))
+        if only is layer.router and not mixed:
+            mixed.extend((inputs, out))
         return out
 
     given = keras.tree.map_structure(tf.convert_to_tensor, batch)
@@ -101,7 +104,9 @@ def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only
             if value.dtype.is_floating:
                 weights = tf.cast(WHOLE.weights(at, tuple(value.shape)), value.dtype)
                 loss += tf.cast(tf.reduce_sum(value * weights), tf.float64)
-    got = tape.gradient(loss, list(wanted.values()))
+    got = tape.gradient(loss, [*wanted.values(), *mixed[1:]])
+    if mixed and (gradient := got.pop()) is not None:
+        found.scale_by(*map(_array, (*mixed, gradient)))
     for (name, one), gradient in zip(wanted.items(), got, strict=True):
         values = np.zeros(one.shape, one.dtype.as_numpy_dtype) if gradient is None else _array(gradient)
         (found.experts if name in stacks else found.gradients)[name] = values

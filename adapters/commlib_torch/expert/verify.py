@@ -72,10 +72,14 @@ def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
     found, fresh = DenseRun(), Fresh()
     args, options = (fresh.of(part) for part in call)
     names = {layer: name for name, layer in layers.items()}
+    first = next(iter(names))
     with unnoticed(model, call), evaluating(model), torch.enable_grad(), ExitStack() as stack:
+        mixed: list[Tensor] = []  # by the first mixture, whose router's gradient is wanted alone
 
-        def note(layer: Any, _: Any, out: Tensor) -> None:
+        def note(layer: Any, given: Any, out: Tensor) -> None:
             found.values.append((f"the output of {names[layer]}", host_array(out)))
+            if only is not None and not mixed and layer is first:
+                mixed.extend((given[0], out))
 
         for layer in layers.values():
             stack.callback(layer.register_forward_hook(note).remove)
@@ -104,7 +108,11 @@ def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
         wanted = {name: one for name, one in (others | experts).items() if only in (None, name) and one.requires_grad}
         got: Any = [None] * len(wanted)
         if loss.requires_grad and wanted:
-            got = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            ends = [*wanted.values(), *mixed[1:]]
+            got = torch.autograd.grad(loss, ends, allow_unused=True)
+            if mixed and (gradient := got[len(wanted)]) is not None:
+                found.scale_by(*map(host_array, (*mixed, gradient)))
+            got = got[: len(wanted)]
         for (name, one), gradient in zip(wanted.items(), got, strict=True):
             values = host_array(torch.zeros_like(one) if gradient is None else gradient)
             (found.experts if name in experts else found.gradients)[name] = values
