@@ -26,10 +26,11 @@ def has_experts(shards: Iterable[Shard | None]) -> bool:
     return any(shard is not None and shard.is_local and shard.axis.size > 1 for shard in shards)
 
 
-def check_step(what: str, gradients: Sequence[Gradient]) -> None:
+def check_step(what: str, gradients: Sequence[Gradient], warned: set[str]) -> None:
     """Compare the gradients of a step among ranks with other experts, and with copies of them.
 
-    One small message each. what: the step. Nothing is said of what is not finite. Warns on all ranks that part, and
+    One small message each. what: the step. warned: the names of communicators of which this optimizer was warned
+    already, once for each. Nothing is said of what is not finite. Warns on all ranks that part, and
     raises MismatchError on all whose experts are mixed.
     """
     for comm, is_axis in _comms(gradients):
@@ -38,7 +39,8 @@ def check_step(what: str, gradients: Sequence[Gradient]) -> None:
         everyone = comm.all_gather(np.array([[squares for _, _, squares, _ in (*whole, *stacks)]], np.float64))
         if not np.isfinite(everyone).all():
             continue
-        _look_at_shared(what, comm, whole, everyone[:, : len(whole)])
+        if comm.name not in warned and _look_at_shared(what, comm, whole, everyone[:, : len(whole)]):
+            warned.add(comm.name)
         _check_mixed(what, comm, stacks, everyone[:, len(whole) :])
 
 
@@ -53,11 +55,10 @@ def _comms(gradients: Sequence[Gradient]) -> Iterator[tuple[Communicator, bool]]
     yield from (pair for pair in found.values() if pair[0].size > 1)
 
 
-def _look_at_shared(what: str, comm: Communicator, whole: Sequence[Gradient], squares: Array) -> None:
-    """Warn, once, where ranks part. Who averages weights, and not gradients, may mean it."""
-    if ("parting", what) in comm.kept or (found := worst_of(squares, [dtype for *_, dtype in whole])) is None:
-        return
-    comm.kept["parting", what] = True
+def _look_at_shared(what: str, comm: Communicator, whole: Sequence[Gradient], squares: Array) -> bool:
+    """Warn where ranks part, and return whether they do. Who averages weights, and not gradients, may mean it."""
+    if (found := worst_of(squares, [dtype for *_, dtype in whole])) is None:
+        return False
     place, low, high = found
     norms = np.sqrt(squares[:, place])
     warnings.warn(
@@ -68,6 +69,7 @@ def _look_at_shared(what: str, comm: Communicator, whole: Sequence[Gradient], sq
         "variables=), not by one of this rank's own",
         stacklevel=2,
     )
+    return True
 
 
 def _check_mixed(what: str, comm: Communicator, stacks: Sequence[Gradient], squares: Array) -> None:

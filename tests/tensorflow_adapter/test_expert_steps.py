@@ -56,3 +56,19 @@ def test_steps_that_nobody_reduces_are_told(comm: Any, way: str, graph: bool) ->
             warnings.simplefilter("error")
         for _ in range(2):
             run()
+
+
+def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
+    """The second one of a process was not, as the first one was already."""
+    if comm.size == 1:
+        return
+    x = np.random.default_rng(comm.rank).standard_normal((6, WIDTH)).astype(np.float32)
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((WIDTH,)), MoE(Experts(2 * comm.size, hidden=4), comm)])
+        optimizer = keras.optimizers.SGD(0.01)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2) + tf.add_n(model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        with pytest.warns(UserWarning, match=r"SGD of Keras .* part: that of .*/router"):
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))

@@ -426,6 +426,19 @@ def test_steps_that_nobody_reduces_are_told(comm: Any, way: Any) -> None:
             optimizer.zero_grad()
 
 
+def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
+    """The second one of a process was not, as the first one was already."""
+    if comm.size == 1:
+        return
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), comm))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        (model(torch.full((6, 4), 1.0 + comm.rank)).square().sum() + auxiliary_loss(model)).backward()
+        with pytest.warns(UserWarning, match=r"SGD.step .* part: that of parameter \d of group 0"):
+            optimizer.step()
+
+
 def anew(comm: Any) -> Any:
     """Return other ranks of the same: what is warned of once for these is warned of again."""
     found = comm.split(0, name="together")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from commlib_tensorflow._shards import is_left_here, shard_of
 from commlib_tensorflow._variables import dtype_of, path_of
 from commlib_tensorflow.clip import values_of
 
+_warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
 
 def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Compare the gradients that an optimizer is about to step with, where that is due; return what to wait for."""
@@ -30,6 +33,7 @@ def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
     if not has_experts(shard for *_, shard in found) or not ordered():
         return []
     found = [one for one in found if one[2] is None or one[2].is_local]
+    warned = _warned.setdefault(optimizer, set())
 
     def measure(*arrays: Array) -> list[Array]:
         squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in arrays]
@@ -37,7 +41,7 @@ def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
             (path_of(variable), shard, one, dtype_of(variable))
             for (variable, _, shard), one in zip(found, squares, strict=True)
         ]
-        check_step(f"{type(optimizer).__name__} of Keras", gradients)
+        check_step(f"{type(optimizer).__name__} of Keras", gradients, warned)
         return [np.zeros((), np.int32)]
 
     def compare() -> Any:

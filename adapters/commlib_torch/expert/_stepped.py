@@ -18,6 +18,7 @@ from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import squares_of, values_of
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -48,4 +49,5 @@ def _count(optimizer: Optimizer) -> None:
     gradients = [
         (name, shard, 0.0 if one.grad is None else next(squares), dtype_name(one.dtype)) for name, one, shard in found
     ]
-    check_step(f"{type(optimizer).__name__}.step", [one for one in gradients if one[1] is None or one[1].is_local])
+    own = [one for one in gradients if one[1] is None or one[1].is_local]
+    check_step(f"{type(optimizer).__name__}.step", own, _warned.setdefault(optimizer, set()))
