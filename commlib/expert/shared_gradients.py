@@ -15,7 +15,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
 from commlib.functional.shards import Shard
-from commlib.functional.whole_weights import worst_of
+from commlib.functional.whole_weights import tolerance_of, worst_of
 
 Gradient = tuple[str, Shard | None, float, str]
 """The name of a weight, what it is a part of, the sum of squares of its gradient, and its dtype."""
@@ -26,22 +26,27 @@ def has_experts(shards: Iterable[Shard | None]) -> bool:
     return any(shard is not None and shard.is_local and shard.axis.size > 1 for shard in shards)
 
 
-def check_step(what: str, gradients: Sequence[Gradient], warned: set[str]) -> None:
+def check_step(what: str, gradients: Sequence[Gradient], warned: set[str], prints: Sequence[float] = ()) -> None:
     """Compare the gradients of a step among ranks with other experts, and with copies of them.
 
     One small message each. what: the step. warned: the names of communicators of which this optimizer was warned
-    already, once for each. Nothing is said of what is not finite. Warns on all ranks that part, and
-    raises MismatchError on all whose experts are mixed.
+    already, once for each. prints: of the values of weights that all ranks have, if these are compared, too. Nothing is
+    said of what is not finite. Warns on all ranks that part, and raises MismatchError on all whose experts are mixed.
     """
     for comm, is_axis in _comms(gradients):
         whole = [one for one in gradients if one[1] is None]
         stacks = [one for one in gradients if is_axis and one[1] is not None and one[1].axis.comm is comm]
-        everyone = comm.all_gather(np.array([[squares for _, _, squares, _ in (*whole, *stacks)]], np.float64))
+        everyone = comm.all_gather(
+            np.array([[*(squares for _, _, squares, _ in (*whole, *stacks)), *prints]], np.float64)
+        )
         if not np.isfinite(everyone).all():
             continue
-        if comm.name not in warned and _look_at_shared(what, comm, whole, everyone[:, : len(whole)]):
+        squares, of_stacks, values = np.split(everyone, [len(whole), len(whole) + len(stacks)], 1)
+        if comm.name not in warned and (
+            _look_at_shared(what, comm, whole, squares) or _look_at_values(what, comm, whole, values)
+        ):
             warned.add(comm.name)
-        _check_mixed(what, comm, stacks, everyone[:, len(whole) :])
+        _check_mixed(what, comm, stacks, of_stacks)
 
 
 def _comms(gradients: Sequence[Gradient]) -> Iterator[tuple[Communicator, bool]]:
@@ -70,6 +75,22 @@ def _look_at_shared(what: str, comm: Communicator, whole: Sequence[Gradient], sq
         stacklevel=2,
     )
     return True
+
+
+def _look_at_values(what: str, comm: Communicator, whole: Sequence[Gradient], prints: Array) -> bool:
+    """Warn of a weight that has other values on ranks, and return whether there is one."""
+    for (name, _, _, dtype), values in zip(whole, prints.T, strict=False):  # there may be none
+        apart = np.abs(values - values[0])
+        if apart.max() > tolerance_of(dtype) * np.abs(values).max():
+            warnings.warn(
+                f"{what} on rank {comm.rank} of {comm.name}: ranks have other values of a weight that all of them have "
+                f"beside their experts: {name} differs between rank 0 and rank {int(apart.argmax())}, and goes on to. "
+                "Give all ranks one seed, or broadcast (broadcast_parameters, broadcast_variables), before the first "
+                "step; expertize takes the values of rank 0",
+                stacklevel=2,
+            )
+            return True
+    return False
 
 
 def _check_mixed(what: str, comm: Communicator, stacks: Sequence[Gradient], squares: Array) -> None:

@@ -11,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from commlib.dtypes import Array
 from commlib.errors import MismatchError
 from commlib.functional.agreement import all_told
 from commlib.functional.axis import Axis
-from commlib.functional.whole_weights import MOST, is_due, tolerance_of, worst_of
+from commlib.functional.whole_weights import MOST, direction, is_due, tolerance_of, worst_of
 
 _NOTES = 256
 """Tensors that are noted between two comparisons."""
@@ -139,13 +138,7 @@ def noted(
     if not is_gradient and np.isinf(flat).any():  # a mask that is added to scores
         flat = np.where(np.isinf(flat), np.sign(flat) * _INFINITE, flat)
     norm = float(np.sqrt(flat @ flat))
-    return Note(what, layer, shape, dtype, norm, float(flat @ _direction()[: flat.size]), is_gradient=is_gradient)
-
-
-@cache
-def _direction() -> Array:
-    """Return weights that are the same on all ranks, and in no order."""
-    return np.asarray(np.cos(np.arange(2 * MOST, dtype=np.float64) ** 2 % 1001), np.float64)
+    return Note(what, layer, shape, dtype, norm, float(flat @ direction()[: flat.size]), is_gradient=is_gradient)
 
 
 def begin(axis: Axis) -> None:

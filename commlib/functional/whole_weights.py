@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -24,6 +25,18 @@ def is_due(step: int) -> bool:
 def tolerance_of(dtype: str, *, has_codec: bool = False) -> float:
     """Return by how much of its norm a tensor may differ between ranks."""
     return _OF_A_CODEC if has_codec else _TOLERANCES.get(dtype, _OF_HALVES)
+
+
+@cache
+def direction() -> Array:
+    """Return weights for sums of elements, that are the same on all ranks, and in no order."""
+    return np.asarray(np.cos(np.arange(2 * MOST, dtype=np.float64) ** 2 % 1001), np.float64)
+
+
+def print_of(values: Array) -> float:
+    """Return a number that tells the values of a weight from others: other signs and orders differ, too."""
+    flat = values.reshape(-1)[:MOST]
+    return float(flat.astype(np.float64) @ direction()[: flat.size])
 
 
 def worst_of(squares: Array, dtypes: Sequence[str], has_codec: bool = False) -> tuple[int, int, int] | None:

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from commlib import Mesh
 from commlib.errors import MismatchError
 from commlib.expert import Experts
-from commlib_tensorflow import DistributedGradientTape, allreduce, clip_by_global_norm
+from commlib_tensorflow import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    allreduce,
+    broadcast_variables,
+    clip_by_global_norm,
+)
 from commlib_tensorflow.expert import MoE
 
 WIDTH = 4
@@ -72,3 +79,26 @@ def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
         gradients = tape.gradient(loss, model.trainable_variables)
         with pytest.warns(UserWarning, match=r"SGD of Keras .* part: that of .*/router"):
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("graph", [False, True])
+def test_other_values_on_ranks_are_told(comm: Any, graph: bool) -> None:
+    """Weights beside a mixture that was put into a model kept what the rank's seed had given them."""
+    mesh = Mesh(dp=-1)
+    for broadcasts in (False, True):
+        keras.utils.set_random_seed(comm.rank)
+        layers = [keras.layers.Dense(WIDTH, name="first"), MoE(Experts(2 * comm.size, hidden=4), mesh)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh)
+        if broadcasts:
+            broadcast_variables(model.variables, 0)
+        model.compile(optimizer, "mse", run_eagerly=not graph)
+        x = np.random.default_rng(comm.rank).standard_normal((6, WIDTH)).astype(np.float32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x, x, batch_size=3, verbose=0)
+        said = [str(one.message) for one in caught if "other values of a weight" in str(one.message)]
+        assert len(said) == (not broadcasts), said
+        assert broadcasts or "first/kernel differs between rank 0 and rank" in said[0]
+    mesh.close()

@@ -426,6 +426,29 @@ def test_steps_that_nobody_reduces_are_told(comm: Any, way: Any) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.ranks(min=2)
+def test_other_values_on_ranks_are_told(comm: Any) -> None:
+    """Weights beside a mixture that was put into a model kept what the rank's seed had given them."""
+    for broadcasts in (False, True):
+        torch.manual_seed(comm.rank)
+        model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), comm))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
+        if broadcasts:
+            broadcast_parameters(model.state_dict(), root=0)
+        expected: Any = contextlib.nullcontext()
+        if not broadcasts:
+            expected = pytest.warns(
+                UserWarning, match=r"other values .*parameter 0 of group 0, of shape \[4, 4\], differs"
+            )
+        with expected, warnings.catch_warnings():
+            if broadcasts:
+                warnings.simplefilter("error")
+            for step in range(2):
+                (model(torch.full((6, 4), 1.0 + step + comm.rank)).square().sum() + auxiliary_loss(model)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
     """The second one of a process was not, as the first one was already."""
     if comm.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.expert.shared_gradients import check_step, has_experts
-from commlib.functional.whole_weights import EVERY, MOST, is_due
+from commlib.functional.whole_weights import EVERY, MOST, is_due, print_of
 from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
@@ -36,21 +37,24 @@ def compared(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
     warned = _warned.setdefault(optimizer, set())
 
     def measure(*arrays: Array) -> list[Array]:
-        squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in arrays]
+        given, own = arrays[: len(found)], arrays[len(found) :]
+        squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in given]
         gradients = [
             (path_of(variable), shard, one, dtype_of(variable))
             for (variable, _, shard), one in zip(found, squares, strict=True)
         ]
-        check_step(f"{type(optimizer).__name__} of Keras", gradients, warned)
+        check_step(f"{type(optimizer).__name__} of Keras", gradients, warned, [print_of(array) for array in own])
         return [np.zeros((), np.int32)]
 
-    def compare() -> Any:
-        return call(measure, [values_of(gradient) for _, gradient, _ in found], [Spec(tf.int32, ())])[0]
+    def compare(*, first: bool = False) -> Any:
+        own = [tf.reshape(variable, (-1,))[:MOST] for variable, _, shard in found if first and shard is None]
+        return call(measure, [*(values_of(gradient) for _, gradient, _ in found), *own], [Spec(tf.int32, ())])[0]
 
     passes = optimizer.gradient_accumulation_steps or 1
     step = tf.cast(optimizer._iterations.value, tf.int64) // passes + 1
     if tf.executing_eagerly():
-        return [compare()] if is_due(int(step)) else []
+        return [compare(first=int(step) == 1)] if is_due(int(step)) else []
     few = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
     due = tf.where(step > EVERY, tf.equal(step % EVERY, 0), few)
-    return [tf.cond(due, compare, lambda: tf.zeros((), tf.int32))]
+    seldom = functools.partial(tf.cond, due, compare, lambda: tf.zeros((), tf.int32))
+    return [tf.cond(tf.equal(step, 1), functools.partial(compare, first=True), seldom)]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commlib.expert.shared_gradients import check_step, has_experts
-from commlib.functional.whole_weights import MOST, is_due
-from commlib_torch._bridge import dtype_name
+from commlib.functional.whole_weights import MOST, is_due, print_of
+from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import squares_of, values_of
@@ -50,4 +50,5 @@ def _count(optimizer: Optimizer) -> None:
         (name, shard, 0.0 if one.grad is None else next(squares), dtype_name(one.dtype)) for name, one, shard in found
     ]
     own = [one for one in gradients if one[1] is None or one[1].is_local]
-    check_step(f"{type(optimizer).__name__}.step", own, _warned.setdefault(optimizer, set()))
+    prints = [print_of(host_array(values_of(one)[:MOST])) for _, one, shard in found if shard is None and step == 1]
+    check_step(f"{type(optimizer).__name__}.step", own, _warned.setdefault(optimizer, set()), prints)
