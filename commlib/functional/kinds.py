@@ -73,8 +73,7 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = type) -> Hash
     may be a batch; numbers change with every call, and so do the lengths of lists. Dataclasses and namespaces are
     looked into, other objects are not. kind_of_other: of what is none of these.
     """
-    kind: Hashable = type(value)
-    handle = _handle_of(kind)
+    handle = _handle_of(type(value))  # type: ignore[arg-type]  # types have a hash
     return kind_of_other(value) if handle is None else handle(value, kind_of_other)
 
 
