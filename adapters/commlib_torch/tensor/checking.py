@@ -153,7 +153,8 @@ class PlanCheck:
         """A pipeline calls the layers, which has checked that."""
         self.axis = axis
         self._kinds = Kinds()
-        self._is_checking = False
+        self.is_checking = False
+        """Somebody looks at a call."""
         self._model = ""
         self._told: set[str] = set()
         self._later = self._failed = ""
@@ -168,7 +169,7 @@ class PlanCheck:
         """Check the plan for this call, if it is the first of its kind."""
         self.inside += 1
         kind = kind_of_call(model, args, options)
-        if kind not in self._kinds and not self._is_checking:
+        if kind not in self._kinds and not self.is_checking:
             self._meet(model, (args, options), kind)
 
     @uncompiled
@@ -243,7 +244,7 @@ class PlanCheck:
 
         What backward computes again is none of that.
         """
-        is_told = not self.warns or self._is_checking or self.in_pieces or self.axis.size == 1
+        is_told = not self.warns or self.is_checking or self.in_pieces or self.axis.size == 1
         if is_told or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
             return
         if _generates():
@@ -350,9 +351,9 @@ def check_stages(
 def _checking(hooks: list[PlanCheck]) -> Iterator[None]:
     """Let hooks know that their plans are being checked, copies of them included."""
     for hook in hooks:
-        hook._is_checking = True
+        hook.is_checking = True
     try:
         yield
     finally:
         for hook in hooks:
-            hook._is_checking = False
+            hook.is_checking = False
