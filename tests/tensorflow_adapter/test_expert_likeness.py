@@ -94,6 +94,12 @@ def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
     made = expertize(dense(0), comm, plan(comm))
     with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
         expertize(made, comm, plan(comm))
+    inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, lambda x: x), L.Dense(WIDTH)], name="mlp")
+    with pytest.raises(
+        UsageError, match=r"mlp cannot be made from its configuration \(TypeError: .*'Dense'\): .*lambda"
+    ) as raised:
+        expertize(dense(0, inner), comm, plan(comm))
+    assert len(str(raised.value)) < 500
     for place in (None, 0):
         model = dense(0)
         layer = model.get_layer("mlp") if place is None else model.get_layer("mlp").layers[place]

@@ -79,6 +79,7 @@ def test_ranks_of_other_seeds_train_the_model_of_rank_0(comm: Communicator, broa
     mesh.close()
 
 
+@pytest.mark.ranks(min=2)
 def test_weights_are_as_they_were_where_verify_refuses(comm: Communicator) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import UsageError
+from commlib.errors import UsageError, line
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.functional.agreement import agree_on_call, lines_of, options_of, said, together
@@ -133,9 +133,11 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         try:
             made = _like(layer)
         except Exception as error:
+            why = line(error).partition(" using config=")[0]  # with the code of lambdas
             raise UsageError(
-                f"expertize: {name} cannot be made from its configuration ({type(error).__name__}: {error}): give "
-                "hidden= for built-in MLPs"
+                f"expertize: {name} cannot be made from its configuration ({why}): "
+                "give functions within it, such as activations, a name (a lambda has none) by keras.saving."
+                "register_keras_serializable(), or give hidden= for built-in MLPs"
             ) from error
         check_layer(f"expertize: {name}", made)
         check_call(f"expertize: {name}", made, width)
