@@ -18,7 +18,8 @@ class Guided:
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
         self._step: Step | None = None
-        self._given: dict[int, Any] = {}
+        self.given: dict[int, Any] = {}
+        """What layers get in the place of tensors, by the ids of these."""
 
     def inputs(self, layer: str, tensors: list[Any]) -> Mapping[int, Any]:
         """Return by the ids of tensors with what a layer is called for them, where that is something else."""
@@ -40,9 +41,9 @@ class Guided:
 
     def _of(self, number: int, like: Any) -> Any:
         """Return a value of the whole run: one tensor for all calls, since layers may look for it."""
-        found = self._given.get(number)
+        found = self.given.get(number)
         if found is None:
-            found = self._given[number] = tf.constant(self._guide.whole.values[number], like.dtype)
+            found = self.given[number] = tf.constant(self._guide.whole.values[number], like.dtype)
         return _masked(found, like)
 
 

@@ -45,9 +45,10 @@ def held(tensors: list[Any], ours: Collection[Any], caches: Callable[[], Mapping
     if not _referred_to(tensors, own):
         return set()
     own.update(caches())
-    gc.collect()  # what waits to be collected is nobody's
-    found = _referred_to(tensors, own)
-    return {key for key, count in _by_others(tensors, found, {*ours, id(tensors)}).items() if count > 0}
+    if found := _by_others(tensors, own, {*ours, id(tensors)}):
+        gc.collect()  # what waits to be collected is nobody's
+        found = _by_others(tensors, own, {*ours, id(tensors)})
+    return found
 
 
 def _referred_to(tensors: list[Any], own: Counter[int]) -> dict[int, int]:
@@ -58,15 +59,16 @@ def _referred_to(tensors: list[Any], own: Counter[int]) -> dict[int, int]:
     return {key: count for key, count in more.items() if count > 0}
 
 
-def _by_others(tensors: list[Any], counts: Mapping[int, int], ours: set[int]) -> dict[int, int]:
-    """Return how many of the references to tensors are none of TensorFlow's. counts: of all, by ids.
+def _by_others(tensors: list[Any], own: Counter[int], ours: set[int]) -> set[int]:
+    """Return the ids of tensors to which there are references that are none of TensorFlow's.
 
-    ours: ids of containers that are no others'. A holder that the collector does not see, as after `gc.freeze()`, is
-    taken for a user.
+    own: how many are ours. ours: ids of the containers that these are in. A holder that the collector does not see, as
+    after `gc.freeze()`, is taken for a user.
     """
+    counts = _referred_to(tensors, own)
     holders = _Holders([one for one in tensors if id(one) in counts], ours)
-    own = 1  # the list of its operation, which is one of TensorFlow's
-    return {key: count + own - holders.explained(key) for key, count in counts.items()}
+    list_of_op = 1
+    return {key for key, count in counts.items() if count + list_of_op > holders.explained(key)}
 
 
 class _Holders:

@@ -42,6 +42,7 @@ from commlib_tensorflow.tensor._operations import (
     repeated,
     shape_of,
 )
+from commlib_tensorflow.tensor._registered import forget_gradients, kept_by_gradients
 from commlib_tensorflow.tensor._weights import shapes_seen
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
@@ -84,6 +85,7 @@ def attempted(
 
         def once(call: Call, recorder: Recorder = recorder) -> None:
             recorder.run(call, training=training)
+            forget_gradients(tf.compat.v1.get_default_graph().get_operations())
 
         with tf.init_scope(), unnoticed(model, call.args, call.options):
             graph_of(once, call)
@@ -260,7 +262,8 @@ class Recorder:
     def _held(self, first: int, updates: Mapping[int, Any], call: Call) -> list[Any]:
         """Return the tensors that somebody holds after the call, beside what it has returned."""
         returned = set(map(id, self._results))
-        every = [one for op in self._graph.get_operations()[first:] for one in op.outputs]
+        operations = self._graph.get_operations()
+        every = [one for op in operations[first:] for one in op.outputs]
         made = [one for one in every if one.dtype not in _HANDLES and id(one) not in returned]
         masked = [vars(one) for one in every if "_keras_mask" in vars(one)]
         losses = [lost for layer in self._model._flatten_layers() if (lost := vars(layer).get("_losses")) is not None]
@@ -270,7 +273,9 @@ class Recorder:
             for given in (*one.given, one.inputs, one.results, (one.found or {}).get("inputs"))
         ]
         roots = (vars(self._model), call.args, call.options)
-        ours = [every, updates, *self._losses, *masked, *losses, *calls]
+        inputs = [known for op in operations if (known := getattr(op, "_inputs_val", None)) is not None]
+        ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *kept_by_gradients(operations)]
+        ours += [] if self._guided is None else [self._guided.given]
         found = held(made, ours, lambda: in_caches(roots, tf.is_tensor, keras.layers.Layer))
         return [tensor for tensor in made if id(tensor) in found]
 
