@@ -72,29 +72,31 @@ def _by_others(tensors: list[Any], own: Counter[int], ours: set[int]) -> set[int
 
 
 class _Holders:
-    """Who refers to some objects, and to those containers, and so on."""
+    """Who refers to some objects, and to those containers, and so on. ours: ids of what is nobody's."""
 
     def __init__(self, objects: list[Any], ours: set[int]) -> None:
+        self._ours = ours
         self._parents: dict[int, Counter[int]] = {}
-        """How often who refers to an object, by ids."""
+        """How often who refers to an object, by ids; of the first objects without what is ours."""
         self._known: dict[int, Any] = {}
+        looking = set[int]()  # our lists of what is looked at
         for _ in range(_FURTHEST):
-            ours.add(id(objects))
-            objects = self._above(objects, ours)
+            looking.add(id(objects))
+            objects = self._above(objects, looking, () if self._parents else ours)
 
-    def _above(self, objects: list[Any], ours: set[int]) -> list[Any]:
+    def _above(self, objects: list[Any], looking: set[int], ours: Collection[int]) -> list[Any]:
         """Note who refers to objects; return which of them are containers that were not known."""
         of = {id(one): Counter[int]() for one in objects}
         above = []
         for holder in gc.get_referrers(*objects) if objects else ():
-            if id(holder) in ours or isinstance(holder, FrameType) or holder is self._known:
+            if id(holder) in looking or id(holder) in ours or isinstance(holder, FrameType) or holder is self._known:
                 continue
             for child in gc.get_referents(holder):
                 if id(child) in of:
                     of[id(child)][id(holder)] += 1
             if id(holder) not in self._known:
                 self._known[id(holder)] = holder
-                above += [holder] if _is_container(holder) else []
+                above += [holder] if id(holder) not in self._ours and _is_container(holder) else []
         self._parents |= of
         return above
 
@@ -104,6 +106,8 @@ class _Holders:
 
     def _is_librarys(self, key: int, below: set[int]) -> bool:
         holder = self._known[key]
+        if key in self._ours:
+            return True
         if not _is_container(holder):
             return not _is_users(holder)
         others = self._parents.get(key, {}).keys() - below
