@@ -145,8 +145,10 @@ def become_column(layer: Any, what: str, axis: Axis, style: Column, shardings: d
 
 def outputs_of_column(layer: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
     """Return this rank's outputs of a layer, or all of them. transposed: its weight is (inputs, outputs)."""
-    weight = for_sharers(layer.sharers, layer.weight, 1 if transposed else 0)
-    bias = None if layer.bias is None else for_sharers(layer.sharers, layer.bias, 0)
+    weight, bias = layer.weight, layer.bias
+    if layer.sharers:
+        weight = for_sharers(layer.sharers, weight, 1 if transposed else 0)
+        bias = None if bias is None else for_sharers(layer.sharers, bias, 0)
     out = product(x, weight.t() if transposed else weight, bias, layer.axis, layer.style.sequence, layer)
     return gathered(out, layer.axis, layer.sharding, layer=layer) if layer.style.gather else out
 
@@ -167,7 +169,7 @@ def outputs_of_row(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 def for_sharers(sharers: Sharers, weight: Tensor, dim: int) -> Tensor:
     """Return a weight whose gradient is added up over the ranks that share it, or parts of it along a dimension."""
-    if not (sharers and weight.requires_grad and torch.is_grad_enabled()):
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
     pieces = weight.split([length for length, _ in sharers], dim)
     copied = [one if axis is None else copy(one, axis) for one, (_, axis) in zip(pieces, sharers, strict=True)]
