@@ -71,6 +71,14 @@ def test_what_is_frozen(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_a_buffer_of_another_shape(comm: Any) -> None:
+    model = Own()
+    model.register_buffer("seen", torch.zeros(3 + min(comm.rank, 1)), persistent=False)
+    with pytest.raises(MismatchError, match=r"parallelize: .*seen: torch\.float32\[3\]"):
+        parallelize(model, comm, OWN)
+
+
+@pytest.mark.ranks(min=2)
 def test_heads(comm: Any) -> None:
     """Weights have the same shapes."""
     model = nn.TransformerEncoderLayer(8, either(comm.rank, 2, 4), 8)

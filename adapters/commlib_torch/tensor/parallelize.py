@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
@@ -77,7 +77,8 @@ def parallelize(
     named: dict[str, Style] = {name: style for name, (_, style) in numbers.items()}
     named |= {name: style for name, (_, style) in arguments.items()}
     styles = {name: style for name, _, style, _ in found} | named
-    shapes = [f"{name}: {parameter.dtype}{_whole_shape(parameter)}" for name, parameter in model.named_parameters()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [f"{name}: {one.dtype}{_whole_shape(one)}" for name, one in tensors]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
 
     def check() -> None:
@@ -164,6 +165,6 @@ def _layers(
     )
 
 
-def _whole_shape(parameter: nn.Parameter) -> list[int]:
-    shard = shard_of(parameter)
-    return list(parameter.shape if shard is None else shard.sharding.shape)
+def _whole_shape(tensor: Tensor) -> list[int]:
+    shard = shard_of(tensor)
+    return list(tensor.shape if shard is None else shard.sharding.shape)
