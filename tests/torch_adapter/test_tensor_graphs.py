@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import commlib
 from commlib.errors import UsageError
@@ -53,6 +54,23 @@ class Saving(nn.Module):
         return checkpoint(self.pair, self.first(x), use_reentrant=True)
 
 
+class Selective(nn.Module):
+    """A checkpoint that keeps the results of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        return self.last(checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts))
+
+    def inside(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).tanh()).tanh()
+        return out
+
+
 @pytest.fixture
 def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
@@ -89,6 +107,19 @@ class TestGraphs:
         plain = copy.deepcopy(model)
         parallelize(model, tp, {"pair.up": Column(), "pair.down": Row()}, verify=rows())
         is_right(plain, model, rows())
+
+    @pytest.mark.parametrize("style", [Row(), Row(split=True), Row(sequence=1)], ids=str)
+    def test_selective_checkpoints(self, tp: Any, style: Row) -> None:
+        """They keep results of products, which a Row had added up in the same memory: gradients were others."""
+        model = made(lambda _: Selective(), None)
+        plain, up = copy.deepcopy(model), Column(gather=style.split)
+        parallelize(model, tp, {"up": up, "down": style, "last": Column(sequence=style.sequence, gather=True)})
+        x, other = (rows().requires_grad_() for _ in range(2))
+        outs = model(x), plain(other)
+        for out in outs:
+            out.square().sum().backward()
+        torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-10)
+        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.ranks(min=2, max=3)

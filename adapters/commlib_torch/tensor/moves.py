@@ -109,11 +109,19 @@ def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Mo
         with in_order():
             result, known = run(axis, move, core_array(given))
             return to_tensor(result), known
-    if may_write and move is REDUCE and given.data_ptr() == x.data_ptr():
+    if may_write and move is REDUCE and given.data_ptr() == x.data_ptr() and not _is_observed():
         run(axis, move, array_of(given), may_write=True)
         return x, move
     result, known = run(axis, move, array_of(given))
     return to_tensor(result), known
+
+
+def _is_observed() -> bool:
+    """Return whether a mode sees each operation, and may keep results, as selective checkpoints do.
+
+    What is written here bumps no version, so that nobody would notice.
+    """
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 class _Moved(Function):
