@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,6 +276,10 @@ class Other(Model):
             or (isinstance(given, Options) and given.flag)
             or (isinstance(given, set) and "norm" in given)
             or (isinstance(given, Tensor) and given.dtype == torch.bool)
+            or (isinstance(given, list) and len(given) > 1)
+            or (isinstance(given, np.bool_) and bool(given))
+            or (isinstance(given, nn.Module) and not given.training)
+            or torch.is_autocast_enabled("cpu")
             or h.dim() == 2
             or torch.is_inference_mode_enabled()
         )
@@ -295,7 +301,25 @@ def _without(model: Any) -> None:
     model(X)
 
 
+def _with_autocast(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)
+
+
+def _scaled(function: Any) -> Any:
+    return lambda h: function(h)
+
+
 OTHERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "autocast": (lambda model: model(X), _with_autocast),
+    "flag of numpy": (lambda model: model(X, np.bool_(False)), lambda model: model(X, np.bool_(True))),
+    "number of tensors": (lambda model: model(X, [X]), lambda model: model(X, [X, X])),
+    "partial": (
+        lambda model: model(X, partial(torch.mul, other=2)),
+        lambda model: model(X, partial(torch.softmax, dim=-1)),
+    ),
+    "closure": (lambda model: model(X, _scaled(torch.relu)), lambda model: model(X, _scaled(_softmax))),
+    "mode of a module": (lambda model: model(X, nn.ReLU()), lambda model: model(X, nn.ReLU().eval())),
     "named tuple": (lambda model: model(Given(X)), lambda model: model(Given(X, 1))),
     "dataclass": (lambda model: model(X, Options()), lambda model: model(X, Options(True))),
     "set": (lambda model: model(X, {"a"}), lambda model: model(X, {"norm"})),

@@ -78,7 +78,8 @@ def kind_of_call(training: bool, args: tuple[Any, ...], options: Mapping[str, An
 
 def _kind_of_tensor(one: Any) -> Any:
     if not is_tensor(one):
-        return type(one)
+        python = getattr(one, "python_function", None)  # that of a tf.function
+        return type(one) if python is None else (type(one), kind_of(python, _kind_of_tensor))
     dtype = tf.as_dtype(one.dtype)
     return tf.Tensor, "a float" if dtype in _FLOATS else dtype, one.shape.rank if tf.is_tensor(one) else len(one.shape)
 

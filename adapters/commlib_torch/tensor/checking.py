@@ -137,7 +137,9 @@ class PlanCheck:
         model.commlib_within = tuple(model.modules())[1:]  # type: ignore[assignment]  # without itself: no cycle
         if checked is not None:
             modes, *others = kind_of_call(model, *checked)
-            check._kinds.settle(((False, bytes(len(modes[1]))) if evaluated else modes, *others), way)
+            if evaluated:
+                modes = False, bytes(len(modes[1])), *modes[2:]
+            check._kinds.settle((modes, *others), way)
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = check  # type: ignore[assignment]  # no module
@@ -275,10 +277,11 @@ _MANY, _UNCHECKED, _FAILED = "too many kinds", "not checked", "failed alone"
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given: `kind_of`.
 
-    Of tensors that is their dtype, how many dimensions they have, and whether they have a gradient. The order of
-    keywords says nothing.
+    Of tensors that is their dtype and layout, how many dimensions they have, and whether they have a gradient. The
+    order of keywords says nothing.
     """
-    modes = model.training, bytes(map(_is_training, model.commlib_within))  # type: ignore[arg-type]
+    within: Any = model.commlib_within
+    modes = model.training, bytes(map(_is_training, within)), torch._C._is_any_autocast_enabled()
     mode = None if torch.is_inference_mode_enabled() else torch.is_grad_enabled()
     kind = (modes, mode, *(kind_of(one, _kind_of_other) for one in args))
     return (*kind, kind_of(options, _kind_of_other)) if options else kind
@@ -288,11 +291,16 @@ _is_training = attrgetter("training")
 
 
 def _kind_of_other(value: Any) -> Any:
-    """Return a dtype, what is told of a tensor, and of all else the type."""
+    """Return a dtype, a device, and their like; what is told of a tensor, or a module; and of all else the type."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
-        return kind, value.dtype, value.ndim, value.requires_grad
-    return value if kind is torch.dtype else kind
+        return kind, value.dtype, value.layout, value.ndim, value.requires_grad
+    if issubclass(kind, nn.Module):
+        return kind, value.training
+    return value if kind in _PLAIN else kind
+
+
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _refuse_failing(error: Exception | None) -> None:

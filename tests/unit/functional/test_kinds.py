@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Flag, IntEnum
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from commlib.functional.kinds import KINDS, Kinds, kind_of
@@ -35,6 +38,22 @@ def _made(number: int) -> Any:
     return lambda x: x + number
 
 
+def _calling(held: Any) -> Any:
+    return lambda x: held
+
+
+def itself(x: Any) -> Any:
+    return x
+
+
+class Methods:
+    def one(self) -> None:
+        """Do nothing."""
+
+    def other(self) -> None:
+        """Do nothing, too."""
+
+
 class Permission(Flag):
     READ = 1
     WRITE = 2
@@ -59,6 +78,12 @@ class Colour(IntEnum):
         (_made(1), _made(2)),
         (b"a", b"b"),
         (Making(a=int), Making(a=int)),
+        ([True, False] * 8, [False, True] * 9),
+        (_made(1), _made(2)),
+        (_calling(itself), _calling(itself)),
+        (functools.partial(_made, 1), functools.partial(_made, 2)),
+        (np.zeros(3), np.zeros(4)),
+        ([3, 4], [5]),
     ],
 )
 def test_one_kind(one: Any, other: Any) -> None:
@@ -95,10 +120,34 @@ def test_one_kind(one: Any, other: Any) -> None:
         (int, float),
         (len, abs),
         (Making(a=int), Making(a=float)),
+        (np.bool_(True), np.bool_(False)),
+        (Path("a"), Path("b")),
+        (_calling(len), _calling(abs)),
+        (_calling(True), _calling(False)),
+        (_calling(_calling(True)), _calling(_calling(False))),
+        (functools.partial(_made, True), functools.partial(_made, False)),
+        (functools.partial(len), functools.partial(abs)),
+        (Methods().one, Methods().other),
+        (lambda x, flag=True: x, lambda x, flag=False: x),
+        (np.zeros(3), np.zeros(3, np.float32)),
+        (np.zeros(3), np.zeros((3, 1))),
+        ([None], [None, None]),
+        ([True, False], [False, True]),
     ],
 )
 def test_two_kinds(one: Any, other: Any) -> None:
     assert kind_of(one) != kind_of(other)
+
+
+def test_functions_that_hold_one_another() -> None:
+    def first() -> Any:
+        return [second, table]
+
+    def second() -> Any:
+        return first
+
+    table = {"first": first, "again": functools.partial(first)}
+    assert kind_of(first) == kind_of(first) != kind_of(second)
 
 
 def test_a_framework_tells_its_own() -> None:
