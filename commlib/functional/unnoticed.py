@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from functools import partial
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -20,6 +29,8 @@ _MOST = 100_000
 """Objects that are looked at. A model that keeps more, such as a whole data set, is not followed further."""
 _MOST_BYTES = 2**28
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType)
+_DEFINED = (type, ModuleType, BuiltinFunctionType)
+"""What no function rebinds."""
 _NOT_ENTERED = frozenset(("commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "mpi4py"))
 """Packages whose objects are left alone, but what `hold` knows of them."""
 
@@ -36,8 +47,9 @@ class Held:
 def unnoticed(roots: Iterable[Any], hold: Callable[[Any], Held | None]) -> Iterator[None]:
     """Leave what can be reached from `roots` as it is, in place, and the random numbers of Python and numpy.
 
-    That is: lists, dicts, sets, arrays, attributes of objects, generators of random numbers, what functions have closed
-    over, and the variables of modules that they name. hold: knows objects of a framework; None for all others.
+    That is: lists, dicts, sets, arrays, attributes of objects, of their classes and of functions, generators of random
+    numbers, what functions have closed over, and the variables of modules that they name, or functions named there.
+    hold: knows objects of a framework; None for all others.
     """
     seen = _Seen(hold)
     for root in roots:
@@ -56,6 +68,11 @@ class _Seen:
     def __init__(self, hold: Callable[[Any], Held | None]) -> None:
         self._hold = hold
         self._known: dict[int, Any] = {}
+        self._kinds = set[Any]()
+        self._names = set[str]()
+        """What functions name that may run."""
+        self._methods: dict[str, list[FunctionType]] = {}
+        """Of classes, that nobody has named yet."""
         self.restores: list[Callable[[], object]] = []
 
     def look(self, root: Any) -> None:
@@ -66,69 +83,178 @@ class _Seen:
             if isinstance(value, _ATOMS) or id(value) in self._known:
                 continue
             self._known[id(value)] = value
-            held = self._hold(value) or self._held(value)
-            if held.restore is not None:
-                self.restores.append(held.restore)
-            waiting += held.inside
+            waiting += self._noted(self._hold(value) or self._held(value))
+            if isinstance(value, FunctionType) and _is_users_kind(value):
+                waiting += self._called(_names(value.__code__))
+            for kind in () if type(value) in self._kinds else filter(_is_users_kind, type(value).__mro__):
+                if kind not in self._kinds:
+                    waiting += self._noted(_class(kind))
+                    waiting += self._defined(_methods(kind))
+            self._kinds.add(type(value))
+
+    def _noted(self, held: Held) -> Iterable[Any]:
+        if held.restore is not None:
+            self.restores.append(held.restore)
+        return held.inside
+
+    def _called(self, names: set[str]) -> list[FunctionType]:
+        """Note what a function names; return the methods that it may call."""
+        new = names - self._names
+        self._names |= new
+        return [method for name in new for method in self._methods.pop(name, ())]
+
+    def _defined(self, methods: dict[str, FunctionType]) -> list[FunctionType]:
+        """Note methods of a class; return those that may be called: by a name that is known, or by Python itself."""
+        called = []
+        for name, method in methods.items():
+            if name in self._names or name.startswith("__"):
+                called.append(method)
+            else:
+                self._methods.setdefault(name, []).append(method)
+        return called
 
     def _held(self, value: Any) -> Held:
-        if isinstance(value, dict):
-            before = dict(items_of(value))
-            return Held(functools.partial(_put_back_dict, value, before), list(before.values()))
-        if isinstance(value, list | deque):
-            return Held(functools.partial(_put_back_list, value, elements_of(value)), elements_of(value))
-        if isinstance(value, set):
-            return Held(functools.partial(_put_back_set, value, set(elements_of(value))), ())
+        if isinstance(value, dict | list | deque | set | bytearray):
+            held = _container(value)
+            if not (hasattr(value, "__dict__") and is_users(value)):
+                return held
+            own = attributes(value)
+            return Held(partial(_each, (held.restore, own.restore)), [*held.inside, *own.inside])
         if isinstance(value, tuple | frozenset):
             return Held(None, elements_of(value))
         if isinstance(value, np.ndarray):
             return Held(_array(value))
         if isinstance(value, np.random.Generator):
-            return Held(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            return Held(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         if isinstance(value, np.random.RandomState):
-            return Held(functools.partial(value.set_state, value.get_state()))
+            return Held(partial(value.set_state, value.get_state()))
         if isinstance(value, random.Random):
-            return Held(functools.partial(value.setstate, value.getstate()))
+            return Held(partial(value.setstate, value.getstate()))
         if isinstance(value, FunctionType):
             return _function(value)
         if isinstance(value, MethodType):
             return Held(None, (value.__self__, value.__func__))
-        if isinstance(value, functools.partial):
+        if isinstance(value, partial):
             return Held(None, (value.func, value.args, value.keywords))
-        return attributes(value) if hasattr(value, "__dict__") and is_users(value) else Held()
+        if not is_users(value):
+            return Held()
+        return attributes(value) if hasattr(value, "__dict__") else _slots(value)
 
 
 def is_users(value: Any) -> bool:
     """Return whether an object is the user's, or of a library of models, and not of Python, a framework or commlib."""
-    package = type(value).__module__.partition(".")[0]
-    library = package in _NOT_ENTERED or package in sys.stdlib_module_names
-    return not library or isinstance(value, SimpleNamespace) or package == "__main__"
+    return _is_users_kind(type(value)) or isinstance(value, SimpleNamespace)
+
+
+def _is_users_kind(kind: Any) -> bool:
+    package = (kind.__module__ or "").partition(".")[0]
+    return package == "__main__" or not (package in _NOT_ENTERED or package in sys.stdlib_module_names)
 
 
 def attributes(value: Any) -> Held:
     """Return what puts the attributes of an object back."""
     own = vars(value)
-    called = vars(type(value)).get("__call__")
-    return Held(functools.partial(_put_back_dict, own, dict(own)), [*own.values(), called])
+    return Held(partial(_put_back_dict, own, dict(own)), list(own.values()))
+
+
+def _slots(value: Any) -> Held:
+    """Hold the attributes of an object that has them in slots."""
+    slots = [
+        one for kind in type(value).__mro__ for one in vars(kind).values() if isinstance(one, MemberDescriptorType)
+    ]
+    before = [(slot, slot.__get__(value)) for slot in slots if _is_set(slot, value)]
+
+    def restore() -> None:
+        for slot, held in before:
+            slot.__set__(value, held)
+
+    return Held(restore if before else None, [held for _, held in before])
+
+
+def _is_set(slot: MemberDescriptorType, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def _class(kind: Any) -> Held:
+    """Hold the attributes of a class."""
+    before = dict(vars(kind))
+
+    def restore() -> None:
+        now = dict(vars(kind))
+        for name in now.keys() - before.keys():
+            delattr(kind, name)
+        for name, held in before.items():
+            if now.get(name, _EMPTY) is not held:
+                setattr(kind, name, held)
+
+    return Held(restore, [one for one in before.values() if not isinstance(one, FunctionType)])
+
+
+def _methods(kind: Any) -> dict[str, FunctionType]:
+    """Return the functions of a class by their names."""
+    plain = {name: _unwrapped(one) for name, one in vars(kind).items()}
+    return {name: one for name, one in plain.items() if isinstance(one, FunctionType)}
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function of a property, and of a method without an object; all else as it is."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+
+
+def _container(value: Any) -> Held:
+    """Hold what is in a container that can be written."""
+    if isinstance(value, dict):
+        before = dict(items_of(value))
+        return Held(partial(_put_back_dict, value, before), list(before.values()))
+    if isinstance(value, list | deque):
+        return Held(partial(_put_back_list, value, elements_of(value)), elements_of(value))
+    if isinstance(value, bytearray):
+        return Held(partial(value.__setitem__, slice(None), bytes(value)))
+    return Held(partial(_put_back_set, value, set(elements_of(value))), ())
 
 
 def _function(function: FunctionType) -> Held:
-    """Hold what a function has closed over, and the variables of its module that it names."""
-    if function.__module__.partition(".")[0] in _NOT_ENTERED:
+    """Hold the attributes of a function, what it has closed over, and the variables of its module that it names."""
+    if not _is_users_kind(function):
         return Held()
     cells = [(cell, _contents(cell)) for cell in function.__closure__ or ()]
-    own = function.__globals__
-    named = {name: own[name] for name in function.__code__.co_names if name in own and _is_state(own[name])}
+    own, names = function.__globals__, _names(function.__code__)
+    named = {name: own.get(name, _EMPTY) for name in names if not isinstance(own.get(name), _DEFINED)}
+    noted = attributes(function)
 
     def restore() -> None:
+        _each([noted.restore])
         for cell, before in cells:
             if _contents(cell) is not before and before is not _EMPTY:
                 cell.cell_contents = before
         for name, before in named.items():
-            if own.get(name) is not before:
+            if own.get(name, _EMPTY) is before:
+                continue
+            if before is _EMPTY:
+                del own[name]
+            else:
                 own[name] = before
 
-    return Held(restore, [*(one for _, one in cells), *named.values(), function.__defaults__, function.__kwdefaults__])
+    defaults = function.__defaults__, function.__kwdefaults__
+    return Held(restore, [*(one for _, one in cells), *named.values(), *defaults, *noted.inside])
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function has of what is outside, and those that functions within it have."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _each(restores: Iterable[Callable[[], object] | None]) -> None:
+    for restore in restores:
+        if restore is not None:
+            restore()
 
 
 _EMPTY = object()
@@ -139,11 +265,6 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return _EMPTY
-
-
-def _is_state(value: Any) -> bool:
-    """Return whether a variable of a module is something that a function may count in."""
-    return isinstance(value, int | float | list | dict | set | deque | np.ndarray | random.Random | np.random.Generator)
 
 
 def _put_back_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -172,4 +293,4 @@ def _put_back_set(value: set[Any], before: set[Any]) -> None:
 def _array(value: Any) -> Callable[[], object] | None:
     if value.nbytes > _MOST_BYTES or not value.flags.writeable:
         return None
-    return functools.partial(np.copyto, value, value.copy())
+    return partial(np.copyto, value, value.copy())

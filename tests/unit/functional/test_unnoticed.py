@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter, OrderedDict, deque
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -73,6 +73,81 @@ def test_all_is_as_before() -> None:
     assert (number, before, ordered) == (0, keeps.seen(), list(keeps.ordered))
     assert all(one is other for one, other in zip(same, (keeps.list, keeps.dict, keeps.array), strict=True))
     assert (random.random(), np.random.rand()) == expected
+
+
+class Table(dict[str, Any]):
+    """Counts what is missing, in an attribute of its own."""
+
+    misses = 0
+
+    def __missing__(self, name: str) -> int:
+        self.misses += 1
+        return 0
+
+
+class Slotted:
+    __slots__ = ("count", "list", "unset")
+
+    def __init__(self) -> None:
+        self.count, self.list = 0, [1]
+
+
+class Elsewhere:
+    """Keeps what it counts everywhere but in itself."""
+
+    made = 0
+    log: ClassVar[list[int]] = []
+    table, slotted, bytes = Table(), Slotted(), bytearray(b"ab")
+
+    def __call__(self) -> None:
+        type(self).made += 1
+        self._counted()
+
+    def _counted(self) -> None:
+        self.log.append(1)
+        self.table["a"]
+        self.slotted.count += 1
+        self.slotted.list.append(2)
+        self.bytes += b"c"
+        named()
+        self.again()
+
+    @staticmethod
+    def again() -> None:
+        global _first
+        _first = "now"
+        first_named.extend(one for one in [*first_named, 1])
+
+    def seen(self) -> str:
+        slots = self.slotted.count, self.slotted.list
+        kept = self.made, self.log, self.table.misses, slots, self.bytes
+        return f"{kept} {vars(named)} {named.__defaults__} {first_named} {_first}"
+
+
+first_named: deque[int] = deque()
+_first: str | None = None
+
+
+def named(default: list[int] = []) -> None:  # noqa: B006
+    named.calls = getattr(named, "calls", 0) + 1  # type: ignore[attr-defined]
+    default.append(1)
+    deeper()
+
+
+def deeper() -> None:
+    first_named.append(2)
+
+
+def test_what_is_counted_elsewhere() -> None:
+    """Attributes of classes, functions and containers, and what functions change that others name, counted twice."""
+    one = Elsewhere()
+    before = one.seen()
+    with unnoticed([one], nothing):
+        one()
+        assert one.seen() != before
+    assert one.seen() == before
+    one()
+    assert one.made == 1 and one.table.misses == 1 and vars(named)["calls"] == 1
 
 
 def test_what_failed_is_put_back_too() -> None:
