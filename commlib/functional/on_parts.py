@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.functional.differences import TOLERANCES
 
 Call = Callable[[Sequence[Array]], Sequence[Array]]
@@ -16,26 +17,49 @@ _SLACK = 20
 """By what the tolerances of `verify` are multiplied."""
 
 
+class MovesItself(UsageError):
+    """A layer that moves values between ranks knows of the other parts: nothing is tried."""
+
+
+def are_parts(shapes: Sequence[Sequence[int]], dim: int) -> list[bool]:
+    """Return which tensors that a layer is called with are divided along `dim`: those as long as the first one is."""
+    length = shapes[0][dim]
+    return [len(shape) > dim and shape[dim] == length for shape in shapes]
+
+
 def looks_elsewhere(calls: Sequence[Call], given: Sequence[Array], dim: int) -> bool | None:
     """Return whether a layer makes other results, or gradients, of two parts than of both put together along `dim`.
 
-    calls: the same layer in several modes, of which the first counts in which it draws no random numbers; None if it
-    draws some in all. given: floats of one shape, of which the other part is made. Each is called as often on all
-    ranks. A layer that cannot be called so, as one that takes no other length, is not said to look elsewhere.
+    calls: the same layer in several modes, of which the first counts in which it draws no random numbers. given: what
+    it is called with; of what is divided, see `are_parts`, the other part is made. Each is called as often on all
+    ranks. None if nobody can tell: it draws some in all, or cannot be called so, as one that takes no other length.
     """
-    found: bool | None = False
-    other = [(np.flip(one, dim) * one.dtype.type(0.5) + one.dtype.type(0.1)).astype(one.dtype) for one in given]
-    both = [np.concatenate(pair, dim) for pair in zip(given, other, strict=True)]
+    divided = are_parts([one.shape for one in given], dim)
+    other = [_another(one, dim) if is_part else one for one, is_part in zip(given, divided, strict=True)]
+    both = [
+        np.concatenate([one, two], dim) if is_part else one
+        for one, two, is_part in zip(given, other, divided, strict=True)
+    ]
     for call in calls:
         try:
             first, second, whole, again = (call(one) for one in (given, other, both, both))
+        except MovesItself:
+            return False
         except Exception:
             continue
         if all(map(_near, again, whole)):
             parts = zip(first, second, whole, strict=True)
             return not all(_belong(one, two, all_, dim) for one, two, all_ in parts)
-        found = None
-    return found
+    return None
+
+
+def _another(part: Array, dim: int) -> Array:
+    """Return another part: of other floats, or of the same integers in another order."""
+    flipped: Array = np.flip(part, dim)
+    if part.dtype.kind in "biu":
+        return flipped
+    another: Array = (flipped * part.dtype.type(0.5) + part.dtype.type(0.1)).astype(part.dtype)
+    return another
 
 
 def _belong(first: Array, second: Array, whole: Array, dim: int) -> bool:
@@ -51,5 +75,5 @@ def _near(own: Array, whole: Array) -> bool:
         return False
     if whole.dtype.name not in TOLERANCES:
         return np.array_equal(own, whole)
-    allowed = _SLACK * TOLERANCES[whole.dtype.name] * float(np.abs(whole).max(initial=0.0))
+    allowed = _SLACK * TOLERANCES[whole.dtype.name] * float(np.abs(whole[np.isfinite(whole)]).max(initial=0.0))
     return bool(np.allclose(own.astype(np.float64), whole.astype(np.float64), 0, allowed, equal_nan=True))

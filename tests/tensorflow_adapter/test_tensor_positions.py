@@ -54,6 +54,37 @@ def test_other_positions(comm: Any, name: str) -> None:
         parallelize(made(WRONG[name], 2), comm, PLAN)
 
 
+@pytest.mark.ranks(min=2, max=2)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_several_inputs(comm: Any, wrong: bool) -> None:
+    """A weight for each position beside features: nothing was tried unless all had one shape and were floats."""
+    shares = L.Lambda(lambda given: given[0] * given[1] / ops.sum(given[1], 1, keepdims=True), name="own")
+    places = L.Lambda(lambda given: given[0] * given[1], name="own")
+    x, weights = keras.Input((2, 8)), keras.Input((2, 1))
+    model = keras.Model([x, weights], L.Dense(8, name="up")((shares if wrong else places)([x, weights])))
+    plan: Plan = {"own": Sequence(1), "up": Column(sequence=1, gather=True)}
+    if not wrong:
+        parallelize(filled(model), comm, plan)
+        return
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        parallelize(filled(model), comm, plan)
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_layers_of_keras_are_tried_too(comm: Any) -> None:
+    """Scaling looked at several positions, it was said."""
+    x = keras.Input((2, 8))
+    for axis, is_right in ((-1, True), (1, False)):
+        own = L.UnitNormalization(axis, name="own")(L.Rescaling(2.0, name="scale")(x))
+        model = filled(keras.Model(x, L.Dense(8, name="down")(L.Dense(12, name="up")(own))))
+        plan = {"scale": Sequence(1), **PLAN}
+        if is_right:
+            parallelize(model, comm, plan)
+            continue
+        with pytest.raises(UsageError, match=r"own .*would see a part of"):
+            parallelize(model, comm, plan)
+
+
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_each_by_itself(comm: Any, name: str) -> None:

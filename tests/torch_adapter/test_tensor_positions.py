@@ -131,6 +131,49 @@ def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
         model(rows())
 
 
+class Weighted(nn.Module):
+    """Takes a weight, or a mask, of each position beside features."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.own, self.up, self.down = Applied2(function), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        return self.down(self.up(self.own(x, mask)))
+
+
+class Applied2(Applied):
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return self.function(x, mask)
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("mask", ["weights", "flags"])
+def test_several_inputs(tp: Any, mask: str) -> None:
+    """Nothing was tried unless all had one shape and were floats."""
+    x = rows(2 * tp.size).chunk(tp.size, 1)[tp.rank]
+    beside = x[..., :1].abs() if mask == "weights" else x[..., 0] > 0
+    for is_right in (True, False):
+        total = (lambda m: 1) if is_right else (lambda m: m.sum(1, keepdim=True))
+        function = lambda x, m: x * (m.double().view(2, -1, 1) / total(m.double().view(2, -1, 1)))  # noqa: B023, E731
+        model = parallelize(Weighted(function).double(), tp, PLAN)
+        if is_right:
+            model(x, beside)
+            continue
+        with pytest.raises(UsageError, match=r"own .*would see a part of"):
+            model(x, beside)
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_one_that_takes_no_other_length_is_warned_of(tp: Any) -> None:
+    model = parallelize(made(lambda x: x + torch.arange(16.0).double().view(2, 8)), tp, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(rows(2 * tp.size).chunk(tp.size, 1)[tp.rank])
+    said = [str(one.message) for one in caught if "takes no other length" in str(one.message)]
+    assert len(said) == (tp.rank == 0)
+
+
 @pytest.mark.ranks(min=2, max=3)
 def test_one_that_always_draws_is_warned_of(tp: Any) -> None:
     model = parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN)

@@ -12,8 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.errors import UsageError
-from commlib.functional.on_parts import looks_elsewhere
+from commlib.functional.on_parts import MovesItself, looks_elsewhere
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -26,7 +25,7 @@ from commlib_tensorflow.tensor._guided import exchanged
 def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, training: bool) -> dict[str, Any]:
     """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have; else {}.
 
-    One that cannot be tried for the random numbers that it draws is said to draw.
+    One that cannot be tried, as for the random numbers that it draws, is said to draw.
     """
     if not isinstance(style, styles.Sequence):
         return {}
@@ -40,16 +39,16 @@ def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, traini
 
 
 def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool | None:
-    """Return whether a layer, called with floats of one shape, makes of parts along `dim` what it does not of all.
+    """Return whether a layer makes of parts along `dim` what it does not make of all; None if nobody can tell.
 
     It is tried on random numbers, for the tensors that it is called with are of a graph, and forward alone.
     """
     given = [one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one)]
-    if not given or not all(one.dtype.is_floating and one.shape.is_fully_defined() for one in given):
+    rank = given[0].shape.rank if given else 0
+    if not -rank <= dim < rank:
         return False
-    shape = tuple(given[0].shape)
-    if any(tuple(one.shape) != shape for one in given) or not -len(shape) <= dim < len(shape):
-        return False
+    if not all(one.shape.is_fully_defined() for one in given):
+        return None
 
     def called(mode: bool, arrays: Sequence[Array]) -> list[Array]:
         new = {id(one): tf.constant(array) for one, array in zip(given, arrays, strict=True)}
@@ -61,11 +60,11 @@ def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training:
         return [np.asarray(one) for one in results if tf.is_tensor(one)]
 
     random = np.random.default_rng(0)
-    arrays = [random.normal(size=shape).astype(one.dtype.as_numpy_dtype) for one in given]
+    arrays = [(random.normal(size=one.shape) + 0.5).astype(one.dtype.as_numpy_dtype) for one in given]
     with unnoticed(layer), tf.init_scope(), keras.StatelessScope(), replaced(moves, "moved", _refused):
         calls = [functools.partial(called, mode) for mode in dict.fromkeys((training, False))]
-        return looks_elsewhere(calls, arrays, dim % len(shape))
+        return looks_elsewhere(calls, arrays, dim % rank)
 
 
 def _refused(*args: Any, **options: Any) -> Any:
-    raise UsageError("a layer that moves values between ranks is not tried on parts")
+    raise MovesItself("a layer that moves values between ranks is not tried on parts")

@@ -19,8 +19,11 @@ from commlib_tensorflow.tensor._dividing import Shardings
 from commlib_tensorflow.tensor.moves import copy
 from commlib_tensorflow.tensor.streams import divide_streams
 
-_MIXING = ("attention", "convolutional", "normalization", "pooling", "preprocessing", "reshaping", "rnn")
-"""Families of Keras' layers whose outputs depend on several positions, even where they have no weights."""
+_MIXING = ("attention", "convolutional", "pooling", "reshaping", "rnn")
+"""Families of Keras' layers whose outputs depend on several positions, even where they have no weights.
+
+Others are tried on parts.
+"""
 
 
 class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: ignore[misc]  # Keras has no types

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
-from commlib.errors import UsageError
-from commlib.functional.on_parts import looks_elsewhere
+from commlib.functional.on_parts import MovesItself, are_parts, looks_elsewhere
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -26,7 +25,7 @@ from commlib_torch.tensor._guided import exchanged
 def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
     """Return the equation of a module with style Sequence that, as tried, looks at what other ranks have; else {}.
 
-    One that cannot be tried for the random numbers that it draws is said to draw.
+    One that cannot be tried, as for the random numbers that it draws, is said to draw.
     """
     if not isinstance(style, styles.Sequence):
         return {}
@@ -40,22 +39,25 @@ def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) ->
 
 
 def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool | None:
-    """Return whether a module, called with floats of one shape, makes of parts along `dim` what it does not of all."""
+    """Return whether a module makes of parts along `dim` what it does not make of all; None if nobody can tell."""
     given = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
     rank = given[0].dim() if given else 0
-    alike = all(one.is_floating_point() and one.shape == given[0].shape for one in given)
-    if not (alike and -rank <= dim < rank):
+    if not -rank <= dim < rank:
         return False
+    parts = are_parts([one.shape for one in given], dim % rank)
 
     def called(arrays: Sequence[Array]) -> list[Array]:
-        new = [back(array.copy(), one).requires_grad_() for array, one in zip(arrays, given, strict=True)]
+        new = [back(array.copy(), one) for array, one in zip(arrays, given, strict=True)]
+        learned = [
+            one.requires_grad_() for one, part in zip(new, parts, strict=True) if part and one.is_floating_point()
+        ]
         with torch.enable_grad(), replaced(moves, "moved", _refused):
             copies = {id(one): other.clone() for one, other in zip(given, new, strict=True)}  # which it may write
             found = module.forward(*exchanged(tuple(args), copies), **exchanged(dict(options), copies))
             results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
             ends = [one for one in results if one.requires_grad]
             begin = [torch.cos(3 * one.detach() + 1) for one in ends]
-            gradients = torch.autograd.grad(ends, new, begin, materialize_grads=True) if ends else ()
+            gradients = torch.autograd.grad(ends, learned, begin, materialize_grads=True) if ends and learned else ()
         return [host_array(one.detach()) for one in (*results, *gradients)]
 
     def evaluated(arrays: Sequence[Array]) -> list[Array]:
@@ -79,4 +81,4 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _refused(*args: Any, **options: Any) -> Any:
-    raise UsageError("a layer that moves values between ranks is not tried on parts")
+    raise MovesItself("a layer that moves values between ranks is not tried on parts")
