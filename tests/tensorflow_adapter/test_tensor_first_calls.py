@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import keras
 import pytest
 import tensorflow as tf
 from keras import ops
+from tensorflow import executing_eagerly
 
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
@@ -70,6 +72,13 @@ class Failing(Model):
         return super().call(x, gate, how, training)
 
 
+EAGER: Any = {
+    "eager": lambda: tf.executing_eagerly(),
+    "name": lambda: executing_eagerly(),
+    "graph": lambda: not (tf.inside_function()),
+}
+
+
 @dataclass(frozen=True)
 class Options:
     flag: bool = False
@@ -80,7 +89,7 @@ class Other(Model):
 
     def call(self, x: Any, gate: Any = None, how: Any = "", training: bool = False) -> Any:
         hidden = how(self.up(x)) if callable(how) else self.up(x)
-        wrong = how.flag if isinstance(how, Options) else how == "eager" and tf.executing_eagerly()
+        wrong = how.flag if isinstance(how, Options) else how in EAGER and EAGER[how]()
         return self.down(ops.softmax(hidden) if wrong else hidden)
 
 
@@ -90,7 +99,14 @@ def other(comm: Any) -> Any:
     return parallelize(filled(model), comm, PLAN)
 
 
+def _scaled(function: Any) -> Any:
+    return lambda hidden: function(hidden)
+
+
 OTHERS: dict[str, tuple[Any, Any]] = {
+    "closure": (_scaled(tf.nn.relu), _scaled(tf.nn.softmax)),
+    "partial": (functools.partial(ops.leaky_relu, negative_slope=0.1), functools.partial(ops.softmax, axis=-1)),
+    "traced": (tf.function(lambda hidden: hidden * 2), tf.function(lambda hidden: tf.nn.softmax(hidden))),
     "dataclass": (Options(), Options(True)),
     "function": (tf.nn.relu, lambda hidden: ops.softmax(hidden)),
 }
@@ -107,12 +123,13 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_model_that_goes_another_way_eagerly_is_told(comm: Any) -> None:
+@pytest.mark.parametrize("asks", ["eager", "name", "graph"])
+def test_a_model_that_goes_another_way_eagerly_is_told(comm: Any, asks: str) -> None:
     """The check makes a graph: what is done eagerly alone passed unseen."""
     model = other(comm)
     with warned(comm, "Other asks whether it runs eagerly at "):
-        model(X, how="eager")
-        model(X, how="eager")
+        model(X, how=asks)
+        model(X, how=asks)
 
 
 def failing(comm: Any, fails: Any) -> Any:

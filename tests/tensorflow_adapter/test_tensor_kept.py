@@ -110,6 +110,14 @@ DOORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
         lambda model, value: setattr(model.holder, "seen", iter([value])),
         lambda model: next(model.holder.seen),
     ),
+    "an attribute of a variable": (
+        lambda model, value: setattr(model.average, "aux", value),
+        lambda model: model.average.aux,
+    ),
+    "a function of TensorFlow": (
+        lambda model, value: setattr(model.holder, "seen", tf.function(lambda: value)),
+        lambda model: model.holder.seen(),
+    ),
 }
 VARIABLES: dict[str, Callable[[Any, Any], Any]] = {
     "a variable of TensorFlow": lambda model, value: model.running.assign_add(value),
@@ -147,6 +155,15 @@ def test_a_part_is_refused(comm: Any, door: str) -> None:
             with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_kept\.py"):
                 model(X, training=training)
     OUTSIDE.clear()
+
+
+def test_an_attribute_of_the_result_is_refused(comm: Any) -> None:
+    def hung(hidden: Any, found: Any) -> None:
+        found.hidden = hidden
+
+    model = parallelize(made(hung, lambda model, value: None), comm, PLAN)
+    with pytest.raises(UsageError, match="kept after a model's call"):
+        model(X)
 
 
 def test_ways_to_check(comm: Any) -> None:

@@ -21,7 +21,10 @@ WRITES = frozenset((
 ))  # fmt: skip
 """Operations that put their last input into a variable."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial, CompositeTensor, tf.Module)
+_CONTAINERS = (
+    dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial, CompositeTensor, tf.Module,
+    tf.types.experimental.PolymorphicFunction,
+)  # fmt: skip
 """What holds for somebody else, as all do that Python's own modules make."""
 _OF_PYTHON = ("builtins", "weakref", "_weakrefset", "collections", "itertools", "types", "_contextvars", "_thread")
 _LIBRARIES = ("tensorflow", "commlib", "commlib_tensorflow")
@@ -30,6 +33,8 @@ _OF_KERAS = ("keras.src.backend", "keras.src.utils", "keras.src.ops")
 """The same of Keras, whose layers and metrics are as good as a user's."""
 _OF_A_LOOK = "commlib.functional.unnoticed"
 """Who has what will be put back, and so is a user's."""
+_VALUES = (tf.Tensor, tf.Variable, keras.Variable)
+"""What users hang attributes on, whose names are public, unlike those of TensorFlow and Keras."""
 _FURTHEST = 6
 """Steps from a tensor to whoever has what holds it."""
 
@@ -109,9 +114,16 @@ class _Holders:
         if key in self._ours:
             return True
         if not _is_container(holder):
-            return not _is_users(holder)
+            return not (_is_users(holder) or (isinstance(holder, _VALUES) and _has_attribute(vars(holder), below)))
         others = self._parents.get(key, {}).keys() - below
+        if isinstance(holder, dict) and any(isinstance(self._known[one], _VALUES) for one in others):
+            return not _has_attribute(holder, below)
         return bool(others) and all(self._is_librarys(one, {*below, key}) for one in others)
+
+
+def _has_attribute(own: Mapping[Any, Any], keys: Collection[int]) -> bool:
+    """Return whether a public attribute is one of these, by ids, among an object's own."""
+    return any(id(one) in keys and not str(name).startswith("_") for name, one in own.items())
 
 
 def _is_container(holder: Any) -> bool:

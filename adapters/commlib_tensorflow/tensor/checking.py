@@ -101,7 +101,7 @@ class Traced:
             line, self._eager = self._eager[0], []
             warnings.warn(
                 f"plan: {type(self._model).__name__} asks whether it runs eagerly at {line}, and its plan is checked "
-                "in a graph: give verify=, which compares numbers, or let it go one way",
+                "in a graph, with verify= and example=, too: let it go one way, or call it in a graph, as fit does",
                 stacklevel=3,
             )
         if self._hidden:
