@@ -578,6 +578,8 @@ class Recorder(TorchFunctionMode):
 
     def _shape_asked(self, seen: Seen, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
         """Note that the shape of a divided weight is asked for outside of its layer; return what is seen of it."""
+        if runs_within(_OURS, (*_TORCH, __file__)):  # a layer of ours that looks at its own weights
+            return result
         if (asked := (seen.layer, _line())) not in self._shapes_asked:
             self._shapes_asked.add(asked)
             self._recording.add(seen.layer, "shape", (), (), text="the shape of its weight", place=asked[1])
