@@ -42,8 +42,9 @@ def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) 
     codec: how floats travel between ranks that share no memory, of a fixed length.
     """
     left = axis.exchanges
-    if left is not None and any(comm.group.failure is not None for comm in left.comms() if axis.size > 1):
-        leave(axis, "a rank has left")  # on all, so that all exchanges between them are known to be of no use
+    failures = [comm.group.failure for comm in left.comms()] if left is not None and axis.size > 1 else []
+    if failure := next(filter(None, failures), None):
+        leave(axis, f"{failure}")  # on all, so that all exchanges between them are known to be of no use
         axis.exchanges = None
     ways = _ways(axis)
     key = placement, "" if codec is None else codec.name
