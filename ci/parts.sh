@@ -6,7 +6,7 @@
 # A part may take long, but not fall silent: it is ended when it has printed nothing for 5 minutes (SILENCE=seconds).
 
 silence=${SILENCE:-300} # seconds: more than any one test may take
-longest=3600            # seconds of one part, though it goes on printing
+longest=7200            # seconds of one part, though it goes on printing
 
 names=()
 commands=()

@@ -64,27 +64,13 @@ def test_every_block_says_whether_a_test_runs_it() -> None:
     assert len(RUN) > 3
 
 
-# The same commands as the tour's, and more of them. The tour's train.py is README's program of arrays in the usual run:
-# PyTorch takes longer to start than all the rest, and tests/launch/test_readme.py starts it.
-LONG = ("docs/pages/quickstart.md", "docs/pages/bench.md", "docs/pages/timeline.md")
+# Each starts a dozen jobs, a minute or two in all; other tests run the same commands.
+LONG = tuple(f"docs/pages/{name}.md" for name in ("quickstart", "tour", "bench", "timeline"))
 
 
-TOUR = "docs/pages/tour.md"
-
-
-def test_the_tour_runs_on_arrays(tmp_path: Path, launch_environment: dict[str, str]) -> None:
-    run_page(TOUR, {**PROGRAMS, "train.py": PROGRAMS["mean.py"]}, tmp_path, launch_environment)
-
-
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.long) if page in (*LONG, TOUR) else page for page in RUN]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page for page in RUN])
 def test_commands_run(page: str, tmp_path: Path, launch_environment: dict[str, str]) -> None:
-    run_page(page, PROGRAMS, tmp_path, launch_environment)
-
-
-def run_page(page: str, programs: dict[str, str], tmp_path: Path, launch_environment: dict[str, str]) -> None:
-    for name, program in programs.items():
+    for name, program in PROGRAMS.items():
         (tmp_path / name).write_text(program)
     environment = {
         **launch_environment,

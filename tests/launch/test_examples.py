@@ -24,7 +24,7 @@ def test_they_are_all_here():
 # of the adapters, too.
 LONG = (
     *("horovod_keras.py", "horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py"),
-    *("moe_torch.py", "moe_keras.py", "hugging_face_torch.py"),
+    *("moe_torch.py", "moe_keras.py", "hugging_face_torch.py", "gpt_torch.py", "pipeline_torch.py"),
 )
 
 

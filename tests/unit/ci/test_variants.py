@@ -1,0 +1,15 @@
+"""Which variants of a test the usual run takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.variants import spread
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "places"),
+    [(1, 4, [0]), (4, 4, [0, 1, 2, 3]), (5, 2, [0, 4]), (9, 3, [0, 4, 8]), (100, 4, [0, 33, 66, 99]), (3, 1, [0])],
+)
+def test_some_are_spread_evenly(count: int, most: int, places: list[int]) -> None:
+    assert spread(count, most) == places
