@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,6 +20,11 @@ _SLACK = 20
 
 class MovesItself(UsageError):
     """A layer that moves values between ranks knows of the other parts: nothing is tried."""
+
+
+def refuse_move(*args: Any, **options: Any) -> NoReturn:
+    """Stand for an adapter's `moved` while a layer is tried: the other ranks do not take part."""
+    raise MovesItself("a layer that moves values between ranks is not tried on parts")
 
 
 def are_parts(shapes: Sequence[Sequence[int]], dim: int) -> list[bool]:

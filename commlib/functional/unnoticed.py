@@ -162,21 +162,25 @@ def _slots(value: Any) -> Held:
     slots = [
         one for kind in type(value).__mro__ for one in vars(kind).values() if isinstance(one, MemberDescriptorType)
     ]
-    before = [(slot, slot.__get__(value)) for slot in slots if _is_set(slot, value)]
+    before = [(slot, _in_slot(slot, value)) for slot in slots]
 
     def restore() -> None:
         for slot, held in before:
-            slot.__set__(value, held)
+            if _in_slot(slot, value) is held:
+                continue
+            if held is _EMPTY:
+                slot.__delete__(value)
+            else:
+                slot.__set__(value, held)
 
-    return Held(restore if before else None, [held for _, held in before])
+    return Held(restore, [held for _, held in before])
 
 
-def _is_set(slot: MemberDescriptorType, value: Any) -> bool:
+def _in_slot(slot: MemberDescriptorType, value: Any) -> Any:
     try:
-        slot.__get__(value)
-    except AttributeError:
-        return False
-    return True
+        return slot.__get__(value)
+    except AttributeError:  # nothing is in it
+        return _EMPTY
 
 
 def _class(kind: Any) -> Held:

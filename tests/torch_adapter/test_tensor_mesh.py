@@ -104,6 +104,18 @@ def test_replicas(comm: Any, again: bool | None) -> None:
     close(gather_state_dict(divided), whole.state_dict())
 
 
+def trained(pipe: Any, steps: int) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """Train stages as `alone` does, by two batches for each step; return the optimizer and the losses."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses += [pipe.step(*batch(4, 2 * step + part)) for part in range(2)]
+        pipe.clip_grad_norm(0.1)
+        optimizer.step()
+    return optimizer, losses
+
+
 @pytest.mark.ranks(min=4, max=4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
 @pytest.mark.parametrize("traced", [False, True])
@@ -113,13 +125,7 @@ def test_stages(comm: Any, schedule: str, traced: bool) -> None:
     pipe = pipeline(
         _Traced(divided) if traced else divided, mesh["pp"], schedule=schedule, microbatches=2, loss=F.mse_loss
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        losses += [pipe.step(*batch(4, 2 * step + part)) for part in range(2)]
-        pipe.clip_grad_norm(0.1)
-        optimizer.step()
+    optimizer, losses = trained(pipe, 3)
     whole, expected = alone(3)
     close(losses, expected)
     found = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
@@ -144,13 +150,7 @@ def test_stages_that_keep_products(comm: Any) -> None:
     pipe = pipeline(
         parallelize(model(), mesh["tp"], PLAN), mesh["pp"], microbatches=2, loss=F.mse_loss, checkpoint="selective"
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
-    losses = []
-    for step in range(2):
-        optimizer.zero_grad()
-        losses += [pipe.step(*batch(4, 2 * step + part)) for part in range(2)]
-        pipe.clip_grad_norm(0.1)
-        optimizer.step()
+    _, losses = trained(pipe, 2)
     whole, expected = alone(2)
     close(losses, expected)
     close({name.removeprefix("layers."): one for name, one in pipe.gather_state_dict().items()}, whole.state_dict())

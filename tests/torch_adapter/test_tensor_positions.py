@@ -136,15 +136,27 @@ class Weighted(nn.Module):
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.own, self.up, self.down = Applied2(function), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.own, self.up, self.down = Beside(function), nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: Tensor, mask: Tensor) -> Any:
         return self.down(self.up(self.own(x, mask)))
 
 
-class Applied2(Applied):
-    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-        return self.function(x, mask)
+class Beside(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        return self.function(x, mask.double().view(2, -1, 1))
+
+
+def weighted(x: Tensor, weights: Tensor) -> Tensor:
+    return x * weights
+
+
+def shared_out(x: Tensor, weights: Tensor) -> Tensor:
+    return x * weights / weights.sum(1, keepdim=True)
 
 
 @pytest.mark.ranks(min=2, max=3)
@@ -153,15 +165,10 @@ def test_several_inputs(tp: Any, mask: str) -> None:
     """Nothing was tried unless all had one shape and were floats."""
     x = rows(2 * tp.size).chunk(tp.size, 1)[tp.rank]
     beside = x[..., :1].abs() if mask == "weights" else x[..., 0] > 0
-    for is_right in (True, False):
-        total = (lambda m: 1) if is_right else (lambda m: m.sum(1, keepdim=True))
-        function = lambda x, m: x * (m.double().view(2, -1, 1) / total(m.double().view(2, -1, 1)))  # noqa: B023, E731
-        model = parallelize(Weighted(function).double(), tp, PLAN)
-        if is_right:
-            model(x, beside)
-            continue
-        with pytest.raises(UsageError, match=r"own .*would see a part of"):
-            model(x, beside)
+    parallelize(Weighted(weighted).double(), tp, PLAN)(x, beside)
+    model = parallelize(Weighted(shared_out).double(), tp, PLAN)
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        model(x, beside)
 
 
 @pytest.mark.ranks(min=2, max=3)

@@ -114,7 +114,7 @@ class _Holders:
         if key in self._ours:
             return True
         if not _is_container(holder):
-            return not (_is_users(holder) or (isinstance(holder, _VALUES) and _has_attribute(vars(holder), below)))
+            return not (_is_users(holder) or (isinstance(holder, _VALUES) and _has_attribute(holder.__dict__, below)))
         others = self._parents.get(key, {}).keys() - below
         if isinstance(holder, dict) and any(isinstance(self._known[one], _VALUES) for one in others):
             return not _has_attribute(holder, below)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import MovesItself, looks_elsewhere
+from commlib.functional.on_parts import looks_elsewhere, refuse_move
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -61,10 +61,6 @@ def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training:
 
     random = np.random.default_rng(0)
     arrays = [(random.normal(size=one.shape) + 0.5).astype(one.dtype.as_numpy_dtype) for one in given]
-    with unnoticed(layer), tf.init_scope(), keras.StatelessScope(), replaced(moves, "moved", _refused):
+    with unnoticed(layer), tf.init_scope(), keras.StatelessScope(), replaced(moves, "moved", refuse_move):
         calls = [functools.partial(called, mode) for mode in dict.fromkeys((training, False))]
         return looks_elsewhere(calls, arrays, dim % rank)
-
-
-def _refused(*args: Any, **options: Any) -> Any:
-    raise MovesItself("a layer that moves values between ranks is not tried on parts")

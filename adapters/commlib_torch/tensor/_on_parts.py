@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import MovesItself, are_parts, looks_elsewhere
+from commlib.functional.on_parts import are_parts, looks_elsewhere, refuse_move
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -51,7 +51,7 @@ def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bo
         learned = [
             one.requires_grad_() for one, part in zip(new, parts, strict=True) if part and one.is_floating_point()
         ]
-        with torch.enable_grad(), replaced(moves, "moved", _refused):
+        with torch.enable_grad(), replaced(moves, "moved", refuse_move):
             copies = {id(one): other.clone() for one, other in zip(given, new, strict=True)}  # which it may write
             found = module.forward(*exchanged(tuple(args), copies), **exchanged(dict(options), copies))
             results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
@@ -78,7 +78,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for one in trained:
             one.training = True
-
-
-def _refused(*args: Any, **options: Any) -> Any:
-    raise MovesItself("a layer that moves values between ranks is not tried on parts")

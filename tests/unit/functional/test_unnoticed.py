@@ -87,6 +87,7 @@ class Table(dict[str, Any]):
 
 class Slotted:
     __slots__ = ("count", "list", "unset")
+    unset: int
 
     def __init__(self) -> None:
         self.count, self.list = 0, [1]
@@ -108,6 +109,7 @@ class Elsewhere:
         self.table["a"]
         self.slotted.count += 1
         self.slotted.list.append(2)
+        self.slotted.unset = 1
         self.bytes += b"c"
         named()
         self.again()
@@ -119,7 +121,7 @@ class Elsewhere:
         first_named.extend(one for one in [*first_named, 1])
 
     def seen(self) -> str:
-        slots = self.slotted.count, self.slotted.list
+        slots = self.slotted.count, self.slotted.list, hasattr(self.slotted, "unset")
         kept = self.made, self.log, self.table.misses, slots, self.bytes
         return f"{kept} {vars(named)} {named.__defaults__} {first_named} {_first}"
 
