@@ -37,6 +37,8 @@ except ImportError:  # it is not public
 
 NODES = "commlib"
 """The name scope of nodes that call the host for this package."""
+_NUMBERS = "_commlib_numbers"
+"""Where a graph counts the operations of layers in it, by their names."""
 
 Host = Callable[..., Sequence[Array]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -221,6 +223,24 @@ def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_na
         return str(graph.unique_name(f"Horovod{verb}_{source}" if source else f"Horovod{verb}"))
     scope = "" if ignore_name_scope else graph.get_name_scope()
     return f"{scope}/{name}" if scope else name
+
+
+def layer_name(verb: str) -> str | None:
+    """Return the name under which an operation of a layer meets those of the other ranks; None in eager mode.
+
+    By the layers around it, without the numbers in their names, which Keras counts on each rank for itself, and by the
+    number of such operations before it in the function that is being traced.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    around = re.sub(r"(_\d+)+(?=/|$)", "", graph.get_name_scope())
+    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
+        graph = graph.outer_graph
+    name = f"{around}/Horovod{verb}" if around else f"Horovod{verb}"
+    before = getattr(graph, _NUMBERS, ())
+    setattr(graph, _NUMBERS, (*before, name))
+    return f"{name}_{before.count(name)}"
 
 
 def gradient_name(name: str | None) -> str | None:

@@ -16,8 +16,8 @@ from commlib_tensorflow._graph import (
     Spec,
     call,
     gradient_name,
+    layer_name,
     no_autograph,
-    operation_name,
     refuse_vectorized,
     result_empty,
 )
@@ -75,7 +75,7 @@ def _moments_of_all(
     """Return mean and variance per channel, over `axes` and all ranks, of what has weight 1 rather than 0."""
     refuse_vectorized()
     channels = tf.TensorShape([size for axis, size in enumerate(inputs.shape) if axis not in axes])
-    name = operation_name("SyncBatchNorm", None)
+    name = layer_name("SyncBatchNorm")
 
     def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
         count = tf.reduce_sum(weights, axes)

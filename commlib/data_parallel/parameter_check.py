@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,21 +22,44 @@ class Gathers(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
 
-def check_agreement(comm: Gathers, what: str, lines: Sequence[str], *, remedy: str = "") -> None:
-    """Compare `lines` with those of the other ranks. Collective.
+def check_agreement(
+    comm: Gathers, what: str, lines: Sequence[str], *, counted: Sequence[str] = (), remedy: str = ""
+) -> None:
+    """Compare `lines` with those of the other ranks, and `counted` behind them. Collective.
 
-    Only a digest travels while all is well. Raises MismatchError on every rank, with the first line that differs, and
+    counted: lines with names that a framework may count from other numbers on other ranks: see `from_first`. Only a
+    digest travels while all is well. Raises MismatchError on every rank, with the first line that differs, and
     the `remedy` where some ranks have a line and others have not.
     """
     if comm.size == 1:
         return
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = [*lines, *counted]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
-    everyone: list[tuple[int, list[str]]] = comm.all_gather_object((comm.rank, list(lines)))
-    difference, is_lacking = _first_difference(everyone)
+    everyone: list[tuple[int, list[str], int]] = comm.all_gather_object((comm.rank, mine, len(lines)))
+    if all(same == everyone[0][2] for _, _, same in everyone):
+        alike = [[*own[:same], *from_first(own[same:])] for _, own, same in everyone]
+        if all(own == alike[0] for own in alike):
+            return
+    difference, is_lacking = _first_difference([(rank, own) for rank, own, _ in everyone])
     after = f": {remedy}" if remedy and is_lacking else ""
     raise MismatchError(f"{what}: {difference} (this is rank {comm.rank} of {comm.size}){after}")
+
+
+def from_first(lines: Sequence[str]) -> list[str]:
+    """Return lines in which names are counted from the first of each kind: dense_7/kernel as dense_0/kernel.
+
+    Keras counts the layers that a process has made, and one that has made others before begins with another number.
+    What differs in their order, or in how many there are between two, differs still.
+    """
+    first = dict[str, int]()
+
+    def counted(found: re.Match[str]) -> str:
+        number = int(found[2] or 0)
+        return f"{found[1]}_{number - first.setdefault(found[1], number)}"
+
+    return [re.sub(r"\b([A-Za-z]\w*?)(?:_(\d+))?(?!\w)", counted, line) for line in lines]
 
 
 def check_missing(

@@ -64,11 +64,11 @@ class GradientReducer:
         options = self.options
         self.gradients, self._values = tuple(gradients), values
         self.groups = tuple(tuple(group) for group in groups)
-        lines = [
+        named = [
             f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
         ]
-        lines = [wrapper, *options.lines(), f"groups={self.groups}", *lines]
-        check_agreement(ranks, what, lines, remedy=_REMEDY)
+        lines = [wrapper, *options.lines(), f"groups={self.groups}"]
+        check_agreement(ranks, what, lines, counted=named, remedy=_REMEDY)
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.mesh_groups import Mesh
 from commlib.tensor.sharding import Nested, Scattered, Sharding
+
+_T = TypeVar("_T")
 
 _NOT_DATA = ("tp", "pp")
 """Axes of a mesh along which ranks have the same tokens, or other layers."""
@@ -71,10 +73,12 @@ class ExpertRanks:
             Agreement(self.tensor.comm, kind, name).settle("made", options)
         return Agreement(self.axis.comm, kind, name)
 
-    def first(self, seed: int) -> int:
-        """Return the seed that the first rank gives, on all that train together or divide an expert. Collective."""
-        found = self.data.all_gather_object(seed)[0]
-        return int(found if self.tensor is None else self.tensor.comm.all_gather_object(found)[0])
+    def first(self, given: _T) -> _T:
+        """Return what the first rank gives, on all that train together or divide an expert. Collective."""
+        found: _T = self.data.all_gather_object(given)[0]
+        if self.tensor is not None:
+            found = self.tensor.comm.all_gather_object(found)[0]
+        return found
 
     @classmethod
     def _found(cls, ranks: Mesh | Communicator, parts: int, empty: Empty) -> ExpertRanks:

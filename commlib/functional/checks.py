@@ -179,6 +179,8 @@ class Checks:
 
     def _compare_divided(self) -> None:
         local, error = self._model.attempt(self._call, self._styles)
+        if error is not None and _is_of_group(error):  # others failed before this layer, and say so: all know by now
+            raise error
         together(self._axis.comm, lambda: self._compared(local, error))
         whole, self._run = self._run, None
         if whole is not None:

@@ -37,8 +37,8 @@ class Step:
 
     layer: its name; "" for an operation between layers. text: what it is, such as "Linear", or "softmax in blocks.0".
     dim: along which is split or joined. dims: those of a product's features, before and after, or of the features that
-    each have weights of their own in an equation. size: what a layer has
-    in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
+    each have weights of their own in an equation. size: what a layer has in the whole: (inputs, outputs) of a product,
+    (words, features) of a table, (heads, heads) of attention, (groups, features) of a norm of groups. weights: an
     equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
     that a reshape, an expansion or a constant was asked for, -1 included, or the lengths of pieces, if numbers were
     given: `lengths` where these are known; of a piece where it begins and ends, as a slice says that. place: the line

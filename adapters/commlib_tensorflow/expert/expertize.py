@@ -192,22 +192,35 @@ def _lines(name: str, layer: Any, experts: Experts) -> list[str]:
     """Return what all ranks must have in an MLP, its configuration without names, and say of its experts."""
     found = lines_of(name, options_of(experts))
     if experts.hidden is None:
-        found += _settings(f"{name}: {type(layer).__name__}", layer.get_config())
+        config = layer.get_config()
+        places = {called: f"layer {place}" for place, called in enumerate(dict.fromkeys(_names(config)))}
+        found += _settings(f"{name}: {type(layer).__name__}", config, places)
     if experts.copy:
         digests = [hashlib.sha256(values.tobytes()).hexdigest()[:16] for values in layer.get_weights()]
         found += [f"values of weight {number} of {name}: {digest}" for number, digest in enumerate(digests)]
     return found
 
 
-def _settings(name: str, config: Any) -> list[str]:
-    """Return each setting of a configuration without names, by where it stands."""
+def _names(config: Any) -> Iterator[str]:
+    """Yield the names of layers in a configuration, of which Keras counts some from other numbers on other ranks."""
+    inner = config.values() if isinstance(config, dict) else config if isinstance(config, list | tuple) else ()
+    if isinstance(config, dict) and isinstance(config.get("name"), str):
+        yield config["name"]
+    for one in inner:
+        yield from _names(one)
+
+
+def _settings(name: str, config: Any, places: Mapping[str, str]) -> list[str]:
+    """Return each setting of a configuration without names, by where it stands; layers are told by place."""
     if isinstance(config, dict):
         pairs = [(str(key), config[key]) for key in sorted(config) if key not in ("name", "build_config")]
     elif isinstance(config, list | tuple):
         pairs = [(str(number), value) for number, value in enumerate(config)]
     else:
-        return [f"{name}={said(config)}"]
-    return [f"{name}: {len(pairs)} settings", *(line for key, one in pairs for line in _settings(f"{name}.{key}", one))]
+        value = places[config] if isinstance(config, str) and config in places else said(config)
+        return [f"{name}={value}"]
+    inner = [line for key, one in pairs for line in _settings(f"{name}.{key}", one, places)]
+    return [f"{name}: {len(pairs)} settings", *inner]
 
 
 def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
@@ -222,7 +235,7 @@ def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
             return made
 
     found = MoE(experts, ranks, expert=make, name=layer.name, dtype=_policy(layer))
-    found.mixture.name = layer.path or layer.name
+    found.mixture.name = found.ranks.first(layer.path or layer.name)  # Keras counts on each rank for itself
     found.build((None, width_of(layer.name, layer)))
     for variable in found.variables:
         variable._path = f"{layer.path or layer.name}/{variable.name}"

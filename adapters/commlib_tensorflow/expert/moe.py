@@ -62,7 +62,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         given = {**options_of(experts), "expert": expert and "a layer of its own", "dtype": self.dtype_policy.name}
         self._agreement = self.ranks.agree("MoE", "", given)  # Keras' names count what a process has made before
         self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
-        self.mixture = Mixture(self.name, experts, self.ranks)
+        name = self.name if kwargs.get("name") else self.ranks.first(self.name)
+        self.mixture = Mixture(name, experts, self.ranks)
         self.supports_masking, self.supports_jit = True, False
         self._seed = self.ranks.first(random.randint(1, 10**9))
         own = fold(self._seed, self.ranks.data.rank) >> 33  # others on ranks with other tokens

@@ -67,7 +67,8 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
         case nn.LayerNorm() | nn.RMSNorm():
             return _equation(equations.along(shape, every[-len(module.normalized_shape) :]), module)
         case nn.GroupNorm():
-            return _of_features(equations.along(shape, every[2:]), module)
+            groups = {"size": (module.num_groups, module.num_channels)}
+            return _of_features(equations.along(shape, every[2:]), module) | groups
         case _BatchNorm():
             return _of_features(equations.along(shape, (*every[:1], *every[2:])), module)
         case nn.InstanceNorm1d() | nn.InstanceNorm2d() | nn.InstanceNorm3d():

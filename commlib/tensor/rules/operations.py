@@ -171,6 +171,9 @@ def equation(following: Following, step: Step) -> State:
     if of_features and divided.unit > 1 and divided.units % following.size:
         came = f"its input is {divided} in {divided.units} units for {following.size} ranks, so not evenly"
         raise PlanError(step, "features", came, f"give {divided.by} no units, or leave this whole", divided)
+    if of_features and step.size[0] % following.size:
+        came = f"its input is {divided} among {following.size} ranks, and has {step.size[0]} groups, which stay whole"
+        raise PlanError(step, "features", came, f"leave {divided.by} whole, or use other numbers of ranks", divided)
     if step.draws and not isinstance(style, Sequence):
         came = f"its input is {divided}, and it would draw the same on all"
         raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)

@@ -3,6 +3,7 @@
 import pytest
 
 from commlib.data_parallel import check_agreement
+from commlib.data_parallel.parameter_check import from_first
 from commlib.errors import MismatchError
 
 from .fake import FakeComm, FakeWorld
@@ -29,3 +30,28 @@ def test_every_rank_hears_of_the_first_difference(odd: list[str], message: str) 
             check_agreement(comm, "parameters", odd if comm.rank == 2 else ["w (2, 3)", "b (3,)"])
 
     FakeWorld(3).run(rank)
+
+
+_UNNUMBERED, _NUMBERED = ["dense/bias", "dense_1/bias"], ["dense_4/bias", "dense_5/bias"]
+
+
+def test_names_may_be_counted_from_other_numbers() -> None:
+    """As Keras does on a rank that has made other layers before; but they are in the same order, and as far apart."""
+
+    def names(first: int, *apart: int) -> list[str]:
+        return [f"sequential/dense_{first + number}/kernel: float32[2]" for number in apart]
+
+    def rank(comm: FakeComm) -> None:
+        check_agreement(comm, "parameters", ["mean"], counted=names(3 * comm.rank, 0, 1))
+        check_agreement(comm, "parameters", [], counted=_UNNUMBERED if comm.rank else _NUMBERED)
+        for other in (names(9, 0, 2), names(9, 1, 0), names(9, 0), names(9, 0, 1, 2)):
+            with pytest.raises(MismatchError):
+                check_agreement(comm, "parameters", [], counted=other if comm.rank else names(0, 0, 1))
+        with pytest.raises(MismatchError, match="'block_1' on rank 0 but 'block_2' on rank 1"):
+            check_agreement(comm, "parameters", [f"block_{comm.rank + 1}"])
+
+    FakeWorld(2).run(rank)
+
+
+def test_each_kind_of_name_is_counted_from_its_first() -> None:
+    assert from_first(["a_7/w_1: float32[3]", "b/w_2", "a_9"]) == ["a_0/w_0: float32_0[3]", "b_0/w_1", "a_2"]

@@ -146,7 +146,7 @@ def test_work_orders_the_callers_stream_or_blocks(gpu, slowly):
 
 
 def test_nothing_grows(gpu):
-    """Whatever is made for a call is given back; 10,000 calls are in the full run."""
+    """Whatever is made for a call is given back; some thousands of calls are in the full run."""
 
     def used(x):
         gpu.fetch(x)
