@@ -85,6 +85,7 @@ def skipping() -> Any:
     return filled(keras.Model([words, weights], keras.layers.Dense(3, name="head")(z)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "split"),
     [
@@ -137,6 +138,7 @@ def stateful() -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
@@ -273,6 +275,7 @@ def test_arrays_are_shuffled_alike_everywhere(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 def test_several_outputs(comm: Any) -> None:
     def two() -> Any:
         x = keras.Input((WIDTH,), name="x")
@@ -304,6 +307,7 @@ def test_several_outputs(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 def test_datasets_weights_of_classes_and_checkpoints(comm: Any, tmp_path: Any) -> None:
     """Callbacks that save call all ranks together, and what they write is the whole model."""
 
@@ -369,6 +373,7 @@ def with_statistics(seed: int = 0) -> Any:
     return filled(keras.Model(x, keras.layers.BatchNormalization(name="norm")(value)), seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
     """Half of the digits come through as they are; int8 rounds what travels."""

@@ -76,6 +76,7 @@ def test_a_model_whose_layers_add_all_losses(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 def test_a_mean_over_what_is_not_masked(comm: Any) -> None:
     """It was refused in the first batch, where the last stage is; other ranks were told that a peer was gone."""
 
@@ -128,6 +129,7 @@ def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_training", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     """A sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
@@ -139,6 +141,7 @@ def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     assert_is_that_of_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("both", marks=pytest.mark.long), "positive"])
 def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
     pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
@@ -192,6 +195,7 @@ def test_what_compile_is_given(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["layer", "weight"])
 def test_what_is_frozen_without_compile(comm: Any, what: str) -> None:
     """One process goes on with what it has compiled, a pipeline took some of it in: weights were other ones."""
@@ -257,6 +261,7 @@ AFTER_THE_CUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "what",
     [
@@ -313,6 +318,7 @@ def test_x_of_other_rows_where_the_first_stage_has_no_y(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 def test_a_clipped_optimizer_of_several(comm: Any) -> None:
     """It clipped by the norm of this rank's gradients."""
     several = keras.optimizers.MultiOptimizer(
@@ -325,6 +331,7 @@ def test_a_clipped_optimizer_of_several(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 def test_metrics_of_several_numbers(comm: Any) -> None:
     """They were no number, and the last stage's rank gave up."""
     whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
@@ -341,6 +348,7 @@ def test_metrics_of_several_numbers(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.long), "mixed_bfloat16"])
 def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> None:
     """Its rounding was taken for a fault of the cut: that of the loss, which is a number of Python then."""

@@ -81,6 +81,7 @@ def test_classes_that_are_ignored(comm: Any, name: str) -> None:
     assert_is_that_of_one_process(comm, words, loss, *ignored(14))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zb_h1"])
 def test_what_weigh_says(comm: Any, schedule: str) -> None:
     """It sees inputs and sample weights, too; a microbatch without terms counts nothing, even if it is 0/0."""
@@ -165,6 +166,7 @@ def test_other_functions_are_looked_at(comm: Any, loss: Any, remedy: str) -> Non
         assert_is_that_of_one_process(comm, lambda: layers(4), summed, *batch(13), weigh="sum")
 
 
+@pytest.mark.long
 def test_outputs_that_count_differently(comm: Any) -> None:
     def make() -> Any:
         x = keras.Input((WIDTH,))

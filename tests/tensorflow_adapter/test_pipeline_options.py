@@ -85,6 +85,7 @@ def products() -> Any:
     return filled(keras.Model(image, keras.layers.Dense(2, activation="softplus", name="d")(x)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "eager"),
     [
@@ -122,6 +123,7 @@ def normalized() -> Any:
     return filled(keras.Sequential([keras.Input((WIDTH,)), *first, *rest, second]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
@@ -273,6 +275,7 @@ def test_what_a_unit_keeps() -> None:
 # codec=, by stages
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_a_codec_for_each_direction(comm: Any) -> None:
     x, y = batch(8)
@@ -305,6 +308,7 @@ class Counting(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no type
         return super().update_step(*arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 def test_updates_are_compiled(comm: Any, eager: bool) -> None:
     alone = Alone(layers(4), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -327,6 +331,7 @@ def test_updates_are_compiled(comm: Any, eager: bool) -> None:
 # clip_grad_norm
 
 
+@pytest.mark.long
 def test_norms_that_clip(comm: Any) -> None:
     """Only the 2-norm was there, and a norm that is NaN went on."""
     whole, pipe = Alone(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")

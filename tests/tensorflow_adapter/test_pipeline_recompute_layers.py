@@ -97,6 +97,7 @@ class Counts(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x * tf.ensure_shape(tf.numpy_function(count, [x], x.dtype), x.shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 def test_only_what_is_named_computes_again(comm: Any, eager: bool) -> None:
     """Nothing does in evaluate, nor what has another name."""
@@ -139,6 +140,7 @@ def texts() -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["float64", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
     """What Keras knows within a layer's call, it knows when that is called again."""

@@ -133,6 +133,7 @@ def averaging() -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [pytest.param(averaging, marks=pytest.mark.long), several])
 def test_training_goes_on_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
     """Averages met the weights of other stages, a second save failed, and what is within a MultiOptimizer was lost."""
@@ -185,6 +186,7 @@ def test_an_optimizer_of_other_weights_or_without_a_configuration(comm: Any, tmp
     pipe.close()
 
 
+@pytest.mark.long
 def test_what_is_frozen_later_is_frozen_in_the_file(comm: Any, tmp_path: Any) -> None:
     path = f"{comm.broadcast_object(str(tmp_path), 0)}/frozen.keras"
     model = layers(4)

@@ -86,6 +86,7 @@ def freeze(model: Any) -> None:
     model.get_layer("attention").trainable = False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "later"),
     [

@@ -217,6 +217,7 @@ def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
         model(X, gate=tf.ones((3, 1), tf.int32))
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_right_calls_of_other_kinds(comm: Any) -> None:
     plain, model = made(comm)
@@ -247,6 +248,7 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
     assert len(looks) == 6
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
     _, model = made(comm)

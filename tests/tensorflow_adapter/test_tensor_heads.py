@@ -132,6 +132,7 @@ def test_grouped_attention(comm: Any, clip: Any, few: int) -> None:
     assert attention.get_config()["num_key_value_heads"] == few
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", ["dense", "einsum", "fused"])
 @pytest.mark.parametrize("clip", CLIPS, ids=["plain", "each", "global"])
@@ -186,6 +187,7 @@ class Repeated(keras.layers.Layer):  # type: ignore[misc]
         return self.o(ops.reshape(mixed, (rows, TOKENS, -1)))
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("way", "few"), [("pick", True), ("tile", True), ("repeat", False), ("expand", False)])
@@ -201,6 +203,7 @@ def test_auto_sees_how_heads_are_repeated(comm: Any, way: str, few: bool, fixed:
     assert own.get_layer("a").q.kernel.shape[1] == HEADS * SIZE // comm.size
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_tiled_heads_lie_in_another_order(comm: Any) -> None:
     """Of several that are tiled, one after another comes again: a rank's are no neighbours."""
@@ -216,6 +219,7 @@ def total(weight: Any) -> Any:
     return 0.1 * ops.square(ops.sum(weight))
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("regularizer", ["l2", total], ids=["a sum", "none"])
 @pytest.mark.parametrize("way", ["dense", "fused"])
@@ -230,6 +234,7 @@ def test_regularizers_count_them_once(comm: Any, way: str, regularizer: Any) -> 
         near(got, expected, 1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_activity_counts_them_once(comm: Any) -> None:
     """Each rank added the outputs of a shared head to the loss."""
@@ -240,6 +245,7 @@ def test_activity_counts_them_once(comm: Any) -> None:
         parallelize(model, comm, {"d": Column(parts=(10, 2), units=(10, 1), gather=True)})
 
 
+@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_gathered_and_given_lora(comm: Any) -> None:
     """What is put together again has each head once; LoRA's other factor is whole, and sees all ranks."""

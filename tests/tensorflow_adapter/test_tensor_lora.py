@@ -108,6 +108,7 @@ class Tuned(keras.layers.Layer):  # type: ignore[misc]
         self.b.kernel.assign(keras.ops.zeros_like(self.b.kernel))
 
 
+@pytest.mark.long
 def test_auto_divides_ones_own_lora_as_its_layers(comm: Any) -> None:
     """Its factors were divided by its rank beside whole layers: merging added a part's product to them in silence."""
 
