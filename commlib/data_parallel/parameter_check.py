@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -27,9 +28,10 @@ def check_agreement(
 ) -> None:
     """Compare `lines` with those of the other ranks, and `counted` behind them. Collective.
 
-    counted: lines with names that a framework may count from other numbers on other ranks: see `from_first`. Only a
-    digest travels while all is well. Raises MismatchError on every rank, with the first line that differs, and
-    the `remedy` where some ranks have a line and others have not.
+    counted: lines with names that a framework may count from other numbers on other ranks: see `from_first`. Those that
+    differ in that alone are taken for the same, which the first rank warns of: names do not tell whether ranks mean the
+    same ones. Only a digest travels while all is well. Raises MismatchError on every rank, with the first line that
+    differs, and the `remedy` where some ranks have a line and others have not.
     """
     if comm.size == 1:
         return
@@ -38,11 +40,16 @@ def check_agreement(
     if len(set(comm.all_gather_object(digest))) == 1:
         return
     everyone: list[tuple[int, list[str], int]] = comm.all_gather_object((comm.rank, mine, len(lines)))
-    if all(same == everyone[0][2] for _, _, same in everyone):
-        alike = [[*own[:same], *from_first(own[same:])] for _, own, same in everyone]
-        if all(own == alike[0] for own in alike):
-            return
     difference, is_lacking = _first_difference([(rank, own) for rank, own, _ in everyone])
+    alike = [(same, own[:same], from_first(own[same:])) for _, own, same in everyone]
+    if all(one == alike[0] for one in alike):
+        if comm.rank == everyone[0][0]:
+            warnings.warn(
+                f"{what}: {difference}: taken for the same, as where a rank has made other layers before, so that they "
+                "count from another number. If ranks mean different ones, as where each freezes others, name them",
+                stacklevel=2,
+            )
+        return
     after = f": {remedy}" if remedy and is_lacking else ""
     raise MismatchError(f"{what}: {difference} (this is rank {comm.rank} of {comm.size}){after}")
 

@@ -42,8 +42,9 @@ class GradientReducer:
 
     `values` are where the framework has them. `groups` are numbers of gradients that share a bucket, `sparse` of those
     known to be sparse, `order` of all as they become ready, if that is known; `threads` train on this rank. `what` is
-    what errors call them, `wrapper` what users made of them. Raises MismatchError on every rank if ranks
-    hold different ones, UsageError for caps of buckets that make no sense.
+    what errors call them, `wrapper` what users made of them; `counted`: their names may be counted from other numbers
+    on other ranks. Raises MismatchError on every rank if ranks hold different ones, UsageError for caps of buckets
+    that make no sense.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GradientReducer:
         threads: int = 1,
         what: str = "data-parallel parameters",
         wrapper: str = "",
+        counted: bool = False,
     ) -> None:
         self.ranks, self.options = ranks, options.for_ranks_of(ranks)
         options = self.options
@@ -68,7 +70,8 @@ class GradientReducer:
             f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
         ]
         lines = [wrapper, *options.lines(), f"groups={self.groups}"]
-        check_agreement(ranks, what, lines, counted=named, remedy=_REMEDY)
+        exact, counts = ([], named) if counted else (named, [])
+        check_agreement(ranks, what, [*lines, *exact], counted=counts, remedy=_REMEDY)
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))

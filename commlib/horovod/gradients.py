@@ -133,6 +133,7 @@ class NamedGradients:
             order=call.order,
             threads=call.threads,
             what=self.name,
+            counted=True,
         )
         if self._loaded is not None:
             load_compression(reducer, self._loaded, np.asarray)

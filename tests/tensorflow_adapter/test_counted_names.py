@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,22 @@ def test_layers_in_another_order_are_refused(comm: Communicator) -> None:
         loss = tf.reduce_mean((made(x[rows]) - y[rows]) ** 2)
     with pytest.raises(MismatchError, match=r"dense_\d+"):
         tape.gradient(loss, made.trainable_variables)
+
+
+def test_layers_that_ranks_freeze_differently_may_have_such_names(comm: Communicator) -> None:
+    """Rank 0 trains the first two of three layers that are alike, and the others the last two: rank 0 warns."""
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(WIDTH) for _ in range(3)]
+    made = keras.Sequential([keras.Input((WIDTH,)), *dense])
+    dense[0 if comm.rank else 2].trainable = False
+    x, y, rows = data(comm)
+    tape = DistributedGradientTape(tf.GradientTape())
+    with tape:
+        loss = tf.reduce_mean((made(x[rows]) - y[rows]) ** 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tape.gradient(loss, made.trainable_variables)
+    assert any("where each freezes others, name them" in str(one.message) for one in told) is (comm.rank == 0)
 
 
 @pytest.mark.parametrize("functional", [False, True])

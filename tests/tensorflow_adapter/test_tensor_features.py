@@ -82,3 +82,19 @@ def test_what_does_not_fit_is_refused(comm: Any, column: Any, norm: Any, style: 
     plan = {"up": column, "down": Row(split=column.gather)} | ({} if style is None else {"bn": style})
     with pytest.raises(UsageError, match=said):
         parallelize(model, comm, plan)
+
+
+@pytest.mark.ranks(min=2)
+def test_as_many_groups_as_ranks(comm: Any) -> None:
+    """Of a divided norm, which has one group, the first call asks how many the whole has."""
+
+    def model() -> Any:
+        keras.utils.set_random_seed(0)
+        norm = L.GroupNormalization(comm.size, name="gn")
+        dense = L.Dense(4 * comm.size, name="up"), norm, L.Dense(3, name="down")
+        return keras.Sequential([keras.Input((5,)), *dense])
+
+    plain, divided = model(), model()
+    parallelize(divided, comm, {"up": Column(), "gn": Sequence(-1), "down": Row()})
+    x = np.random.default_rng(0).normal(size=(2, 5))
+    near(divided(x), plain(x))

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import ops
 from tensorflow import executing_eagerly
 
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.tensor import Column, Row
 from commlib_tensorflow.tensor import checking, parallelize
 from tests.keras_pipelines import filled
@@ -295,3 +295,20 @@ def test_the_model_is_what_it_was(comm: Any) -> None:
     assert isinstance(model, Model)
     assert type(model).__name__ == "Model"
     assert "call" not in vars(model)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
+    """It says with what; the others, which go on to where it never comes, hear of it and do not wait for ever."""
+
+    class Fails(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            if comm.rank == 0 and x.shape[-1] != 8:
+                raise ArithmeticError("of a part")
+            return x
+
+    model = keras.Sequential([keras.Input((6,)), L.Dense(8, name="up"), Fails(), L.Dense(4, name="down")])
+    with pytest.raises((UsageError, MismatchError)) as told:
+        parallelize(model, comm, PLAN, example=X)
+    assert comm.rank or ("the divided model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.tensor import Column, Row
 from commlib_torch.tensor import checking, parallelize, verify
 
@@ -478,3 +478,19 @@ def test_one_graph_is_refused(comm: Any) -> None:
     if comm.size > 1:
         with pytest.raises(Exception, match="leave out fullgraph=True"):
             torch.compile(made(comm, example=X)[1], backend="eager", fullgraph=True)(X)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
+    """It says with what; the others, which go on to where it never comes, hear of it and do not wait for ever."""
+
+    def fail(layer: nn.Module, given: Any, out: Tensor) -> None:
+        if comm.rank == 0 and out.shape[-1] != 12:
+            raise ArithmeticError("of a part")
+
+    model = Model()
+    model.up.register_forward_hook(fail)
+    with pytest.raises((UsageError, MismatchError)) as told:
+        parallelize(model.double(), comm, PLAN, example=X)
+    assert comm.rank or ("the divided model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))

@@ -201,6 +201,10 @@ def _lines(name: str, layer: Any, experts: Experts) -> list[str]:
     return found
 
 
+_REFERRING = {"inbound_nodes", "input_layers", "output_layers"}
+"""Settings of a model in which its layers are named."""
+
+
 def _names(config: Any) -> Iterator[str]:
     """Yield the names of layers in a configuration, of which Keras counts some from other numbers on other ranks."""
     inner = config.values() if isinstance(config, dict) else config if isinstance(config, list | tuple) else ()
@@ -217,8 +221,8 @@ def _settings(name: str, config: Any, places: Mapping[str, str]) -> list[str]:
     elif isinstance(config, list | tuple):
         pairs = [(str(number), value) for number, value in enumerate(config)]
     else:
-        value = places[config] if isinstance(config, str) and config in places else said(config)
-        return [f"{name}={value}"]
+        refers = isinstance(config, str) and not _REFERRING.isdisjoint(name.split("."))
+        return [f"{name}={places.get(config, config) if refers else said(config)}"]
     inner = [line for key, one in pairs for line in _settings(f"{name}.{key}", one, places)]
     return [f"{name}: {len(pairs)} settings", *inner]
 

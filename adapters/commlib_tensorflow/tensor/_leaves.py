@@ -71,7 +71,7 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
             return _of_features(equations.along(shape, set(every) - {dim}), dim)
         case layers.GroupNormalization():
             dim = layer.axis % len(shape)
-            groups = {"size": (shape[dim] if layer.groups == -1 else layer.groups, shape[dim])}
+            groups = {"size": (getattr(layer, "whole_groups", layer.groups), shape[dim])}
             return _of_features(equations.along(shape, set(every) - {0, dim}), dim) | groups
     if isinstance(layer, _MIXING):
         dim = -1 if layer.data_format == "channels_last" else 1

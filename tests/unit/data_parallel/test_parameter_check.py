@@ -50,7 +50,9 @@ def test_names_may_be_counted_from_other_numbers() -> None:
         with pytest.raises(MismatchError, match="'block_1' on rank 0 but 'block_2' on rank 1"):
             check_agreement(comm, "parameters", [f"block_{comm.rank + 1}"])
 
-    FakeWorld(2).run(rank)
+    with pytest.warns(UserWarning, match="taken for the same") as told:
+        FakeWorld(2).run(rank)
+    assert len(told) == 2  # rank 0's, of what has passed
 
 
 def test_each_kind_of_name_is_counted_from_its_first() -> None:
