@@ -19,7 +19,7 @@ from commlib.functional.alike import DIVIDE, unwatched
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import MISSES
-from commlib.functional.numbers import OTHER_VALUES, Verdict, judged, refused
+from commlib.functional.numbers import OTHER_VALUES, PARTS, Verdict, judged, refused
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
@@ -44,6 +44,9 @@ class Model(Protocol):
 
     def forward(self, call: Any, styles: Mapping[str, Style], guide: Guide | None, *, evaluate: bool) -> Run | None:
         """Run it forward as a whole, or as one rank with its part: see `commlib.functional.numbers.Runs`."""
+
+    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+        """Return the call of the whole and that of this rank: see `commlib.functional.numbers.Runs`."""
 
     def given(self, call: Any) -> list[Array]:
         """Return the values of the tensors that it is called with; none of those that have none."""
@@ -155,7 +158,7 @@ class Checks:
         Rank 0 warns of what can be told neither by rules nor so. Ranks have the same values by now.
         """
         verdict = judged(self._model, self._axis, self._styles, self._call, divided=False,
-                         divided_output=self._divided_output)  # fmt: skip
+                         divided_output=self._divided_output, came=self._checked.came)  # fmt: skip
         _settle(verdict, self._checked.doubts, warns=self._axis.rank == 0)
 
     def keep_numbers(self) -> None:
@@ -264,18 +267,21 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
         _checked(model, attempted, divided_output, axis.size)
     checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
     came = _digest_of_parts(model.given(call), styles) if checked.sequences_came else 0
-    told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came))
-    if came and axis.size > 1 and all(other == came for _, other in told):
+    told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came, checked.came))
+    if came and axis.size > 1 and all(other == came for _, other, _ in told):
         raise UsageError(
             f"plan: all ranks of {axis.comm.name} call the model with the same values, but by layers with sequence= "
             f"it takes each rank's part of a sequence: {DIVIDE}"
         )
-    verdict = Verdict(next((said for said, _ in told if said), ""))
-    fails = next((said.removeprefix(_FAILS) for said, _ in told if said.startswith(_FAILS)), "")
+    untold = next((said for said, *_ in told if said), "")
+    verdict = Verdict(untold if all(one == told[0][2] for *_, one in told) else PARTS)
+    fails = next((said.removeprefix(_FAILS) for said, *_ in told if said.startswith(_FAILS)), "")
     if fails:
         _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
-        verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output)
+        verdict = judged(
+            model, axis, styles, call, divided=True, divided_output=divided_output, came=checked.came
+        )
     if warns and verdict.untold == OTHER_VALUES:
         warnings.warn(
             f"plan: ranks of {axis.comm.name} call the model with other values than one another: what is whole must be "
@@ -325,8 +331,8 @@ def _not_comparable(model: Model, axis: Axis, attempted: tuple[Trace, Exception 
     trace, error = attempted
     if error is not None:
         return f"{_FAILS}{error}"
-    if checked.came_in_parts:
-        return "what it is called with is a part already"
+    if checked.came_in_parts and not checked.came:
+        return PARTS
     # What a run of the whole keeps: numbers of four bytes, of all its values, and once more of a rank's.
     known = ((value, shape) for value, shape in trace.shapes.items() if UNKNOWN_LENGTH not in shape)
     sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in known)

@@ -19,7 +19,7 @@ from commlib.functional.runs import FROM_OUTSIDE, Run
 from commlib.functional.shards import Shard
 from commlib.tensor.rules import Checked, Doubt, PlanError, check, compare
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.states import COMPUTED, State
+from commlib.tensor.states import CALLER, COMPUTED, State
 from commlib.tensor.styles import Column, Style
 from commlib.tensor.trace import Step, Trace
 
@@ -28,6 +28,7 @@ _SLACK, _MOST = 20, 0.1
 
 
 OTHER_VALUES = "ranks call it with other values"
+PARTS = "what it is called with is a part already"
 
 
 class Runs(Protocol):
@@ -38,6 +39,13 @@ class Runs(Protocol):
 
         guide: run it as one rank, and so; without one as the whole that it is, or was before it was divided. evaluate:
         in evaluation mode. What it raises is the run's error.
+        """
+
+    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+        """Return the call of the whole, and that of this rank, of which some tensors are parts, by their places.
+
+        dims: along which. is_part: that is what they are in the call; else they are cut. What has no numbers gets some.
+        None if the call has them in what cannot be made anew. Collective.
         """
 
 
@@ -84,20 +92,31 @@ class Verdict:
 
 
 def judged(
-    model: Runs, axis: Axis, styles: Mapping[str, Style], call: Any, *, divided: bool, divided_output: bool = False
+    model: Runs,
+    axis: Axis,
+    styles: Mapping[str, Style],
+    call: Any,
+    *,
+    divided: bool,
+    divided_output: bool = False,
+    came: Mapping[int, int] | None = None,
 ) -> Verdict:
     """Run a model as a whole, and as one rank with its part, forward alone; return where the two differ first.
 
-    divided: it is divided already. All is as before. Collective over the axis; all ranks return alike.
+    divided: it is divided already. came: tensors that a divided model takes for its part of a sequence, by their places,
+    and along which dimension. All is as before. Collective over the axis; all ranks return alike.
     """
     if axis.size == 1 or "" in styles:  # one layer, which is what it is asked to be
         return Verdict()
     with axis.exact():
-        return _judged(model, axis, styles, call, divided, divided_output)
+        both = model.apart(call, came, is_part=divided) if came else (call, call)
+        if not all(axis.comm.all_gather_object(both is not None)) or both is None:
+            return Verdict(PARTS)
+        return _judged(model, axis, styles, *both, divided, divided_output)
 
 
 def _judged(
-    model: Runs, axis: Axis, styles: Mapping[str, Style], call: Any, divided: bool, divided_output: bool
+    model: Runs, axis: Axis, styles: Mapping[str, Style], call: Any, part: Any, divided: bool, divided_output: bool
 ) -> Verdict:
     evaluate = False
     whole = model.forward(call, styles, None, evaluate=evaluate)
@@ -111,7 +130,7 @@ def _judged(
     if untold or whole is None:
         return Verdict(untold)
     checked = check(whole.trace, styles, divided_output=True, size=axis.size)
-    own = model.forward(call, styles, Guide(axis, whole, styles, checked, cuts=not divided), evaluate=evaluate)
+    own = model.forward(part, styles, Guide(axis, whole, styles, checked, cuts=not divided), evaluate=evaluate)
     assert own is not None
     untold, _ = _agreed(axis, "it communicates outside of layers" if own.communicates else "", False)
     if untold:
@@ -182,7 +201,7 @@ def _not_whole(axis: Axis, whole: Run | None, styles: Mapping[str, Style]) -> st
         return "it communicates outside of layers"
     if whole.hides:
         return "its layers run in functions that cannot be looked into"
-    return "what it is called with is a part already" if checked.came_in_parts else ""
+    return PARTS if checked.came_in_parts and not checked.came else ""
 
 
 def _given_alike(axis: Axis, whole: Run | None) -> str:
@@ -230,6 +249,7 @@ class _Compared:
     ) -> None:
         self._axis, self._whole, self._own, self._styles = axis, whole, own, styles
         self._states, self._divided_output = checked.states, divided_output
+        self._came = checked.sequences_came
 
     def verdict(self) -> Verdict:
         """Return the first value that differs, if a layer's or the model's does on any rank. Collective.
@@ -293,10 +313,19 @@ class _Compared:
         for what, value, part in self._ends():
             state = self._states[value]
             if state.name == "unknown" and not self._divided_output:
-                state = COMPUTED
+                state = self._part_or_whole(value, part)
             if self._can_pair(state):
                 step = self._whole.trace.maker(value)
                 yield self._pair(what, value, part, state), step, state, True
+
+    def _part_or_whole(self, value: int, part: int) -> State:
+        """Return how what nothing is known of must lie: whole, or where parts of sequences came and its length is
+        another one along a single dimension, divided along that.
+        """
+        shapes = self._whole.trace.shapes[value], self._own.trace.shapes[part]
+        other = [dim for dim, (length, own) in enumerate(zip(*shapes, strict=False)) if length != own]
+        is_part = self._came and len(other) == 1 and len(shapes[0]) == len(shapes[1])
+        return State("sequence", other[0], CALLER) if is_part else COMPUTED
 
     def _ends(self) -> Iterator[tuple[str, int, int]]:
         """Yield (what it is, value, its part) of what goes on after the model's call with a gradient."""

@@ -68,6 +68,9 @@ class State:
         return self.name
 
 
+CALLER = "the caller"
+"""Who has divided what a model is called with."""
+
 SETTLED = -1
 """The unit of what was given a dimension of its own."""
 

@@ -523,7 +523,7 @@ def test_names_that_keras_makes_may_differ(comm: Any, tmp_path: Any) -> None:
         keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH) for _ in range(2 * comm.size))])
     )
     names = comm.all_gather_object(model.layers[-1].name)
-    assert len(set(names)) == comm.size, f"this test is of none: {names}, {len(others)}"
+    assert len(set(names)) > 1, f"this test is of none: {names}, {len(others)}"
     alone = Alone(model)
     pipe = pipeline(model, comm, microbatches=2, loss="mse")
     near(pipe.step(*batch(8)), alone.step(*batch(8)))

@@ -35,7 +35,7 @@ def folder(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(comm.broadcast_object(str(tmp_path_factory.mktemp("files"))))
 
 
-def make(seed: int = 0, *, attention: bool = True, grouped: bool = False) -> Any:
+def make(seed: int = 0, *, attention: bool = True, grouped: int = 0) -> Any:
     """A model without biases of keys, whose gradient is but rounding."""
     keras.utils.set_random_seed(seed)
     x = given = keras.Input((3, 8))
@@ -43,7 +43,7 @@ def make(seed: int = 0, *, attention: bool = True, grouped: bool = False) -> Any
     if attention:
         x = keras.layers.MultiHeadAttention(4, 2, use_bias=False, name="attention")(x, x)
     if grouped:
-        x = keras.layers.GroupQueryAttention(2, 4, 2, use_bias=False, name="grouped_attention")(x, x)
+        x = keras.layers.GroupQueryAttention(2, 2 * grouped, grouped, use_bias=False, name="grouped_attention")(x, x)
     x = keras.layers.Dense(8, name="down")(keras.layers.Dense(6, "tanh", name="up")(x))
     model = keras.Model(given, x)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
@@ -62,8 +62,9 @@ def close(got: Any, expected: Any) -> None:
 
 def test_a_file_of_the_whole_is_read_with_its_optimizer(comm: Any, folder: Path) -> None:
     """Attention found nothing of its own in the file, and momentum of the whole did not fit that of parts."""
-    plain = make(grouped=True)
-    divided = parallelize(make(5, grouped=True), comm, PLAN | {"grouped_attention": Column()})
+    heads = 3 if comm.size == 3 else 2  # which 3 ranks cannot share
+    plain = make(grouped=heads)
+    divided = parallelize(make(5, grouped=heads), comm, PLAN | {"grouped_attention": Column()})
     steps(plain)
     if comm.rank == 0:
         plain.save_weights(folder / "whole.weights.h5")

@@ -477,7 +477,7 @@ def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
     kept = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, EXPERTS, comm), nn.Linear(WIDTH, WIDTH)).double()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, 2 * comm.size, comm), nn.Linear(WIDTH, WIDTH)).double()
         plain = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = DistributedOptimizer(plain, model.named_parameters(), comm=comm, overlap=True)
         if comm.rank == 0:

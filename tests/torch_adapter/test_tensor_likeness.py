@@ -81,8 +81,8 @@ def test_a_buffer_of_another_shape(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_heads(comm: Any) -> None:
     """Weights have the same shapes."""
-    model = nn.TransformerEncoderLayer(8, either(comm.rank, 2, 4), 8)
-    with pytest.raises(MismatchError, match="self_attn, MultiheadAttention: num_heads=2"):
+    model = nn.TransformerEncoderLayer(4 * comm.size, either(comm.rank, comm.size, 2 * comm.size), 8)
+    with pytest.raises(MismatchError, match=f"self_attn, MultiheadAttention: num_heads={comm.size}"):
         parallelize(model, comm, {"self_attn": Column()})
 
 

@@ -110,12 +110,12 @@ def can_run_whole(layers: Layers, axis: Axis) -> bool:
     return not blocks and all(one.comm is axis.comm for one in own if isinstance(one, Axis))
 
 
-def numbers_of(call: Call) -> Call:
-    """Return a call with numbers in its tensors: the same random ones on all ranks where none are given.
+def numbers_of(call: Call, seed: int = 0) -> Call:
+    """Return a call with numbers in its tensors: random ones, the same for the same seed, where none are given.
 
     Integers are 0 and 1, which are words of any vocabulary, and booleans are true.
     """
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
 
     def made(one: Any) -> Any:
         if tf.is_tensor(one) and not isinstance(one, tf.__internal__.EagerTensor):

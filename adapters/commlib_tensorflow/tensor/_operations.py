@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.tensor_util import try_evaluate_constant
 
 from commlib.tensor import equations
 from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
@@ -85,8 +86,9 @@ def _equation(equation: Equation, inputs: Sequence[Any]) -> Found:
 
 
 def _number(tensor: Any) -> Any:
-    """Return a constant as numbers; None if it is no constant."""
-    return tf.get_static_value(tensor)
+    """Return a constant, or what is computed of some, as numbers; None if it is none."""
+    found = tf.get_static_value(tensor)
+    return try_evaluate_constant(tensor) if found is None else found
 
 
 def _numbers(tensor: Any) -> list[int] | None:

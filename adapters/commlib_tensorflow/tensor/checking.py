@@ -35,6 +35,7 @@ from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow._again import Recomputation, recomputation
+from commlib_tensorflow.tensor._apart import apart
 from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call, is_running
 from commlib_tensorflow.tensor._calls import Call, is_trained, kind_of_call
 from commlib_tensorflow.tensor._divided import gives_part
@@ -132,6 +133,10 @@ class Traced:
             self._stands_in = all(self._axis.comm.all_gather_object(works))
             found = found if self._stands_in else run(stands_in=False)
         return found
+
+    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+        """Return the call of the whole, and that of this rank with its parts. Collective."""
+        return None if self._axis is None else apart(self._axis, Call.of(call), dims, is_part=is_part)
 
     def given(self, call: Any) -> list[Any]:
         """Return the values of tensors and arrays, also of those within structures; none in a graph."""

@@ -202,7 +202,7 @@ class Recorder:
         self.error: Exception | None = None
         self._weights = {
             id(variable.value.handle): name
-            for name, layer in reversed(list(layers.items()))
+            for name, layer in [("", model), *reversed(list(layers.items()))]
             for variable in layer.trainable_variables
         }
         self._asked: dict[str, tuple[int, ...]] = {}

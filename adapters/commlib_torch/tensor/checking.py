@@ -40,6 +40,7 @@ from commlib.tensor.trace import Trace
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._alike import has_numbers
+from commlib_torch.tensor._apart import apart
 from commlib_torch.tensor._forward import forward
 from commlib_torch.tensor._put_later import tell
 from commlib_torch.tensor._weights import divided_weights
@@ -89,6 +90,10 @@ class Traced:
             self._stands_in = all(self._axis.comm.all_gather_object(found is None or found.is_finite))
             found = found if self._stands_in else run(stands_in=False)
         return found
+
+    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+        """Return the call of the whole, and that of this rank with its parts. Collective."""
+        return None if self._axis is None else apart(self._axis, call, dims, is_part=is_part)
 
     def given(self, call: Any) -> list[Any]:
         """Return the values of tensors, also of those within structures."""

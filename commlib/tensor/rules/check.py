@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commlib.tensor.rules import keeping, layers, operations, shapes
 from commlib.tensor.rules.broken import PlanError, counted
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.states import SHARED, State
+from commlib.tensor.states import CALLER, SHARED, State
 from commlib.tensor.styles import Column, Replicate, Style, Vocabulary
 from commlib.tensor.trace import Step, Trace
 
@@ -17,13 +17,16 @@ from commlib.tensor.trace import Step, Trace
 class Checked:
     """The states of all values, and what could not be told: it may be right or not.
 
-    came_in_parts: what the model was called with is divided already. sequences_came: it is so along a sequence.
+    came_in_parts: what the model was called with is divided already. sequences_came: it is so along a sequence. came:
+    which dimensions these are of which arguments, by their places among the tensors that it was called with; none where
+    some are divided in another way.
     """
 
     states: Mapping[int, State]
     doubts: tuple[Doubt, ...] = ()
     came_in_parts: bool = False
     sequences_came: bool = False
+    came: Mapping[int, int] = field(default_factory=dict)
 
 
 def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1) -> Checked:
@@ -32,16 +35,28 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
     divided_output: the caller goes on with this rank's part of what the model returns, or keeps, as it does where the
     model is one divided layer itself. size: of the axis, where that is known.
     """
-    following = Following(trace, styles, size=size)
     _check_tied(trace, styles)
-    for step in trace.steps:
-        following.follow(step, _KINDS[step.kind](following, step))
+    following, known = Following(trace, styles, size=size), -1
+    while known < len(following.entered):  # where arguments are parts, what was made of them before is another one
+        known, following = len(following.entered), following.again()
+        for step in trace.steps:
+            following.follow(step, _KINDS[step.kind](following, step))
     if not (divided_output or "" in styles):
         for value in trace.outputs:
             _returned(following, value)
         for value in trace.kept:
             keeping.kept(following, value)
-    return Checked(following.states, tuple(following.doubts), following.came_in_parts, following.sequences_came)
+    return Checked(
+        following.states, tuple(following.doubts), following.came_in_parts, following.sequences_came, _came(following)
+    )
+
+
+def _came(following: Following) -> dict[int, int]:
+    entered = following.entered
+    if any(state.name != "sequence" for state in entered.values()):
+        return {}
+    given = [step.outputs[0] for step in following.trace.steps if step.kind == "given"]
+    return {at: entered[value].dim for at, value in enumerate(given) if value in entered}
 
 
 def _check_tied(trace: Trace, styles: Mapping[str, Style]) -> None:
@@ -64,7 +79,7 @@ def _returned(following: Following, value: int) -> None:
     style = following.styles.get(state.by)
     if state.name == "partial":
         raise PlanError(step, "partial", f"the model returns it, {state}", "put it together first")
-    if state.name == "sequence" and following.sequences_came:
+    if (state.name == "sequence" and following.sequences_came) or state.by == CALLER:
         return
     if state.is_divided and not isinstance(style, Vocabulary):
         todo = (

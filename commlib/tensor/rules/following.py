@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from commlib.tensor.rules.entering import entries
 from commlib.tensor.states import COMPUTED, CONSTANT, SHARED, UNKNOWN, WEIGHT, State
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Step, Trace
@@ -31,6 +32,12 @@ class Doubt:
         return f"{self.step.at}: {self.why}"
 
 
+_UNTOLD = (
+    "its input is {}, and nobody can tell which dimension of the model's arguments that has been, so what the model does "
+    "with these before is not looked at"
+)
+
+
 @dataclass(slots=True)
 class Following:
     """A trace, the styles of its layers, and what is known so far. doubts: what could not be told."""
@@ -47,6 +54,8 @@ class Following:
     """An argument of the model is a part of a sequence already."""
     came_in_parts: bool = False
     """An argument of the model is a part already, of whatever kind."""
+    entered: dict[int, State] = field(default_factory=dict)
+    """Arguments of the model that are parts already, as a layer has told that takes what is made of them."""
 
     def follow(self, step: Step, results: State | tuple[State, ...]) -> None:
         """Keep the state of what a step gives, or of each of its results."""
@@ -77,11 +86,26 @@ class Following:
         """Return a dimension of a step's result, counted from the front; that of its input if it failed."""
         return self.dim(dim, (step.outputs or step.inputs)[0])
 
-    def came_divided(self, value: int, state: State) -> None:
-        """Take an argument of the model for what a layer takes it for: the caller has divided it."""
+    def came_divided(self, step: Step, value: int, state: State) -> None:
+        """Take what is made of the model's arguments for what a layer takes it for: the caller has divided these.
+
+        What else is made of them was followed as if they were whole: it is followed again, see `entered`.
+        """
         self.states[value] = state
         self.came_in_parts = True
         self.sequences_came |= state.name == "sequence"
+        found = entries(self.trace, value, state.dim)
+        if not found:
+            self.doubts.append(Doubt(step, state, _UNTOLD.format(state), stays=True))
+        for argument, dim in found.items():
+            self.entered.setdefault(argument, state.at(dim))
+
+    def again(self) -> Following:
+        """Return what is known at the beginning, of the same trace, by somebody who has followed it once."""
+        return Following(
+            self.trace, self.styles, size=self.size, entered=dict(self.entered),
+            came_in_parts=self.came_in_parts, sequences_came=self.sequences_came,
+        )  # fmt: skip
 
     def doubt(self, step: Step, why: str, *, stays: bool = False) -> None:
         """Note what cannot be told of a step that takes what is divided, or made of a part; none of any other step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commlib.tensor.rules.broken import PlanError
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.states import SHARED, State
+from commlib.tensor.states import CALLER, SHARED, State
 from commlib.tensor.styles import PerRank, Slice, Vocabulary
 
 _ALONE = (
@@ -42,7 +42,7 @@ def _is_part(following: Following, state: State) -> bool:
 
     Divided logits are for a loss that knows of it; what is made by a number of the rank's own is no part of a whole.
     """
-    if state.name == "sequence":
-        return not following.sequences_came
+    if state.name == "sequence" or state.by == CALLER:
+        return state.by != CALLER and not following.sequences_came
     expected = isinstance(following.styles.get(state.by), Vocabulary | PerRank | Slice)
     return state.name == "partial" or (state.is_divided and not expected)

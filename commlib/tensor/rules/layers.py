@@ -5,7 +5,7 @@ from __future__ import annotations
 from commlib.tensor.rules.broken import PlanError, counted, refuse_partial
 from commlib.tensor.rules.following import Following
 from commlib.tensor.sharding import parts_of
-from commlib.tensor.states import COMPUTED, SHARED, UNKNOWN, State
+from commlib.tensor.states import CALLER, COMPUTED, SHARED, UNKNOWN, State
 from commlib.tensor.styles import Column, Replicate, Row, Vocabulary
 from commlib.tensor.trace import Step
 
@@ -70,7 +70,7 @@ def _enters(following: Following, step: Step, sequence: int | None, value: int) 
         if (state.name == "sequence" and state.dim == dim) or state == UNKNOWN:
             return
         if state.name == "whole" and state.origin == "given":
-            return following.came_divided(value, State("sequence", dim, "the caller"))
+            return following.came_divided(step, value, State("sequence", dim, CALLER))
         todo = f"leave out sequence={sequence}, or let what comes before divide along {dim}"
         raise PlanError(step, "sequence", f"its input is {state}", todo, state)
     if state.name == "sequence":
@@ -83,7 +83,8 @@ def _enters(following: Following, step: Step, sequence: int | None, value: int) 
 def _row(following: Following, step: Step, style: Row, state: State, dim: int) -> State:
     if state.name == "whole":
         came_from_caller = state.origin == "given" and not following.trace.whole
-        following.came_in_parts |= came_from_caller and not style.split
+        if came_from_caller and not style.split:
+            following.came_divided(step, step.inputs[0], State("features", dim, CALLER))
         if style.split or came_from_caller:
             return _left(following, step, style.sequence)
         raise PlanError(step, "row", "its input is whole", "give it split=True, or a Column before it", state)
@@ -112,13 +113,13 @@ def table(following: Following, step: Step) -> State:
     """Follow a layer that looks rows up."""
     state, style = following.of(step.inputs[0]), following.styles.get(step.layer)
     refuse_partial(step, state)
-    if state.is_divided:
+    if isinstance(style, Column) and style.sequence is not None:
+        _enters(following, step, style.sequence, step.inputs[0])
+    elif state.is_divided:
         came = f"its input is {state}, so each rank has a part of its weights' gradient"
         raise PlanError(step, "gradient", came, "look rows up before what divides them", state)
     if isinstance(style, Vocabulary):
         return _left(following, step, style.sequence)
-    if isinstance(style, Column) and style.sequence is not None and state.origin == "given":
-        following.came_divided(step.inputs[0], State("sequence", following.dim(style.sequence, step.inputs[0])))
     if isinstance(style, Column) and not style.gather:
         return State("features", following.result_dim(-1, step), step.layer)
     return SHARED if isinstance(style, Replicate) and style.into_sharded else COMPUTED

@@ -8,7 +8,7 @@ from functools import partial
 from commlib.tensor.lengths import Source, attribute, sources_of
 from commlib.tensor.rules.broken import PlanError, counted, refuse_partial
 from commlib.tensor.rules.following import Doubt, Following
-from commlib.tensor.states import COMPUTED, CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
+from commlib.tensor.states import CALLER, COMPUTED, CONSTANT, GIVEN, SETTLED, SHARED, UNKNOWN, WEIGHT, State, whole_of
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib.tensor.trace import Step
 
@@ -42,6 +42,8 @@ def given(following: Following, step: Step) -> State:
             if (name := attribute(source)) in following.styles:  # filled on each rank with its own number
                 return State("features", dim, name)
     following.doubt(step, _UNKNOWN)
+    if step.kind == "given" and step.outputs[0] in following.entered:
+        return following.entered[step.outputs[0]]
     if step.kind == "given":
         return replace(GIVEN, learns=step.outputs[0] in following.trace.learns)
     return {"constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]
@@ -158,6 +160,8 @@ def equation(following: Following, step: Step) -> State:
         todo = f"put {divided.by}'s parts together before it: " + (
             "by gather=True, or by a Row" if divided.name == "features" else "gather along the sequence"
         )
+        if divided.by == CALLER:
+            todo = "do it before the model is called, with the whole, or let the model divide what it is called with"
         raise PlanError(step, "needs", f"its input is {divided}", todo, divided)
     of_features = step.weights and divided.dim == step.dims[0]
     if step.weights and not isinstance(style, Sequence):
@@ -259,7 +263,7 @@ def _sequence(following: Following, step: Step, style: Sequence) -> None:
             came = f"it has {style}, and its input is whole"
             rule = "count" if step.weights else "same"
             raise PlanError(step, rule, came, "leave it out of the plan, or divide its input", state)
-        following.came_divided(value, State("sequence", dim, "the caller"))
+        following.came_divided(step, value, State("sequence", dim, CALLER))
 
 
 def refuse_unlike(following: Following, step: Step, found: list[State], inputs: tuple[tuple[int, ...], ...]) -> None:
@@ -282,9 +286,14 @@ def refuse_unlike(following: Following, step: Step, found: list[State], inputs: 
         if state.name != "whole":
             continue
         if _has_all(following, step.inputs[at], dims, label):
+            if state.origin == "given" and first.name == "sequence" and following.sequences_came:
+                following.came_divided(step, step.inputs[at], State("sequence", dims.index(label), CALLER))
+                continue
             what = {"weight": "a weight that is not divided", "constant": "a constant"}.get(state.origin, "a value")
             came = f"{what} has all of that dimension (input {at}), and another input is {first}"
             todo = f"put {first.by}'s parts together before (Row, or gather=True), or divide this one, too"
+            if first.by == CALLER:
+                todo = "give it as an argument, each rank its part, or let the model divide the sequence itself"
             raise PlanError(step, "meet", came, todo, first)
         if state.origin in ("computed", "weight") or state.learns:
             came = f"input {at} is whole and meets what is {first}, so each rank has a part of its gradient"

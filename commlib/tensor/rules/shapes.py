@@ -10,6 +10,8 @@ from commlib.tensor.rules.operations import equation, of_whole, refuse_unlike
 from commlib.tensor.states import UNKNOWN, State, reshaped
 from commlib.tensor.trace import Step
 
+_OWN_PIECES = "each rank splits its own part into pieces, of what is {}"
+
 
 def reshape(following: Following, step: Step) -> State:
     """Follow the same elements into another shape."""
@@ -64,6 +66,7 @@ def split(following: Following, step: Step) -> State | tuple[State, ...]:
             raise PlanError(step, "parts", came, f"give it Column(parts={tuple(lengths)})", state)
         return tuple(state.part(place, dim) for place in range(state.parts))
     if state.name == "sequence":
+        following.doubt(step, _OWN_PIECES)
         return UNKNOWN
     came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
     todo = f"give it Column(parts={len(step.outputs)})"

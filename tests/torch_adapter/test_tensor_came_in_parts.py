@@ -1,0 +1,152 @@
+"""A model that is called with each rank's part of a sequence: what it does along that before any divided layer.
+
+One process is the oracle: a copy of the model that was made before, called with the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row, Sequence
+from commlib_torch.tensor import parallelize
+from tests.torch_adapter.dividing import assert_equal, random, shard
+
+pytestmark = pytest.mark.ranks(min=2)
+
+PLAN: Plan = {"up": Column(sequence=1), "down": Row(sequence=1)}
+Between = Callable[[Any, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, before: Between) -> None:
+        super().__init__()
+        self.before, self.norm = before, nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.positions, self.scale = nn.Parameter(torch.rand(64, 8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = self.before(self, x) if other is None else x * other.tanh()
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def made(before: Between) -> Block:
+    torch.manual_seed(0)
+    return Block(before).double()
+
+
+def shifted(m: Any, x: Tensor) -> Tensor:
+    return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def swapped(m: Any, x: Tensor) -> Tensor:
+    first, second = x.chunk(2, 1)
+    return torch.cat((second, first), 1)
+
+
+WRONG: dict[str, Between] = {
+    "a mean": lambda m, x: x - x.mean(1, keepdim=True),
+    "a maximum": lambda m, x: x - x.amax(1, keepdim=True),
+    "softmax": lambda m, x: x.softmax(1),
+    "a running sum": lambda m, x: x.cumsum(1),
+    "a shift": shifted,
+    "rolled": lambda m, x: x + x.roll(1, 1),
+    "the first": lambda m, x: x + x[:, :1],
+    "halves": swapped,
+    "turned": lambda m, x: x + x.flip(1),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+    "pooled": lambda m, x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+    "a transform": lambda m, x: torch.fft.fft(x, dim=1).real,
+    "positions": lambda m, x: x + torch.arange(x.shape[1]).sin()[:, None],
+    "a weight cut to the length": lambda m, x: x + m.positions[: x.shape[1]],
+    "the length": lambda m, x: x / x.shape[1],
+    "a norm that is whole": lambda m, x: m.norm(x),
+    "a weight": lambda m, x: x * m.scale,
+    "one after another": lambda m, x: torch.stack([x[:, : at + 1].sum(1) for at in range(x.shape[1])], 1),
+}
+RIGHT: dict[str, Between] = {
+    "nothing": lambda m, x: x,
+    "one element at a time": lambda m, x: x.tanh() * 2 - 1,
+    "features": lambda m, x: x * x.mean(-1, keepdim=True),
+    "features, transposed": lambda m, x: x.transpose(0, 1).softmax(-1).transpose(0, 1),
+    "heads": lambda m, x: x.unflatten(-1, (2, 4)).softmax(-1).flatten(2),
+    "as rows": lambda m, x: x.reshape(-1, 8).tanh().view(x.shape),
+    "split and joined": lambda m, x: torch.stack([one.tanh() for one in x.unbind(1)], 1),
+    "an unknown function": lambda m, x: torch.special.i0(x),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
+    divided = parallelize(made(WRONG[name]), comm, PLAN)
+    with pytest.raises(UsageError, match="plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"):
+        divided(shard(random(2, 4 * comm.size, 8), comm, 1))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
+    plain = made(RIGHT[name])
+    x = random(2, 4 * comm.size, 8)
+    expected = plain(x)
+    divided = parallelize(copy.deepcopy(plain), comm, PLAN)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = divided(shard(x, comm, 1))
+    assert_equal(got, shard(expected, comm, 1), name)
+    assert not [one for one in told if "plan:" in str(one.message)], name
+
+
+def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
+    """With it the first call is not looked at any more."""
+    for name in ("the length", "halves", "a mean"):
+        with pytest.raises(UsageError, match="plan: "):
+            parallelize(made(WRONG[name]), comm, PLAN, example=random(2, 4 * comm.size, 8))
+    plain = made(RIGHT["features"])
+    x = random(2, 4 * comm.size, 8)
+    divided = parallelize(copy.deepcopy(plain), comm, PLAN, example=x)
+    assert_equal(divided(shard(x, comm, 1)), shard(plain(x), comm, 1))
+
+
+def test_two_parts_that_meet(comm: Any) -> None:
+    """One of them comes to no divided layer by itself."""
+    plain = made(RIGHT["nothing"])
+    x, other = random(2, 4 * comm.size, 8), random(1, 4 * comm.size, 1, seed=2)
+    divided = parallelize(copy.deepcopy(plain), comm, PLAN)
+    got = divided(shard(x, comm, 1), shard(other, comm, 1))
+    assert_equal(got, shard(plain(x, other), comm, 1))
+
+
+def test_a_norm_in_the_plan(comm: Any) -> None:
+    plain = made(lambda m, x: m.norm(x))
+    x = random(2, 4 * comm.size, 8)
+    divided = parallelize(copy.deepcopy(plain), comm, {**PLAN, "norm": Sequence(1)})
+    assert_equal(divided(shard(x, comm, 1)), shard(plain(x), comm, 1))
+
+
+def test_features_that_come_in_parts(comm: Any) -> None:
+    """A Row alone takes what its caller has divided: what comes before must go by single features."""
+
+    class Last(nn.Module):
+        def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.before, self.down = before, nn.Linear(4 * comm.size, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.before(x))  # type: ignore[no-any-return]
+
+    x = random(2, 3, 4 * comm.size)
+    torch.manual_seed(0)
+    plain = Last(torch.tanh).double()
+    divided = parallelize(copy.deepcopy(plain), comm, {"down": Row()})
+    assert_equal(divided(shard(x, comm, 2)), plain(x))
+    wrong = parallelize(Last(lambda h: h.softmax(-1)).double(), comm, {"down": Row()})
+    with pytest.raises(UsageError, match="softmax.*by the caller"):
+        wrong(shard(x, comm, 2))
