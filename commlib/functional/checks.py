@@ -279,9 +279,7 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
     if fails:
         _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
-        verdict = judged(
-            model, axis, styles, call, divided=True, divided_output=divided_output, came=checked.came
-        )
+        verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output, came=checked.came)
     if warns and verdict.untold == OTHER_VALUES:
         warnings.warn(
             f"plan: ranks of {axis.comm.name} call the model with other values than one another: what is whole must be "

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -477,7 +478,8 @@ def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
     kept = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, 2 * comm.size, comm), nn.Linear(WIDTH, WIDTH)).double()
+        mixture = MoE(WIDTH, replace(EXPERTS, count=2 * comm.size), comm)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture, nn.Linear(WIDTH, WIDTH)).double()
         plain = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = DistributedOptimizer(plain, model.named_parameters(), comm=comm, overlap=True)
         if comm.rank == 0:
@@ -488,7 +490,7 @@ def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
             (model(x).square().mean() + auxiliary_loss(model)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        del model, plain, optimizer
+        del model, mixture, plain, optimizer
         gc.collect()
 
 

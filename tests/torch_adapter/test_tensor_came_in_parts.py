@@ -87,7 +87,9 @@ RIGHT: dict[str, Between] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
     divided = parallelize(made(WRONG[name]), comm, PLAN)
-    with pytest.raises(UsageError, match="plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"):
+    with pytest.raises(
+        UsageError, match="plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"
+    ):
         divided(shard(random(2, 4 * comm.size, 8), comm, 1))
 
 
