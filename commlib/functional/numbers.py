@@ -103,8 +103,8 @@ def judged(
 ) -> Verdict:
     """Run a model as a whole, and as one rank with its part, forward alone; return where the two differ first.
 
-    divided: it is divided already. came: tensors that a divided model takes for its part of a sequence, by their places,
-    and along which dimension. All is as before. Collective over the axis; all ranks return alike.
+    divided: it is divided already. came: tensors that a divided model takes for its part of a sequence, by their
+    places, and along which dimension. All is as before. Collective over the axis; all ranks return alike.
     """
     if axis.size == 1 or "" in styles:  # one layer, which is what it is asked to be
         return Verdict()

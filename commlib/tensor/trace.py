@@ -39,10 +39,11 @@ class Step:
     dim: along which is split or joined. dims: those of a product's features, before and after, or of the features that
     each have weights of their own in an equation. size: what a layer has in the whole: (inputs, outputs) of a product,
     (words, features) of a table, (heads, heads) of attention, (groups, features) of a norm of groups. weights: an
-    equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
-    that a reshape, an expansion or a constant was asked for, -1 included, or the lengths of pieces, if numbers were
-    given: `lengths` where these are known; of a piece where it begins and ends, as a slice says that. place: the line
-    that makes the call, as file:line. The last step of a call that failed has no outputs.
+    equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. untold: of a
+    layer that was tried on parts, what nobody could tell, in words. asked: the shape that a reshape, an expansion or a
+    constant was asked for, -1 included, or the lengths of pieces, if numbers were given: `lengths` where these are
+    known; of a piece where it begins and ends, as a slice says that. place: the line that makes the call, as file:line.
+    The last step of a call that failed has no outputs.
     """
 
     layer: str
@@ -56,6 +57,7 @@ class Step:
     size: tuple[int, int] = (0, 0)
     weights: bool = False
     draws: bool = False
+    untold: str = ""
     asked: tuple[int, ...] = ()
     place: str = ""
 

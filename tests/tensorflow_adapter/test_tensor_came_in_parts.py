@@ -112,14 +112,16 @@ def whole(comm: Any) -> Any:
 def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
     x = whole(comm)
     divided = parallelize(made(WRONG[name], x), comm, PLAN)
-    with pytest.raises(UsageError, match="plan: .*(by the caller|differs from the undivided|along a sequence must be)"):
+    with pytest.raises(
+        UsageError, match=r"plan: .*(by the caller|differs from the undivided|along a sequence must be)"
+    ):
         divided(scatter(x, comm, 1))
 
 
 @pytest.mark.parametrize("name", some(FUNCTIONAL))
 def test_so_it_is_of_functional_models(comm: Any, name: str) -> None:
     """These are checked when they are divided, or when they are called, with any numbers."""
-    with pytest.raises(UsageError, match="plan: .*(by the caller|differs from the undivided)"):
+    with pytest.raises(UsageError, match=r"plan: .*(by the caller|differs from the undivided)"):
         parallelize(functional(FUNCTIONAL[name]), comm, PLAN)(scatter(whole(comm), comm, 1))
 
 
@@ -145,7 +147,7 @@ def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
     """With it the first call is not looked at any more."""
     x = whole(comm)
     for name in ("the length", "halves"):
-        with pytest.raises(UsageError, match="plan: "):
+        with pytest.raises(UsageError, match=r"plan: "):
             parallelize(made(WRONG[name], x), comm, PLAN, example=x)
     divided = parallelize(made(RIGHT["features"], x), comm, PLAN, example=x)
     near(divided(scatter(x, comm, 1)), scatter(made(RIGHT["features"], x)(x), comm, 1))
@@ -163,7 +165,7 @@ def test_within_a_graph(comm: Any) -> None:
     """What has no numbers yet gets others on each rank, or what is a mean of one part would be that of all."""
     x = whole(comm)
     divided = parallelize(made(WRONG["halves"], x), comm, PLAN)
-    with pytest.raises(Exception, match="plan: .*differs from the undivided"):  # AutoGraph has one of its own
+    with pytest.raises(Exception, match=r"plan: .*differs from the undivided"):  # AutoGraph has one of its own
         tf.function(divided)(scatter(x, comm, 1))
 
 
@@ -194,5 +196,5 @@ def test_features_that_come_in_parts(comm: Any) -> None:
     divided = parallelize(last(ops.tanh), comm, {"down": Row()})
     near(divided(scatter(x, comm, 2)), last(ops.tanh)(x))
     wrong = parallelize(last(ops.softmax), comm, {"down": Row()})
-    with pytest.raises(UsageError, match="by the caller"):
+    with pytest.raises(UsageError, match=r"by the caller"):
         wrong(scatter(x, comm, 2))

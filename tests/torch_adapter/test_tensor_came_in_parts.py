@@ -35,7 +35,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         x = self.before(self, x) if other is None else x * other.tanh()
-        return x + self.down(F.gelu(self.up(x)))
+        out: Tensor = x + self.down(F.gelu(self.up(x)))
+        return out
 
 
 def made(before: Between) -> Block:
@@ -88,7 +89,7 @@ RIGHT: dict[str, Between] = {
 def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
     divided = parallelize(made(WRONG[name]), comm, PLAN)
     with pytest.raises(
-        UsageError, match="plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"
+        UsageError, match=r"plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"
     ):
         divided(shard(random(2, 4 * comm.size, 8), comm, 1))
 
@@ -109,7 +110,7 @@ def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
 def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
     """With it the first call is not looked at any more."""
     for name in ("the length", "halves", "a mean"):
-        with pytest.raises(UsageError, match="plan: "):
+        with pytest.raises(UsageError, match=r"plan: "):
             parallelize(made(WRONG[name]), comm, PLAN, example=random(2, 4 * comm.size, 8))
     plain = made(RIGHT["features"])
     x = random(2, 4 * comm.size, 8)
@@ -150,5 +151,5 @@ def test_features_that_come_in_parts(comm: Any) -> None:
     divided = parallelize(copy.deepcopy(plain), comm, {"down": Row()})
     assert_equal(divided(shard(x, comm, 2)), plain(x))
     wrong = parallelize(Last(lambda h: h.softmax(-1)).double(), comm, {"down": Row()})
-    with pytest.raises(UsageError, match="softmax.*by the caller"):
+    with pytest.raises(UsageError, match=r"softmax.*by the caller"):
         wrong(shard(x, comm, 2))

@@ -16,10 +16,14 @@ from commlib_tensorflow.tensor._call_context import current_call
 
 @dataclass(frozen=True)
 class Call:
-    """With what a model is called, or specs of that. Whether it is trained is said apart."""
+    """With what a model is called, or specs of that. Whether it is trained is said apart.
+
+    masks: those that Keras has put on tensors, by the places of these.
+    """
 
     args: tuple[Any, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    masks: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> Call:
@@ -29,27 +33,51 @@ class Call:
     @classmethod
     def within(cls, model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
         """Return a model's call, as its `call` hears of it."""
-        names = list(inspect.signature(model.call).parameters)
-        at = names.index("training") if "training" in names else len(names)
-        more = zip(names[at + 1 :], args[at + 1 :], strict=False)
-        return cls(args[:at], {name: one for name, one in {**dict(more), **options}.items() if name != "training"})
+        parameters = inspect.signature(model.call).parameters
+        names = [name for name, one in parameters.items() if one.kind in _PLACED]
+        takes_more = any(one.kind == inspect.Parameter.VAR_POSITIONAL for one in parameters.values())
+        at = names.index("training") if "training" in names else len(args)
+        more = {} if takes_more else dict(zip(names[at + 1 :], args[at + 1 :], strict=False))
+        given = args if takes_more else args[:at]
+        left = {name: one for name, one in {**more, **options}.items() if name != "training"}
+        tensors = cls(given, left).given
+        masks = {place: mask for place, one in enumerate(tensors) if (mask := mask_of(one)) is not None}
+        return cls(given, left, masks)
 
     def mapped(self, function: Callable[[Any], Any]) -> Call:
         """Return the call with other tensors, each made by a function of its own."""
-        args, options = keras.tree.map_structure(
-            lambda one: function(one) if is_tensor(one) else one, (self.args, dict(self.options))
-        )
-        return Call(args, options)
+        return self.with_tensors(tuple(map(function, self.tensors)))
 
     @property
-    def tensors(self) -> list[Any]:
+    def given(self) -> list[Any]:
         """Its tensors, arrays and specs of some, in order."""
         return [one for one in keras.tree.flatten((self.args, dict(self.options))) if is_tensor(one)]
 
+    @property
+    def tensors(self) -> list[Any]:
+        """Those that are given, and the masks of some behind them."""
+        return [*self.given, *self.masks.values()]
+
     def with_tensors(self, tensors: tuple[Any, ...]) -> Call:
         """Return the call with these tensors in the places of its own."""
-        left = iter(tensors)
-        return self.mapped(lambda _: next(left))
+        count = len(tensors) - len(self.masks)
+        masks = dict(zip(self.masks, tensors[count:], strict=True))
+        for place, mask in masks.items():
+            tensors[place]._keras_mask = mask
+        left = iter(tensors[:count])
+        args, options = keras.tree.map_structure(
+            lambda one: next(left) if is_tensor(one) else one, (self.args, dict(self.options))
+        )
+        return Call(args, options, masks)
+
+
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+"""Kinds of parameters that take an argument by its place."""
+
+
+def mask_of(one: Any) -> Any:
+    """Return the mask that Keras has put on a tensor; None if it has none."""
+    return getattr(one, "_keras_mask", None)
 
 
 def is_tensor(one: Any) -> bool:

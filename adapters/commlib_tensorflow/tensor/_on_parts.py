@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import looks_elsewhere, refuse_move
+from commlib.functional.on_parts import UNTRIED, refuse_move, tried
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -25,30 +25,28 @@ from commlib_tensorflow.tensor._guided import exchanged
 def on_parts(style: Style | None, layer: Any, args: Any, options: Any, *, training: bool) -> dict[str, Any]:
     """Return the equation of a layer with style Sequence that, as tried, looks at what other ranks have; else {}.
 
-    One that cannot be tried, as for the random numbers that it draws, is said to draw.
+    Of one that cannot be tried, as for the random numbers that it draws, that is what nobody could tell.
     """
     if not isinstance(style, styles.Sequence):
         return {}
-    looks = _looks_at_others(layer, args, options, style.dim, training=training)
-    if looks is None:
-        return {"draws": True}
-    if not looks:
-        return {}
+    found = _tried(layer, args, options, style.dim, training=training)
+    if found is not None:
+        return {"untold": found} if found else {}
     given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
     return {"equation": along(tuple(given.shape), (style.dim % len(given.shape),))}
 
 
-def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> bool | None:
-    """Return whether a layer makes of parts along `dim` what it does not make of all; None if nobody can tell.
+def _tried(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> str | None:
+    """Return what nobody could tell of a layer tried on parts along `dim`; None if it looks at other ones.
 
     It is tried on random numbers, for the tensors that it is called with are of a graph, and forward alone.
     """
     given = [one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one)]
     rank = given[0].shape.rank if given else 0
     if not -rank <= dim < rank:
-        return False
+        return ""
     if not all(one.shape.is_fully_defined() for one in given):
-        return None
+        return UNTRIED
 
     def called(mode: bool, arrays: Sequence[Array]) -> list[Array]:
         new = {id(one): tf.constant(array) for one, array in zip(given, arrays, strict=True)}
@@ -59,8 +57,19 @@ def _looks_at_others(layer: Any, args: Any, options: Any, dim: int, *, training:
         results = keras.tree.flatten(layer.call(*own_args, **own_options))
         return [np.asarray(one) for one in results if tf.is_tensor(one)]
 
-    random = np.random.default_rng(0)
-    arrays = [(random.normal(size=one.shape) + 0.5).astype(one.dtype.as_numpy_dtype) for one in given]
-    with unnoticed(layer), tf.init_scope(), keras.StatelessScope(), replaced(moves, "moved", refuse_move):
+    arrays = [_numbers_like(one, seed) for seed, one in enumerate(given)]
+    with tf.init_scope(), unnoticed(layer), keras.StatelessScope(), replaced(moves, "moved", refuse_move):
         calls = [functools.partial(called, mode) for mode in dict.fromkeys((training, False))]
-        return looks_elsewhere(calls, arrays, dim % rank)
+        return tried(calls, arrays, dim % rank)
+
+
+def _numbers_like(one: Any, seed: int) -> Array:
+    """Return random numbers; flags of which some are false, and small integers."""
+    random, dtype = np.random.default_rng(seed), one.dtype.as_numpy_dtype
+    is_discrete = one.dtype.is_bool or one.dtype.is_integer
+    found: Array = (
+        random.integers(0, 2 if one.dtype.is_bool else 4, one.shape)
+        if is_discrete
+        else random.normal(size=one.shape) + 0.5
+    )
+    return found.astype(dtype)

@@ -339,8 +339,7 @@ def check_at_calls(model: Any, layers: Layers, unchecked: Unchecked, checked: An
     if checked is not None:
         call = Call.of(checked)
         unchecked.settle(*(kind_of_call(training, call.args, call.options) for training in (False, True)))
-    if checked is None or not type(model).call.__module__.startswith("keras."):  # which goes one way
-        hear_calls(model, functools.partial(unchecked.called, layers))
+    hear_calls(model, functools.partial(unchecked.called, layers))
 
 
 def _check(model: Any, layers: Layers, unchecked: Unchecked, call: Call, training: bool) -> str:

@@ -73,6 +73,9 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
             return _of_features(equations.along(shape, (*every[:1], *every[2:])), module)
         case nn.InstanceNorm1d() | nn.InstanceNorm2d() | nn.InstanceNorm3d():
             return _of_features(equations.along(shape, every[feature_dim(module, len(shape)) + 1 :]), module)
+        case nn.Dropout1d() | nn.Dropout2d() | nn.Dropout3d() | nn.FeatureAlphaDropout() if module.p > 0:
+            first = 1 if len(shape) == _UNBATCHED.get(type(module)) else 2  # of one number all behind
+            return _equation(equations.along(shape, every[first:]), module) | {"draws": True}
         case _DropoutNd():
             return _equation(equations.pointwise(shape), module) | {"draws": module.p > 0}
         case nn.RReLU():
@@ -84,6 +87,10 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
         case nn.PReLU():
             return _equation(equations.pointwise(shape), module)
     return _equation(equations.pointwise(shape), module) if isinstance(module, _POINTWISE) else {"kind": "unknown"}
+
+
+_UNBATCHED = {nn.Dropout1d: 2, nn.Dropout3d: 4}
+"""How many dimensions an input has that is one example, where a module takes such."""
 
 
 def _equation(equation: Equation, module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import are_parts, looks_elsewhere, refuse_move
+from commlib.functional.on_parts import are_parts, refuse_move, tried
 from commlib.tensor import styles
 from commlib.tensor.equations import along
 from commlib.tensor.recording import replaced
@@ -25,25 +25,23 @@ from commlib_torch.tensor._guided import exchanged
 def on_parts(style: Style | None, module: nn.Module, args: Any, options: Any) -> dict[str, Any]:
     """Return the equation of a module with style Sequence that, as tried, looks at what other ranks have; else {}.
 
-    One that cannot be tried, as for the random numbers that it draws, is said to draw.
+    Of one that cannot be tried, as for the random numbers that it draws, that is what nobody could tell.
     """
     if not isinstance(style, styles.Sequence):
         return {}
-    looks = _looks_at_others(module, args, options, style.dim)
-    if looks is None:
-        return {"draws": True}
-    if not looks:
-        return {}
+    found = _tried(module, args, options, style.dim)
+    if found is not None:
+        return {"untold": found} if found else {}
     given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
     return {"equation": along(tuple(given.shape), (style.dim % given.dim(),))}
 
 
-def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bool | None:
-    """Return whether a module makes of parts along `dim` what it does not make of all; None if nobody can tell."""
+def _tried(module: nn.Module, args: Any, options: Any, dim: int) -> str | None:
+    """Return what nobody could tell of a module tried on parts along `dim`; None if it looks at other ones."""
     given = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
     rank = given[0].dim() if given else 0
     if not -rank <= dim < rank:
-        return False
+        return ""
     parts = are_parts([one.shape for one in given], dim % rank)
 
     def called(arrays: Sequence[Array]) -> list[Array]:
@@ -65,7 +63,7 @@ def _looks_at_others(module: nn.Module, args: Any, options: Any, dim: int) -> bo
             return called(arrays)
 
     with unnoticed(module):
-        return looks_elsewhere([called, evaluated], [host_array(one.detach()) for one in given], dim % rank)
+        return tried([called, evaluated], [host_array(one.detach()) for one in given], dim % rank)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def is_row_wise(module: nn.Module) -> bool:
             whole = module(x)
             parts = [(module(x.narrow(dim, 1, 1)), whole.narrow(dim, 1, 1)) for dim in range(3)]
             return all(torch.allclose(own, part, rtol=1e-2, atol=1e-3) for own, part in parts)
-        except (RuntimeError, TypeError, AttributeError):
+        except Exception:  # whatever a user says of its input
             return False
 
 

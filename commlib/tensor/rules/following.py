@@ -33,8 +33,8 @@ class Doubt:
 
 
 _UNTOLD = (
-    "its input is {}, and nobody can tell which dimension of the model's arguments that has been, so what the model does "
-    "with these before is not looked at"
+    "its input is {}, and nobody can tell which dimension of the model's arguments that has been, so what the model "
+    "does with these before is not looked at"
 )
 
 

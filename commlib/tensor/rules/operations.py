@@ -13,10 +13,6 @@ from commlib.tensor.styles import Column, Replicate, Row, Sequence, Slice, Vocab
 from commlib.tensor.trace import Step
 
 _UNKNOWN = "the rules do not know whether it can take parts, and its input is {}"
-_UNTRIED = (
-    "nobody could try whether it looks at other positions, since it draws random numbers whenever it is called, or "
-    "takes no other length, and its input is {}: let a dropout layer of its own draw them, and let it take any length"
-)
 _NUMBER = "numbers leave the tensors here, which may be others on each rank, for its input is {}"
 
 _SHAPE = "the model asks for it, and on each rank it is that of a part: ask the layer (units, out_features), or a value"
@@ -57,8 +53,8 @@ def unknown(following: Following, step: Step) -> State:
         return equation(following, step)
     if isinstance(style, Sequence):
         _sequence(following, step, style)
-        if step.draws:
-            following.doubt(step, _UNTRIED, stays=True)
+        if step.untold:
+            following.doubt(step, step.untold, stays=True)
         same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
         return following.of(step.inputs[0]) if same else UNKNOWN
     if not all(state.name == "whole" for state in found):
