@@ -117,13 +117,10 @@ class Keeping(nn.Module):
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("own", [Keeping(), nn.Sequential(nn.GELU(), Keeping())])
 def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
-    """Each rank kept that of its part, with a gradient, in silence. Numbers cannot tell where parts are given."""
+    """Each rank kept that of its part, with a gradient, in silence."""
     model = parallelize(made(own), tp, PLAN)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.raises(UsageError, match="what is kept of it"):
         model(rows().chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "makes, " in str(one.message)]
-    assert len(said) == (tp.rank == 0)
     layers = {"into": nn.Linear(8, 8), "out": nn.Linear(8, 8), "own": copy.deepcopy(own), "end": nn.Linear(8, 8)}
     plan: Plan = {"into": Column(), "out": Row(sequence=1), "own": Sequence(1), "end": Column(sequence=1, gather=True)}
     model = parallelize(nn.Sequential(OrderedDict(layers)).double(), tp, plan)
@@ -183,9 +180,90 @@ def test_one_that_takes_no_other_length_is_warned_of(tp: Any) -> None:
 
 @pytest.mark.ranks(min=2, max=3)
 def test_one_that_always_draws_is_warned_of(tp: Any) -> None:
-    model = parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN)
+    model = parallelize(made(lambda x: x + torch.rand_like(x) - x.mean(1, keepdim=True)), tp, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(rows().chunk(tp.size, 1)[tp.rank])
     said = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
     assert len(said) == (tp.rank == 0)
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_one_that_drops_elements_is_tried_without(tp: Any) -> None:
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN, example=rows())
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x) - x.mean(1, keepdim=True)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    return x * F.dropout(torch.ones(len(x), 1, 1, dtype=x.dtype), 0.5)
+
+
+class InTraining(Applied):
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x) if self.training else x
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("function", [noisy, by_rows])
+def test_one_that_draws_in_training_is_warned_of(tp: Any, function: Any) -> None:
+    """In evaluation it is as it should be, which tells nothing of training."""
+    model = parallelize(made(InTraining(function)), tp, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(rows().chunk(tp.size, 1)[tp.rank])
+    said = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
+    assert len(said) == (tp.rank == 0)
+
+
+def windows(x: Tensor) -> Tensor:
+    return torch.cat([one - one.mean(1, keepdim=True) for one in x.split(2, 1)], 1)
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_windows(tp: Any) -> None:
+    """They were right for the first length, and wrong for another one, of which nothing was said."""
+    x = rows(4 * tp.size)
+    model = parallelize(made(windows), tp, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = model(x.chunk(tp.size, 1)[tp.rank])
+    said = [str(one.message) for one in caught if "parts of other lengths" in str(one.message)]
+    assert len(said) == (tp.rank == 0)
+    torch.testing.assert_close(got, made(windows)(x).chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        parallelize(made(windows), tp, PLAN)(rows(3 * tp.size).chunk(tp.size, 1)[tp.rank])
+
+
+@pytest.mark.ranks(min=2, max=3)
+@pytest.mark.parametrize("dropout", [nn.Dropout1d(0.5), nn.FeatureAlphaDropout(0.5)])
+def test_dropout_of_whole_rows(tp: Any, dropout: nn.Module) -> None:
+    """Each rank dropped other rows of its features, so that a quarter was dropped as a whole, and not half."""
+    model = nn.Sequential(nn.Linear(8, 12), copy.deepcopy(dropout), nn.Linear(12, 8)).double()
+    with pytest.raises(UsageError, match="would see a part of"):
+        parallelize(model, tp, {"0": Column(), "1": Sequence(-1), "2": Row()}, example=rows())
+
+
+class Unpacking(nn.Module):
+    """A norm of one's own that says how many dimensions it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        assert width == 8, (batch, tokens)
+        return x * self.weight
+
+
+@pytest.mark.ranks(min=2, max=3)
+def test_an_own_norm_of_three_dimensions(tp: Any) -> None:
+    """There was a ValueError: too many values to unpack."""
+    model = parallelize(made(Unpacking()), tp, PLAN)
+    got = model(rows(2 * tp.size).chunk(tp.size, 1)[tp.rank])
+    plain = made(Unpacking())(rows(2 * tp.size))
+    torch.testing.assert_close(got, plain.chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -58,9 +59,34 @@ def _tried(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> 
         return [np.asarray(one) for one in results if tf.is_tensor(one)]
 
     arrays = [_numbers_like(one, seed) for seed, one in enumerate(given)]
-    with tf.init_scope(), unnoticed(layer), keras.StatelessScope(), replaced(moves, "moved", refuse_move):
+    with (
+        tf.init_scope(),
+        unnoticed(layer),
+        keras.StatelessScope(),
+        replaced(moves, "moved", refuse_move),
+        _quiet(layer),
+    ):
         calls = [functools.partial(called, mode) for mode in dict.fromkeys((training, False))]
         return tried(calls, arrays, dim % rank)
+
+
+@contextmanager
+def _quiet(layer: Any) -> Iterator[None]:
+    """Let layers within one draw no random numbers for elements, which are right on parts, and others there."""
+    own = [
+        one for one in layer._flatten_layers() if isinstance(one, _DROPOUTS) and not getattr(one, "noise_shape", None)
+    ]
+    kept = [(one, name, vars(one)[name]) for one in own for name in ("rate", "stddev") if name in vars(one)]
+    try:
+        for one, name, _ in kept:
+            vars(one)[name] = 0.0
+        yield
+    finally:
+        for one, name, value in kept:
+            vars(one)[name] = value
+
+
+_DROPOUTS = keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.GaussianDropout, keras.layers.GaussianNoise
 
 
 def _numbers_like(one: Any, seed: int) -> Array:

@@ -519,6 +519,9 @@ class Recorder:
         if not call.inputs:
             return
         found = _leaves.described(call.layer, call.inputs[0])
+        if found["kind"] == "unknown":  # a layer of the user's
+            within = self._graph.get_operations()[call.first : call.last]
+            self.communicates |= any(op.type in CALLS for op in within)
         if self._tries and found["kind"] == "unknown" and isinstance(self._styles, Mapping):
             style, (args, options) = self._styles.get(call.name), call.given
             found |= on_parts(style, call.layer, args, options, training=self._training)

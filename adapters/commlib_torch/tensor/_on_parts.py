@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
@@ -49,7 +51,8 @@ def _tried(module: nn.Module, args: Any, options: Any, dim: int) -> str | None:
         learned = [
             one.requires_grad_() for one, part in zip(new, parts, strict=True) if part and one.is_floating_point()
         ]
-        with torch.enable_grad(), replaced(moves, "moved", refuse_move):
+        quiet = _WithoutDropout(new[0].numel())
+        with torch.enable_grad(), replaced(moves, "moved", refuse_move), quiet:
             copies = {id(one): other.clone() for one, other in zip(given, new, strict=True)}  # which it may write
             found = module.forward(*exchanged(tuple(args), copies), **exchanged(dict(options), copies))
             results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
@@ -64,6 +67,22 @@ def _tried(module: nn.Module, args: Any, options: Any, dim: int) -> str | None:
 
     with unnoticed(module):
         return tried([called, evaluated], [host_array(one.detach()) for one in given], dim % rank)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Drops no elements, which draws other random numbers on parts, and is right there. least: so many at once."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least = least
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DROPOUTS and isinstance(args[0] if args else None, Tensor) and args[0].numel() >= self._least:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+_DROPOUTS = {torch.dropout, torch.alpha_dropout, functional.dropout, functional.alpha_dropout}
 
 
 @contextmanager

@@ -456,6 +456,7 @@ class Recorder(TorchFunctionMode):
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
             result = result if changed is None else exchanged(result, changed)
             found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
+            own = self._calls() - first if found.get("kind") == "unknown" else 0  # which the user makes
             if self._tries_layers and found.get("kind") == "unknown" and isinstance(self._styles, Mapping):
                 inner = len(self._inner)
                 found |= on_parts(self._styles.get(name), module, args, options)
@@ -465,7 +466,7 @@ class Recorder(TorchFunctionMode):
                 [one.detach().clone() for one in outputs] if self._keeps and found and _is_guided(name, found) else []
             )
             self._leaves.pop()
-            self._inside += self._calls() - first
+            self._inside += self._calls() - first - own
             if not inputs:
                 return None
             text = type(module).__name__
