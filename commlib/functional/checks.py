@@ -13,14 +13,14 @@ import numpy as np
 from commlib.buffers.available import available
 from commlib.data_parallel.parameter_check import Gathers
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, UsageError
+from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.functional.agreement import digest_of, together
 from commlib.functional.alike import DIVIDE, unwatched
 from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import MISSES
 from commlib.functional.numbers import OTHER_VALUES, PARTS, Verdict, judged, refused
-from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
+from commlib.functional.runs import FROM_OUTSIDE, WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
 from commlib.tensor.plan import Plan
@@ -257,7 +257,16 @@ def check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: boo
     or MismatchError on one that has gone on and cannot tell why.
     """
     with unwatched(axis):
-        return _check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
+        try:
+            return _check_first_call(axis, model, call, divided_output=divided_output, warns=warns)
+        except MismatchError as error:
+            raise MismatchError(f"{error}. {_LOOKED}") from error
+
+
+_LOOKED = (
+    "This rank has begun to check a divided model's plan for a call of another kind than those before (its mode, which "
+    "arguments are given, flags, strings): if the others have not, give the model the same ones on all ranks"
+)
 
 
 def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> str:
@@ -267,14 +276,18 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
         _checked(model, attempted, divided_output, axis.size)
     checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
     came = _digest_of_parts(model.given(call), styles) if checked.sequences_came else 0
-    told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came, checked.came))
-    if came and axis.size > 1 and all(other == came for _, other, _ in told):
+    way = digest_of(_way(attempted[0]))
+    told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came, checked.came, way))
+    ways, fail = [way for *_, way in told], any(said.startswith(_FAILS) for said, *_ in told)
+    if warns and len(set(ways)) > 1 and not fail:
+        _warn_of_other_ways(axis, ways)
+    if came and axis.size > 1 and all(other == came for _, other, *_ in told):
         raise UsageError(
             f"plan: all ranks of {axis.comm.name} call the model with the same values, but by layers with sequence= "
             f"it takes each rank's part of a sequence: {DIVIDE}"
         )
     untold = next((said for said, *_ in told if said), "")
-    verdict = Verdict(untold if all(one == told[0][2] for *_, one in told) else PARTS)
+    verdict = Verdict(untold if all(one[2] == checked.came for one in told) else PARTS)
     fails = next((said.removeprefix(_FAILS) for said, *_ in told if said.startswith(_FAILS)), "")
     if fails:
         _refuse_failing(axis, model, call, attempted)
@@ -288,6 +301,22 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
         )
     _settle(verdict, checked.doubts, warns=warns)
     return fails
+
+
+def _way(trace: Trace) -> list[str]:
+    """Return what a model does, in lines that are the same on all ranks: layers by the order of their first calls."""
+    places: dict[str, int] = {"": 0}
+    steps = [step for step in trace.steps if step.kind not in FROM_OUTSIDE]
+    return [f"{places.setdefault(step.layer, len(places))} {step.text.partition(' in ')[0]}" for step in steps]
+
+
+def _warn_of_other_ways(axis: Axis, ways: Sequence[int]) -> None:
+    others = [rank for rank, way in enumerate(ways) if way != ways[0]]
+    warnings.warn(
+        f"plan: ranks {others} of {axis.comm.name} do something else in this call of the model than rank 0: what goes "
+        "on in it must be the same on all of them: give all the same flags, arguments and settings",
+        stacklevel=5,
+    )
 
 
 def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int:

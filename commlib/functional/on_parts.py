@@ -139,13 +139,15 @@ def _changed(part: Array, dim: int) -> Array:
 def _most(part: Array, dim: int) -> Array:
     """Return the same integers, but none of the lower half of their range."""
     least, most = (part.min(), part.max()) if part.size else (0, 0)
-    return np.maximum(part, part.dtype.type(int(most) - (int(most) - int(least)) // 2))
+    found: Array = np.maximum(part, part.dtype.type(int(most) - (int(most) - int(least)) // 2))
+    return found
 
 
 def _least(part: Array, dim: int) -> Array:
     """Return the same integers, but none of the upper half of their range."""
     least, most = (part.min(), part.max()) if part.size else (0, 0)
-    return np.minimum(part, part.dtype.type(int(least) + (int(most) - int(least)) // 2))
+    found: Array = np.minimum(part, part.dtype.type(int(least) + (int(most) - int(least)) // 2))
+    return found
 
 
 def _belong(first: Array, second: Array, whole: Array, dim: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import Counter, deque
@@ -34,7 +35,7 @@ _OF_KERAS = ("keras.src.backend", "keras.src.utils", "keras.src.ops")
 _OF_A_LOOK = "commlib.functional.unnoticed"
 """Who has what will be put back, and so is a user's."""
 _VALUES = (tf.Tensor, tf.Variable, keras.Variable)
-"""What users hang attributes on, whose names are public, unlike those of TensorFlow and Keras."""
+"""What users hang attributes on, as TensorFlow and Keras do, too."""
 _FURTHEST = 6
 """Steps from a tensor to whoever has what holds it."""
 
@@ -122,8 +123,24 @@ class _Holders:
 
 
 def _has_attribute(own: Mapping[Any, Any], keys: Collection[int]) -> bool:
-    """Return whether a public attribute is one of these, by ids, among an object's own."""
-    return any(id(one) in keys and not str(name).startswith("_") for name, one in own.items())
+    """Return whether an attribute of the user's is one of these, by ids, among an object's own."""
+    return any(id(one) in keys and not _is_private_to_libraries(str(name)) for name, one in own.items())
+
+
+def _is_private_to_libraries(name: str) -> bool:
+    return name.startswith(_PRIVATE) or name in _own_names()
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Return the names of what TensorFlow and Keras hang on variables."""
+    with tf.init_scope():
+        made = keras.Variable(0.0, name="one"), tf.Variable(0.0, name="one")
+    return frozenset(name for one in made for name in vars(one))
+
+
+_PRIVATE = "_keras", "_tf", "_self_", "_is_zeros_tensor"
+"""How the names begin of what TensorFlow and Keras hang on tensors."""
 
 
 def _is_container(holder: Any) -> bool:

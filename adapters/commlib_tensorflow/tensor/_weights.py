@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from commlib.functional.seen_weights import Seen, SeenWeights
@@ -23,7 +24,7 @@ from commlib_tensorflow.tensor.layers import find_layer, shardings_of
 _SYMBOLIC = tf.__internal__.SymbolicTensor
 """Tensors of graphs."""
 
-_ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size"))
+_ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size", "ones_like", "zeros_like"))
 
 
 def divided_weights(
@@ -76,18 +77,25 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
         one = by_ids.get(id(_handle_of(weight) if isinstance(weight, _SYMBOLIC) else weight))
         return one if one is not None and note(one) and one.shape is not None else None
 
-    def shape_of(plain: Any) -> property:
+    def shape_of(plain: Any) -> Callable[[Any], Any]:
         def shape(weight: Any) -> Any:
             found, one = plain(weight), counting(weight, sys._getframe(1))
             return found if one is None else type(found)(one.shape)
 
-        return property(shape)
+        return shape
 
     def counted(layer: Any) -> int:
         found, frame = int(count_params(layer)), sys._getframe(1)
         each = ((weight, counting(weight, frame)) for weight in layer.weights)
         more = [prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None]
         return found + sum(map(int, more))
+
+    def arrays(layer: Any) -> list[Any]:
+        frame, known = sys._getframe(1), any(id(weight) in by_ids for weight in layer.weights)
+        if not known or frame.f_code.co_filename.startswith(packages):
+            return list(get_weights(layer))
+        each = [(weight, counting(weight, frame)) for weight in layer.weights]
+        return [np.zeros(tuple(weight.shape) if seen is None else seen.shape, weight.dtype) for weight, seen in each]
 
     def asking(function: Any) -> Any:
         @functools.wraps(function)
@@ -97,13 +105,16 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
 
         return called
 
-    count_params = keras.layers.Layer.count_params
+    count_params, get_weights = keras.layers.Layer.count_params, keras.layers.Layer.get_weights
     with ExitStack() as stack:
         kinds = {type(one) for seen in weights.values() for one in (seen.weight, seen.weight._value)}
         for kind in {*kinds, _SYMBOLIC} if weights else ():
-            stack.enter_context(replaced(kind, "shape", shape_of(kind.shape.fget)))
+            stack.enter_context(replaced(kind, "shape", property(shape_of(kind.shape.fget))))
+            if hasattr(kind, "get_shape"):
+                stack.enter_context(replaced(kind, "get_shape", shape_of(kind.get_shape)))
         for owner, name in _ASKING if weights else ():
             stack.enter_context(replaced(owner, name, asking(getattr(owner, name))))
         if weights:
             stack.enter_context(replaced(keras.layers.Layer, "count_params", counted))
+            stack.enter_context(replaced(keras.layers.Layer, "get_weights", arrays))
         yield

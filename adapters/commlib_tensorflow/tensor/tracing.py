@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._conditions import asking, decided_by
+from commlib_tensorflow.tensor._eagerness import asked
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
 from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
 from commlib_tensorflow.tensor._keeping import WRITES, held
@@ -51,9 +51,6 @@ _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_b
 _OURS = Path(__file__).parent.parent
 _PACKAGES = ("<", *(str(Path(module.__file__ or "").parent) for module in (keras, tf, commlib)), str(_OURS))
 """Folders of what is not the user's."""
-
-_EAGER = (tf.executing_eagerly, tf.inside_function, tf.is_symbolic_tensor)
-"""What tells whether something runs eagerly."""
 
 _HANDLES = (tf.resource, tf.variant)
 """The dtypes of what is no value."""
@@ -328,8 +325,7 @@ class Recorder:
             for kind in SUMS:
                 stack.enter_context(replaced(kind, "__call__", self._summing(kind.__call__)))
             stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
-            for owner, name in self._names_of(_EAGER):
-                stack.enter_context(replaced(owner, name, self._asked_eagerly(getattr(owner, name))))
+            stack.enter_context(asked((self._model, *self._layers.values()), self.eager.append, _PACKAGES))
             if self._measures:
                 stack.enter_context(self._measuring())
             if self._inlines:
@@ -358,22 +354,6 @@ class Recorder:
             call = _Call("", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python")
             call.last = self._count()
             self._calls.append(call)
-
-    def _names_of(self, functions: Iterable[Any]) -> list[tuple[Any, str]]:
-        """Return under which names TensorFlow, and the modules in which the user's layers are defined, have these."""
-        names = sorted({type(layer).__module__ for layer in (self._model, *self._layers.values())} & set(sys.modules))
-        modules = [tf, *(sys.modules[name] for name in names if not name.startswith(("keras.", "commlib")))]
-        known = set(map(id, functions))
-        return [(module, name) for module in modules for name, one in vars(module).items() if id(one) in known]
-
-    def _asked_eagerly(self, function: Callable[..., bool]) -> Callable[..., bool]:
-        def called(*args: Any, **options: Any) -> bool:
-            frame = sys._getframe(1)
-            if not frame.f_code.co_filename.startswith(_PACKAGES):
-                self.eager.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            return function(*args, **options)
-
-        return called
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:

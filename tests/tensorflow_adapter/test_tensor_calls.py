@@ -1,0 +1,191 @@
+"""Calls of a divided model that differ in what Keras gives them: masks, optional inputs, any number of arguments."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import MismatchError, UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN: Plan = {"block/up": Column(), "block/down": Row()}
+OWN: Plan = {"up": Column(), "down": Row()}
+X, MASK = values(2, 3, 6), tf.constant([[True, True, False], [True, False, False]])
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+class Block(L.Layer):  # type: ignore[misc]
+    """Looks at all features where there is a mask, or no second input."""
+
+    supports_masking = True
+
+    def __init__(self, goes_by: str = "mask") -> None:
+        super().__init__(name="block")
+        self.up, self.down, self.goes_by = L.Dense(8, "relu", name="up"), L.Dense(4, name="down"), goes_by
+
+    def call(self, x: Any, other: Any = None, mask: Any = None) -> Any:
+        hidden = self.up(x)
+        is_given = mask is not None if self.goes_by == "mask" else other is None
+        return self.down(ops.softmax(hidden) if is_given else hidden)
+
+
+def functional(*, optional: bool = False) -> Any:
+    given = keras.Input((3, 6))
+    if not optional:
+        return filled(keras.Model(given, Block()(given)))
+    other = keras.Input((3, 1), optional=True)
+    return filled(keras.Model([given, other], Block("other")(given, other)))
+
+
+def sequential() -> Any:
+    return filled(keras.Sequential([keras.Input((3, 6)), Block()]))
+
+
+@pytest.mark.parametrize("make", [functional, sequential])
+def test_a_mask_that_is_given(comm: Any, make: Any) -> None:
+    """Models that Keras calls itself were not looked at again."""
+    model = parallelize(make(), comm, PLAN)
+    near(model(X), make()(X))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(X, mask=MASK)
+
+
+@pytest.mark.parametrize("make", [functional, sequential])
+def test_a_mask_that_a_tensor_has(comm: Any, make: Any) -> None:
+    model = parallelize(make(), comm, PLAN)
+    near(model(X), make()(X))
+    masked = L.Masking()(tf.constant(X))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(masked)
+
+
+def test_an_optional_input_that_is_none_later(comm: Any) -> None:
+    model, other = parallelize(functional(optional=True), comm, PLAN), values(2, 3, 1)
+    near(model([X, other]), functional(optional=True)([X, other]))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model([X, None])
+
+
+class Several(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(8, "relu", name="up"), L.Dense(4, name="down")
+
+    def call(self, *given: Any, training: bool = False) -> Any:
+        hidden = self.up(sum(given))
+        return self.down(ops.softmax(hidden) if len(given) == 3 else hidden)
+
+
+def test_any_number_of_arguments(comm: Any) -> None:
+    """The look had the first of them alone."""
+    models = []
+    for _ in range(2):
+        model = Several()
+        model(X)
+        models.append(filled(model))
+    plain, divided = models[0], parallelize(models[1], comm, OWN)
+    near(divided(X), plain(X))
+    near(divided(X, 2 * X), plain(X, 2 * X))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        divided(X, 2 * X, X)
+
+
+class Own(keras.Model):  # type: ignore[misc]
+    """Goes by what `how` does with what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = L.Dense(8, "relu", name="up"), L.Dense(4, name="down")
+
+    def call(self, x: Any, how: Any = None) -> Any:
+        hidden = self.up(x)
+        return self.down(hidden if how is None else ops.tanh(hidden) if how == "tanh" else how(self, hidden))
+
+
+def own(comm: Any) -> tuple[Any, Any]:
+    models = []
+    for _ in range(2):
+        model = Own()
+        model(X)
+        models.append(filled(model))
+    return models[0], parallelize(models[1], comm, OWN)
+
+
+def hang_on_variable(model: Any, hidden: Any) -> Any:
+    model.up.kernel._of_mine = hidden
+    return hidden
+
+
+def hang_on_tensor(model: Any, hidden: Any) -> Any:
+    shown = ops.tanh(hidden)
+    shown._of_mine = hidden
+    model.shown = shown
+    return hidden
+
+
+@pytest.mark.parametrize("how", [hang_on_variable, hang_on_tensor])
+def test_what_is_kept_under_a_private_name(comm: Any, how: Any) -> None:
+    _, model = own(comm)
+    with pytest.raises(UsageError, match="kept"):
+        model(X, how=how)
+
+
+ASKED = {
+    "get_shape": lambda model, hidden: hidden / model.up.kernel.value.get_shape()[1],
+    "get_weights": lambda model, hidden: hidden / model.up.get_weights()[0].shape[1],
+    "ones": lambda model, hidden: hidden / ops.sum(ops.ones_like(model.up.bias)),
+    "zeros": lambda model, hidden: hidden / tf.cast(tf.size(tf.zeros_like(model.up.bias)), hidden.dtype),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_numbers_of_a_weights_shape(comm: Any, name: str) -> None:
+    _, model = own(comm)
+    with pytest.raises(UsageError, match=r"of the undivided|differs|its shape"):
+        model(X, how=ASKED[name])
+
+
+def test_ranks_that_go_other_ways(comm: Any) -> None:
+    """Both were ways of a new kind, so that all looked, and none knew of the other's."""
+    plain, model = own(comm)
+    near(model(X), plain(X))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(X, how="tanh" if comm.rank else lambda _, hidden: ops.relu(hidden))
+    said = [str(one.message) for one in caught if "do something else in this call" in str(one.message)]
+    assert len(said) == (comm.rank == 0), said
+
+
+def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
+    """The others go on without a look: whoever looks says of what."""
+    _, model = own(comm)
+    model(X)
+    with pytest.raises(MismatchError) as caught:
+        model(X, how="tanh") if comm.rank == 0 else model(X)
+    assert comm.rank or "has begun to check a divided model's plan" in str(caught.value)
+
+
+def asks(function: Any = tf.executing_eagerly) -> bool:
+    return bool(function())
+
+
+@pytest.mark.parametrize("function", [asks, tf.compat.v1.executing_eagerly])
+def test_who_asks_by_another_name_whether_it_runs_eagerly(comm: Any, function: Any) -> None:
+    _, model = own(comm)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(X, how=lambda _, hidden: hidden * 2 if function() else hidden)
+    said = [str(one.message) for one in caught if "asks whether it runs eagerly" in str(one.message)]
+    assert len(said) == (comm.rank == 0), said
