@@ -26,7 +26,7 @@ X, MASK = values(2, 3, 6), tf.constant([[True, True, False], [True, False, False
 pytestmark = pytest.mark.ranks(min=2)
 
 
-class Block(L.Layer):  # type: ignore[misc]
+class Block(keras.layers.Layer):  # type: ignore[misc]
     """Looks at all features where there is a mask, or no second input."""
 
     supports_masking = True

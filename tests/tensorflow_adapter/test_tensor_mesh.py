@@ -14,7 +14,7 @@ import tensorflow as tf
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row, Vocabulary
-from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, pipeline
+from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, gather_model, pipeline
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter
 from tests.tensorflow_adapter.tensor_oracle import alone
@@ -325,3 +325,39 @@ def test_layers_that_are_computed_again(comm: Any, float64: None, mode: str, seq
     for one, other, variable in zip(got[1:], expected[1:], divided.trainable_variables, strict=True):
         shard = shard_of(variable)
         close(one, other if shard is None else shard.own(other.numpy()))
+
+
+def keepers(folder: str) -> list[Any]:
+    return [
+        keras.callbacks.ModelCheckpoint(folder + "/kept{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.BackupAndRestore(folder + "/backup"),
+    ]
+
+
+@pytest.mark.ranks(min=4)
+def test_callbacks_of_replicas_that_write_one_file(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rank 0 of each replica wrote it: one found it locked, left fit, and the others waited for ever."""
+    mesh = Mesh(dp=comm.size // 2, tp=2)
+    folder = comm.broadcast_object(str(tmp_path_factory.mktemp("kept")))
+    x, y = (np.random.default_rng(seed).normal(size=(8, 6)).astype(np.float32) for seed in (1, 2))
+
+    def made() -> Any:
+        keras.utils.set_random_seed(1)
+        given = keras.Input((6,))
+        hidden = keras.layers.Dense(8, "relu", name="up")(given)
+        model = keras.Model(given, keras.layers.Dense(6, name="down")(hidden))
+        parallelize(model, mesh["tp"], {"up": Column(), "down": Row()})
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
+        return model
+
+    model = made()
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=keepers(folder))
+    whole = gather_model(model)
+    comm.barrier()
+    again = made()
+    again.load_weights(folder + "/kept2.weights.h5")
+    for one, other in zip(gather_model(again).get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(UsageError, match="in several replicas of a divided model"):
+        made().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
+    assert comm.all_gather_object(1) == [1] * comm.size

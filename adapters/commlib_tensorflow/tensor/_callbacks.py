@@ -1,11 +1,13 @@
 """Callbacks that keep a divided model: rank 0 of the axis runs Keras' own, with a model whose files are whole.
 
-The other ranks do what it asks for: give their parts, read what it reads, and set what it sets.
+The other ranks do what it asks for: give their parts, read what it reads, and set what it sets. So do all ranks of all
+replicas that are given the same files: one rank writes.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,10 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.agreement import together
+from commlib.functional.shards import world_ranks
 from commlib.horovod.callbacks import BestModel
 from commlib.tensor.sharding import Sharding
-from commlib_tensorflow._keras_reduction import replace
+from commlib_tensorflow._keras_reduction import Distributed, replace
 from commlib_tensorflow._shards import shards_in
 from commlib_tensorflow.tensor.state import gather_model
 
@@ -29,6 +32,7 @@ _PLAIN = (bool, int, float, str, np.generic, type(None))
 def watch_callbacks() -> None:
     """Let Keras' callbacks that save models know, from now on, of those that are divided."""
     replace(keras.callbacks.CallbackList, "set_model", _keeping)
+    replace(keras.callbacks.CallbackList, "on_train_begin", _sharing)
 
 
 def _keeping(original: Any) -> Any:
@@ -47,6 +51,58 @@ def _keeping(original: Any) -> Any:
         original(self, model)
 
     return set_model
+
+
+def _sharing(original: Any) -> Any:
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        model = next((one.model for one in self.callbacks), None)
+        if (everyone := _trained_with(model)) is not None:
+            _share_files([one for one in self.callbacks if isinstance(one, OneForAll)], model, everyone)
+        original(self, logs)
+
+    return on_train_begin
+
+
+def _share_files(callbacks: list[OneForAll], model: Any, everyone: Communicator) -> None:
+    """Let one rank of all replicas run callbacks that are given the same files in each. Collective over all of them.
+
+    Raises UsageError on all ranks if only some callbacks of replicas have the same files.
+    """
+    own = [(type(one.callback).__name__, _files_of(one.callback)) for one in callbacks]
+    axis = _divided_over(model)
+    every = everyone.all_gather_object((own, world_ranks(axis)[0] if axis is not None else -1))
+    if all(other == own for other, _ in every):
+        for one in callbacks:
+            one.comm = everyone
+            one.set_model(model)
+        return
+    users: dict[Any, set[int]] = {}
+    for given, replica in every:
+        for one in given:
+            users.setdefault(one, set()).add(replica)
+    shared = [one for one, replicas in users.items() if len(replicas) > 1]
+    if shared:
+        name, path = shared[0]
+        raise UsageError(
+            f"fit: {name} writes {path} in several replicas of a divided model, and their ranks have other callbacks "
+            f"beside it: give all ranks of {everyone.name} the same, of which one writes, or each replica its own path"
+        )
+
+
+def _files_of(callback: Any) -> str:
+    return os.fspath(getattr(callback, "filepath", "") or getattr(callback, "backup_dir", ""))
+
+
+def _trained_with(model: Any) -> Communicator | None:
+    """Return all ranks of the replicas with which a divided model is trained; None if it is trained by itself."""
+    comm = _divided_over(model)
+    optimizer = getattr(model, "optimizer", None)
+    mesh = None if comm is None else comm.kept.get("mesh")
+    if mesh is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+        return None
+    everyone: Communicator = mesh.comm
+    return everyone if comm is not None and everyone.size > comm.size else None
 
 
 def _keeps(callback: Any) -> bool:
