@@ -1,4 +1,4 @@
-"""Contents: what Python's own containers hold, past what a user's subclass of them does when it is asked. [pure]
+"""Contents: what containers, objects and functions hold, past what a user's class does when it is asked. [pure]
 
 A table that makes objects when one of them is asked for would make them, and more.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, ItemsView
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
 
 
@@ -25,6 +26,44 @@ def own_method(value: Any, name: str) -> Callable[..., Any]:
     """Return a method of a container that reads or writes it and does no more; of what only looks like one its own."""
     kind = next((one for one in _KINDS if issubclass(type(value), one)), None)
     return getattr(value, name) if kind is None else functools.partial(getattr(kind, name), value)
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of an object's own attributes, those that it has in slots, too."""
+    kind = type(value)
+    found = list(object.__getattribute__(value, "__dict__").items()) if kind.__dictoffset__ else []
+    for name, member in _slots_of(kind):
+        try:
+            found.append((name, member.__get__(value, kind)))
+        except AttributeError:  # nothing is in it
+            continue
+    return found
+
+
+def may_have_attributes(kind: type) -> bool:
+    """Return whether objects of a class have attributes of their own."""
+    return bool(kind.__dictoffset__ or _slots_of(kind))
+
+
+def held_by(function: FunctionType) -> list[Any]:
+    """Return the defaults of a function, what it closes over, and its attributes."""
+    cells = map(content_of, function.__closure__ or ())
+    named = (function.__kwdefaults__ or {}), function.__dict__
+    return [*(function.__defaults__ or ()), *cells, *(one for table in named for one in table.values())]
+
+
+def content_of(cell: CellType) -> Any:
+    """Return what is in a cell; None if nothing is in it by now."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(1000)
+def _slots_of(kind: Any) -> tuple[tuple[str, MemberDescriptorType], ...]:
+    found = (one for base in kind.__mro__ for one in vars(base).items())
+    return tuple((name, member) for name, member in found if type(member) is MemberDescriptorType)
 
 
 _KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from itertools import islice
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
@@ -32,7 +34,7 @@ from commlib.functional.checks import (
 )
 from commlib.functional.division import Division
 from commlib.functional.guide import Guide
-from commlib.functional.kinds import KINDS, Kinds, kind_of
+from commlib.functional.kinds import KINDS, Kinds, Same, kind_of
 from commlib.functional.runs import Outputs, Run
 from commlib.functional.seen_weights import seen_weights
 from commlib.tensor.styles import Row, Style, Vocabulary
@@ -190,10 +192,11 @@ class PlanCheck:
             self._failed = ""
 
     def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
-        modes, with_gradients, *others = kind
         is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
         if is_transformed or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
             return  # the first call that is not traced is checked
+        kind = self._kind_now(model, call, kind)
+        modes, with_gradients, *others = kind
         known = modes, True, *others
         if not with_gradients and known in self._kinds and self._goes(model, call, self._kinds.way(known)):
             self._kinds.add(kind)
@@ -202,6 +205,15 @@ class PlanCheck:
         elif self.warns and self.axis.size > 1 and _MANY not in self._told:
             self._told.add(_MANY)
             warnings.warn(too_many_kinds(self._model, KINDS), stacklevel=7)
+
+    def _kind_now(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the kind of a call again if other modules are within the model by now."""
+        within = tuple(model.modules())[1:]
+        if len(within) == len(model.commlib_within) and all(map(is_, within, model.commlib_within)):  # type: ignore[arg-type]
+            return kind
+        model.commlib_within = within  # type: ignore[assignment]
+        tell(self, model)
+        return kind_of_call(model, *call)
 
     def _look(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
         """Check the plan for a call of a kind, which is known then, unless the call fails: the next one may not."""
@@ -286,26 +298,50 @@ def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     order of keywords says nothing.
     """
     within: Any = model.commlib_within
-    modes = model.training, bytes(map(_is_training, within)), torch._C._is_any_autocast_enabled()
+    modes = model.training, bytes(map(_is_training, within)), _contexts(), _dtype(within)
     mode = None if torch.is_inference_mode_enabled() else torch.is_grad_enabled()
-    kind = (modes, mode, *(kind_of(one, _kind_of_other) for one in args))
+    kind = (modes, mode, *[kind_of(one, _kind_of_other) for one in args])
     return (*kind, kind_of(options, _kind_of_other)) if options else kind
 
 
 _is_training = attrgetter("training")
 
 
+def _contexts() -> Any:
+    """Return by which contexts a model may go: to which dtypes they cast, and whether they look for anomalies."""
+    if not torch._C._is_any_autocast_enabled():
+        return torch.is_anomaly_enabled()
+    casts = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
+    return torch.is_anomaly_enabled(), *casts
+
+
+def _dtype(modules: Any) -> Any:
+    """Return the dtype of a model's first weight: it changes with those of the others."""
+    for module in modules:
+        for weight in module._parameters.values():
+            if weight is not None:
+                return weight.dtype
+    return None
+
+
 def _kind_of_other(value: Any) -> Any:
-    """Return a dtype, a device, and their like; what is told of a tensor, or a module; and of all else the type."""
+    """Return what is told of a tensor; of modules which one, and their modes; and dtypes, devices, and their like."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
-        return kind, value.dtype, value.layout, value.ndim, value.requires_grad
+        layout = value.layout
+        lies = layout is torch.strided and (value.is_contiguous(), value.is_nested)
+        return kind, value.dtype, layout, value.ndim, value.requires_grad, value.is_leaf, lies
     if issubclass(kind, nn.Module):
-        return kind, value.training
-    return value if kind in _PLAIN else kind
+        return Same(value), *[(type(one), one.training) for one in islice(value.modules(), _MODULES)]
+    if issubclass(kind, fx.Proxy):
+        return kind
+    return value if kind in _PLAIN else None
 
 
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, OpOverload, OpOverloadPacket)
+_DEVICES = "cpu", "cuda", "xpu", "mps"
+_MODULES = 500
+"""Of a module that is given, those within that are looked at."""
 
 
 def _refuse_failing(error: Exception | None) -> None:
