@@ -123,7 +123,8 @@ def said(value: Any) -> str:
         options = [f"{name}={said(one)}" for name, one in value.keywords.items()]
         return f"partial({', '.join([said(value.func), *map(said, value.args), *options])})"
     if callable(value) and hasattr(value, "__qualname__"):
-        name = f"{value.__module__}.{value.__qualname__}"
+        owner = getattr(value, "__objclass__", None) or type(getattr(value, "__self__", None))
+        name = f"{getattr(value, '__module__', None) or owner.__module__}.{value.__qualname__}"
         is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
         return f"{name} of code {digest_of(_lines_of(value.__code__)):x}" if is_local else name
     text = repr(value)

@@ -76,7 +76,10 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = lambda _: Non
     kind_of_other: what a framework tells of its own objects, and of what they hold; None if it knows nothing of one.
     What holds too much is told by being the same object.
     """
-    leaf, asks, _ = _ways_of_any(type(value))
+    try:
+        leaf, asks, _ = _ways_of(type(value))
+    except TypeError:  # a class without a hash
+        return Same(type(value))
     if leaf is not None:
         return leaf(value)
     if asks:
@@ -102,7 +105,10 @@ class _Walk:
 
     def of(self, value: Any) -> Hashable:
         """Return what is told of a value. What comes again within itself is told by how deep that is."""
-        leaf, asks, handle = _ways_of_any(type(value))
+        try:
+            leaf, asks, handle = _ways_of(type(value))
+        except TypeError:
+            return Same(type(value))
         if leaf is not None:
             return leaf(value)
         if asks:
@@ -145,13 +151,6 @@ Ways = tuple[Leaf | None, bool, Handle | None]
 """What tells a value at once, or else whether a framework is asked first, and what walks through it, if anything."""
 
 
-def _ways_of_any(kind: Any) -> Ways:
-    try:
-        return _ways_of(kind)
-    except TypeError:  # a class without a hash
-        return _WITHOUT_HASH
-
-
 @functools.lru_cache(1000)
 def _ways_of(kind: Any) -> Ways:
     """Return what tells the kinds of values of a type. Values are not asked for their class: some are of a trace."""
@@ -166,7 +165,7 @@ def _ways_of(kind: Any) -> Ways:
         return leaf, False, None
     handle = next((handle for base, handle in _HANDLES if issubclass(kind, base)), None)
     if handle is not None:
-        is_own = issubclass(kind, _CONTAINERS) and not _is_opaque(kind) and may_have_attributes(kind)
+        is_own = issubclass(kind, _CONTAINERS) and kind.__module__ != "collections" and may_have_attributes(kind)
         return None, False, functools.partial(_with_attributes, handle) if is_own else handle
     if is_dataclass(kind):
         return None, True, _fields
@@ -176,7 +175,7 @@ def _ways_of(kind: Any) -> Ways:
 def _is_opaque(kind: type) -> bool:
     """Return whether objects of a class are of Python's own library: files, locks, loggers. They are not looked into."""
     packages = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
-    return not packages.isdisjoint(sys.stdlib_module_names - _OPEN) or kind.__module__ == "collections"
+    return not packages.isdisjoint(sys.stdlib_module_names - _OPEN)
 
 
 def _class(value: Any) -> Hashable:
@@ -244,14 +243,14 @@ def _tuple(value: Any, walk: _Walk) -> Hashable:
     length = tuple.__len__(value)
     walk.left -= length
     if length > _LONG:
-        sample = tuple.__getitem__(value, slice(None, None, length // _SAMPLE))
+        sample = tuple.__getitem__(value, slice(None, None, length // _SAMPLE | 1))
         return type(value), length, frozenset([walk.of(one) for one in sample])
     return type(value), *[walk.of(one) for one in tuple.__iter__(value)]
 
 
 def _list(value: Any, walk: _Walk) -> Hashable:
     length = list.__len__(value)
-    sample = list.__getitem__(value, slice(None, None, length // _SAMPLE)) if length > _LONG else value
+    sample = list.__getitem__(value, slice(None, None, length // _SAMPLE | 1)) if length > _LONG else value
     return _listed(value, walk, length, sample if type(sample) is list else list(list.__iter__(value)))
 
 
@@ -268,8 +267,8 @@ def _listed(value: Any, walk: _Walk, length: int, sample: list[Any]) -> Hashable
     if types and types <= _BATCHES:
         return (type(value), frozenset(), False) if walk.within else (type(value), frozenset(types))
     walk.left -= len(sample)
-    if types == _BOOL and length <= _SHORT:
-        return type(value), *sample
+    if types == _BOOL:
+        return type(value), *(sample if length <= _SHORT else [one for one in (False, True) if one in value])
     kinds = [str if type(one) is str else walk.of(one) for one in sample]
     told = frozenset(kinds)
     if walk.within:
@@ -363,7 +362,6 @@ _NUMBERS = frozenset((type(None), int, float, complex, type(...)))
 _BATCHES = frozenset((str, int, float, complex))
 _COUNTLESS = frozenset((*_BATCHES, bool, True, False))
 """Kinds of elements of which any number may come: a batch of them."""
-_WITHOUT_HASH: Ways = lambda value: Same(type(value)), False, None
 _TYPE: Ways = type, False, None
 _CONTAINERS = dict | tuple | list | set | frozenset | deque
 _OPEN = frozenset(

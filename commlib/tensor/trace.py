@@ -108,8 +108,15 @@ class Trace:
 
     @property
     def way(self) -> Hashable:
-        """Return what tells calls apart that go other ways through a model, whatever the shapes of their values are."""
-        return tuple((step.layer, step.kind, step.text) for step in self.steps), tuple(self.used)
+        """Return what tells calls apart that go other ways through a model, whatever the lengths of their values are.
+
+        But for lengths that the model says itself: where a batch has another one, it may say another one.
+        """
+        steps = tuple(
+            (step.layer, step.kind, step.text, step.dim, step.dims, step.asked, _dimensions(step.equation), step.inputs)
+            for step in self.steps
+        )
+        return steps, tuple(self.used), self.outputs
 
     @cached_property
     def makers(self) -> Mapping[int, int]:
@@ -119,6 +126,14 @@ class Trace:
     def maker(self, value: int) -> Step:
         """Return the step that makes a value."""
         return self.steps[self.makers[value]]
+
+
+def _dimensions(equation: Equation | None) -> Hashable:
+    """Return which dimensions meet, also where one of length 1 is repeated along another."""
+    if equation is None:
+        return None
+    numbers = tuple(tuple(max(number, ~number) for number in dims) for dims in equation.inputs)
+    return numbers, equation.output, equation.needs
 
 
 def reach(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> tuple[list[Step], set[int]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from commlib.functional.kinds import kind_of
+from commlib.functional.kinds import Holding, Same, kind_of
 from commlib_tensorflow.tensor._call_context import current_call
 
 
@@ -95,21 +96,39 @@ def is_trained(options: Mapping[str, Any]) -> bool:
     return bool(call.get_value("training") if given is None and call is not None else given)
 
 
-def kind_of_call(training: bool, args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
-    """Return what tells a call from those of other kinds: see `kind_of`; of tensors their dtypes and ranks.
+def kind_of_call(
+    training: bool, args: tuple[Any, ...], options: Mapping[str, Any], *, autocast: bool = True
+) -> Hashable:
+    """Return what tells a call from those of other kinds: see `kind_of`; of tensors their dtypes, ranks and masks.
 
-    Keras casts floats to those of the model, so that all are one kind.
+    autocast: Keras casts floats to those of the model, so that all are one kind.
     """
-    given = [(name, kind_of(one, _kind_of_tensor)) for name, one in options.items() if name != "training"]
-    return training, kind_of(args, _kind_of_tensor), frozenset(given)
+    told = _kind_of_cast if autocast else _kind_of_other
+    given = [(name, kind_of(one, told)) for name, one in options.items() if name != "training"]
+    return training, kind_of(args, told), frozenset(given)
 
 
-def _kind_of_tensor(one: Any) -> Any:
-    if not is_tensor(one):
-        python = getattr(one, "python_function", None)  # that of a tf.function
-        return type(one) if python is None else (type(one), kind_of(python, _kind_of_tensor))
-    dtype = tf.as_dtype(one.dtype)
-    return tf.Tensor, "a float" if dtype in _FLOATS else dtype, one.shape.rank if tf.is_tensor(one) else len(one.shape)
+def _kind_of_cast(one: Any) -> Any:
+    found = _kind_of_other(one)
+    return (found[0], "a float", *found[2:]) if type(found) is tuple and found[1] in _FLOATS else found
+
+
+def _kind_of_other(one: Any) -> Any:
+    """Return what is told of a tensor, of a function that is traced, and which layer or dtype something is."""
+    kind = type(one)
+    if tf.is_tensor(one) or issubclass(kind, _TENSORS):
+        mark = kind if issubclass(kind, _OF_THEIR_OWN) else tf.Tensor
+        rank = one.shape.rank if tf.is_tensor(one) else len(one.shape)
+        return mark, tf.as_dtype(one.dtype), rank, getattr(one, "_keras_mask", None) is not None
+    if issubclass(kind, _TRACED):
+        return Holding(kind, (one.python_function,))
+    if issubclass(kind, keras.Layer | tf.Module):
+        return Same(one)
+    return one if kind is tf.DType else None
 
 
 _FLOATS = frozenset((tf.float64, tf.float32, tf.float16, tf.bfloat16))
+_TENSORS = keras.KerasTensor, keras.Variable, tf.TensorSpec, np.generic
+_OF_THEIR_OWN = tf.Variable, keras.Variable, tf.__internal__.CompositeTensor
+"""Tensors by whose class a model may go."""
+_TRACED: Any = type(tf.function(lambda: None))

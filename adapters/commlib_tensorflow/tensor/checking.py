@@ -227,7 +227,7 @@ class Unchecked:
         """
         model = self._model()
         training = is_trained(options)
-        kind = kind_of_call(training, args, options)
+        kind = kind_of_call(training, args, options, autocast=getattr(model, "autocast", True))
         if self.is_checking or kind in self.kinds or model is None:
             return None
         if not self.kinds.too_many:

@@ -192,8 +192,7 @@ class PlanCheck:
             self._failed = ""
 
     def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
-        is_transformed = torch._C._are_functorch_transforms_active()  # an error tells the user by and by
-        if is_transformed or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call)):
+        if torch._C._are_functorch_transforms_active() or _is_traced(call):  # an error tells the user by and by
             return  # the first call that is not traced is checked
         kind = self._kind_now(model, call, kind)
         modes, with_gradients, *others = kind
@@ -291,6 +290,13 @@ def _generates() -> bool:
 _MANY, _UNCHECKED, _FAILED = "too many kinds", "not checked", "failed alone"
 
 
+def _is_traced(call: Any) -> bool:
+    try:
+        return any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(call))
+    except (RecursionError, TypeError):  # what is within itself, or of a class without a hash
+        return False
+
+
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given: `kind_of`.
 
@@ -301,7 +307,7 @@ def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     modes = model.training, bytes(map(_is_training, within)), _contexts(), _dtype(within)
     mode = None if torch.is_inference_mode_enabled() else torch.is_grad_enabled()
     kind = (modes, mode, *[kind_of(one, _kind_of_other) for one in args])
-    return (*kind, kind_of(options, _kind_of_other)) if options else kind
+    return (*kind, frozenset([(name, kind_of(one, _kind_of_other)) for name, one in options.items()])) if options else kind
 
 
 _is_training = attrgetter("training")
@@ -327,10 +333,10 @@ def _dtype(modules: Any) -> Any:
 def _kind_of_other(value: Any) -> Any:
     """Return what is told of a tensor; of modules which one, and their modes; and dtypes, devices, and their like."""
     kind = type(value)
-    if issubclass(kind, torch.Tensor):
+    if kind is torch.Tensor or issubclass(kind, torch.Tensor):
         layout = value.layout
-        lies = layout is torch.strided and (value.is_contiguous(), value.is_nested)
-        return kind, value.dtype, layout, value.ndim, value.requires_grad, value.is_leaf, lies
+        lies = value.is_contiguous() if layout is torch.strided else layout
+        return kind, value.dtype, lies, value.ndim, value.requires_grad
     if issubclass(kind, nn.Module):
         return Same(value), *[(type(one), one.training) for one in islice(value.modules(), _MODULES)]
     if issubclass(kind, fx.Proxy):

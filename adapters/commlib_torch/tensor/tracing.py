@@ -119,16 +119,25 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise UsageError(f"expected a tensor, or a tuple or dict of the model's arguments, got {type(batch).__name__}")
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested sequences, mappings and objects with fields, in order."""
+def tensors_in(value: Any, known: dict[int, tuple[Any, list[Tensor]]] | None = None) -> list[Tensor]:
+    """Return the tensors in nested sequences, mappings and objects with fields, in order.
+
+    known: those in what was looked into. What is within itself, such as a node of a tree that knows its parent, has no
+    more there.
+    """
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in tensors_in(part)]
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    fields = getattr(value, "__dataclass_fields__", ())
-    return [tensor for name in fields for tensor in tensors_in(getattr(value, name))]
+        parts: Any = value.values()
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        parts = value
+    else:
+        parts = [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = value, []
+        known[id(value)] = value, [tensor for part in parts for tensor in tensors_in(part, known)]
+    return known[id(value)][1]
 
 
 class Recorder(TorchFunctionMode):

@@ -19,6 +19,8 @@ def test_functions_are_told_by_what_they_do() -> None:
     """Addresses of partial functions differ on ranks; names of lambdas do not say which they are."""
     assert said(math.sqrt) == "math.sqrt"
     assert said(functools.partial(pow, 2, mod=3)) == "partial(builtins.pow, 2, mod=3)"
+    assert said(str.upper) == said("".join).replace("join", "upper") == "builtins.str.upper"  # methods of no module
+    assert said(functools.partial(list.append, [])) == "partial(builtins.list.append, [])"
     assert said(_made(1)) == said(_made(1)) != said(_made(-1))
     assert said(functools.partial(_made(1), 1)) != said(functools.partial(_made(-1), 1))
 
