@@ -1,0 +1,147 @@
+"""Kinds of calls of a divided model of Keras: what tells them apart."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_tensorflow.tensor import checking, parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
+
+__all__ = ["in_float64"]  # which pytest uses
+
+L = keras.layers
+PLAN: Any = {"up": Column(), "down": Row()}
+X = values(3, 6)
+
+
+class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Goes by a function of its hidden values, and of what else it is given."""
+
+    def __init__(self, goes: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.up, self.down, self.goes = L.Dense(8, name="up"), L.Dense(4, name="down"), goes
+
+    def call(self, x: Any, given: Any = None, training: bool = False) -> Any:
+        return self.down(self.goes(self.up(ops.cast(x, "float64")), x if given is None else given))
+
+
+def made(comm: Any, goes: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """Return a plain model, and a divided one."""
+    plain, model = Model(goes, **options), Model(goes, **options)
+    for one in (plain, model):
+        one.up.build((None, 6))
+        one.down.build((None, 8))
+        one.built = True
+        filled(one)
+    return plain, parallelize(model, comm, PLAN)
+
+
+def applied(h: Any, function: Any) -> Any:
+    return function(h)
+
+
+def by(condition: Callable[[Any], bool]) -> Callable[..., Any]:
+    return lambda h, given: ops.softmax(h) if condition(given) else ops.tanh(h)
+
+
+def compose(*functions: Any) -> Any:
+    return lambda h: functools.reduce(lambda h, one: one(h), functions, h)
+
+
+def decorated(function: Any, times: int = 4) -> Any:
+    @functools.wraps(function)
+    def wrapper(h: Any) -> Any:
+        return function(h)
+
+    return wrapper if times == 1 else decorated(wrapper, times - 1)
+
+
+def custom(function: Any) -> Any:
+    return tf.custom_gradient(lambda h: (function(h), lambda gradient: gradient))
+
+
+class Activation:
+    bad = False
+
+    @classmethod
+    def run(cls, h: Any) -> Any:
+        return ops.softmax(h) if cls.bad else ops.tanh(h)
+
+
+class Bad(Activation):
+    bad = True
+
+
+TABLE = tf.constant(values(2, 2))
+TWO: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "composed": (applied, compose(ops.tanh, ops.relu), compose(ops.tanh, ops.softmax)),
+    "decorated": (applied, decorated(ops.tanh), decorated(ops.softmax)),
+    "custom gradient": (applied, custom(lambda h: ops.tanh(h)), custom(lambda h: ops.softmax(h))),
+    "class of a method": (applied, Activation.run, Bad.run),
+    "layer": (applied, L.Activation("tanh"), L.Activation("softmax")),
+    "method of a layer": (applied, L.Activation("tanh").call, L.Activation("softmax").call),
+    "string of numpy": (by(lambda given: given == "b"), np.str_("a"), np.str_("b")),
+    "table": (by(lambda given: given["bad"]), UserDict(bad=False), UserDict(bad=True)),
+    "ragged": (by(lambda given: isinstance(given, tf.RaggedTensor)), TABLE, tf.RaggedTensor.from_tensor(TABLE)),
+    "sparse": (by(lambda given: isinstance(given, tf.SparseTensor)), TABLE, tf.sparse.from_dense(TABLE)),
+    "variable": (by(lambda given: isinstance(given, tf.Variable)), TABLE, tf.Variable(TABLE)),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", TWO)
+def test_what_tells_a_kind(comm: Any, name: str) -> None:
+    """The second call passed, and was wrong."""
+    goes, right, wrong = TWO[name]
+    plain, model = made(comm, goes)
+    for _ in range(2):
+        near(model(X, right), plain(X, right))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(X, wrong)
+    near(model(X, right), plain(X, right))
+
+
+@pytest.mark.ranks(min=2)
+def test_the_dtype_of_floats_where_nothing_casts_them(comm: Any) -> None:
+    plain, model = made(comm, by(lambda given: given.dtype == "float32"), autocast=False)
+    near(model(tf.constant(X)), plain(tf.constant(X)))
+    with pytest.raises(UsageError, match=r"[Ss]oftmax"):
+        model(tf.constant(X, tf.float32))
+
+
+@dataclass(eq=False)
+class Node:
+    parent: Any = None
+    children: list[Any] = field(default_factory=list)
+
+
+def test_an_argument_that_holds_itself(comm: Any) -> None:
+    """It was a RecursionError."""
+    root = Node()
+    root.children.append(Node(root))
+    plain, model = made(comm, lambda h, given: ops.tanh(h))
+    near(model(X, root), plain(X, copy.deepcopy(root)))
+
+
+@pytest.mark.ranks(min=2)
+def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    _, model = made(comm, lambda h, given: ops.tanh(h))
+    for step in range(10):
+        model(X, UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))
+    assert len(looks) == 1
