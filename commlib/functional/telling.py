@@ -1,4 +1,4 @@
-"""Telling: what is told of an argument, so that arguments by which a model may go another way are told apart. [pure]
+"""Telling: what is told of an argument, so that arguments by which a model may go another way are told apart.
 
 A walk through what it holds, with bounds: models are called often. None of a user's code is asked.
 """
@@ -173,7 +173,7 @@ def _ways_of(kind: Any) -> Ways:
 
 
 def _is_opaque(kind: type) -> bool:
-    """Return whether objects of a class are of Python's own library: files, locks, loggers. They are not looked into."""
+    """Return whether objects of a class are files, locks, loggers, or else of Python's own library: not looked into."""
     packages = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
     return not packages.isdisjoint(sys.stdlib_module_names - _OPEN)
 
@@ -274,7 +274,7 @@ def _listed(value: Any, walk: _Walk, length: int, sample: list[Any]) -> Hashable
     if walk.within:
         left = told - _COUNTLESS
         return type(value), left, length > 1 and bool(left)
-    if 1 < len(told) and length <= _SHORT:
+    if len(told) > 1 and length <= _SHORT:
         return type(value), *kinds
     is_counted = length > 1 and not told & _COUNTLESS
     return (type(value), told, length) if is_counted else (type(value), told)
@@ -364,10 +364,10 @@ _COUNTLESS = frozenset((*_BATCHES, bool, True, False))
 """Kinds of elements of which any number may come: a batch of them."""
 _TYPE: Ways = type, False, None
 _CONTAINERS = dict | tuple | list | set | frozenset | deque
-_OPEN = frozenset(
-    "builtins collections _collections _collections_abc abc typing types functools _functools operator _operator "
-    "argparse dataclasses contextlib enum numbers".split()
-)
+_OPEN = frozenset((
+    "builtins", "collections", "_collections", "_collections_abc", "abc", "typing", "types", "functools", "_functools",
+    "operator", "_operator", "argparse", "dataclasses", "contextlib", "enum", "numbers",
+))  # fmt: skip
 """Packages of Python's own library whose objects are looked into, and so are those of classes made from them."""
 
 _LEAVES: tuple[tuple[Any, Leaf], ...] = (

@@ -300,14 +300,15 @@ def _is_traced(call: Any) -> bool:
 def kind_of_call(model: nn.Module, args: Any, options: Any) -> tuple[Any, ...]:
     """Return what tells a call from those of other kinds: modes, of modules within, too, and what is given: `kind_of`.
 
-    Of tensors that is their dtype and layout, how many dimensions they have, and whether they have a gradient. The
-    order of keywords says nothing.
+    Of tensors that is their dtype and layout, how many dimensions they have, and whether they have a gradient. Modes
+    are also the contexts of the call, and the dtype of weights. The order of keywords says nothing.
     """
     within: Any = model.commlib_within
     modes = model.training, bytes(map(_is_training, within)), _contexts(), _dtype(within)
     mode = None if torch.is_inference_mode_enabled() else torch.is_grad_enabled()
     kind = (modes, mode, *[kind_of(one, _kind_of_other) for one in args])
-    return (*kind, frozenset([(name, kind_of(one, _kind_of_other)) for name, one in options.items()])) if options else kind
+    given = [(name, kind_of(one, _kind_of_other)) for name, one in options.items()]
+    return (*kind, "named", frozenset(given)) if given else kind
 
 
 _is_training = attrgetter("training")

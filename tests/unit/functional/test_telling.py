@@ -1,4 +1,4 @@
-"""What is told of an argument: how a model may go by it, and neither what comes anew with each call nor all there is."""
+"""What is told of an argument: by what a model may go, and neither what comes anew with each call nor all there is."""
 
 from __future__ import annotations
 
