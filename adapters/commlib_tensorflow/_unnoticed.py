@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
-from commlib.functional.unnoticed import Held, attributes
+from commlib.functional.held import Held, attributes
 from commlib.functional.unnoticed import unnoticed as unnoticed_by
 
 
@@ -23,21 +23,30 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
 
     Variables of Keras are left alone: who runs a model for a look does so in a `keras.StatelessScope`.
     """
-    with unnoticed_by((model, given), _hold):
+    with unnoticed_by((model,), _hold, given):
         yield
 
 
 def _hold(value: Any) -> Held | None:
-    if isinstance(value, keras.layers.Layer):
+    kind = type(value)  # what an object itself says is its class may be made up
+    if issubclass(kind, keras.layers.Layer):
         own = attributes(value)
-        return Held(own.restore, [*own.inside, *(vars(kind).get("call") for kind in type(value).__mro__)])
-    if isinstance(value, tf.Variable):
-        return Held(functools.partial(_put_back, value, value.numpy()))
-    if isinstance(value, Mixture | Counted):
+        return Held(own.restore, [*own.inside, *(vars(one).get("call") for one in kind.__mro__)])
+    if issubclass(kind, tf.Variable):
+        with tf.init_scope():  # a look may begin while a graph is made
+            return Held(functools.partial(_put_back, value, value.numpy()))
+    if issubclass(kind, tf.types.experimental.PolymorphicFunction):
+        return Held(None, [value.python_function])
+    if issubclass(kind, _WITH_ATTRIBUTES):
         return attributes(value)
     return None
 
 
+_WITH_ATTRIBUTES = (Mixture, Counted, tf.random.Generator, keras.callbacks.Callback, keras.optimizers.Optimizer)
+"""Kinds of objects, other than layers, whose state is in their attributes."""
+
+
 def _put_back(variable: Any, before: Any) -> None:
-    if not np.array_equal(variable.numpy(), before):
-        variable.assign(before)
+    with tf.init_scope():
+        if not np.array_equal(variable.numpy(), before):
+            variable.assign(before)

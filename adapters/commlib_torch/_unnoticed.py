@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
-from commlib.functional.unnoticed import Held, attributes
+from commlib.functional.held import Held, attributes
 from commlib.functional.unnoticed import unnoticed as unnoticed_by
 
 
@@ -22,7 +22,7 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
 
     Parameters are taken for what no forward writes.
     """
-    with torch.random.fork_rng(), _unsaved(), unnoticed_by((model, given), _hold):
+    with torch.random.fork_rng(), _unsaved(), unnoticed_by((model,), _hold, given):
         yield
 
 
@@ -62,19 +62,24 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def _hold(value: Any) -> Held | None:
-    if isinstance(value, nn.Module):
-        own = attributes(value)
-        return Held(own.restore, [*own.inside, type(value).forward])
-    if isinstance(value, nn.Parameter):
+    kind = type(value)  # what an object itself says is its class may be made up
+    if issubclass(kind, Tensor):
+        if not isinstance(value, nn.Parameter):
+            return Held(functools.partial(_put_back, value, value.detach().clone()))
         hooks = value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)
         return Held(functools.partial(_put_back_gradient, value, value.grad), hooks)
-    if isinstance(value, Tensor):
-        return Held(functools.partial(_put_back, value, value.detach().clone()))
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, nn.Module):
+        own = attributes(value)
+        return Held(own.restore, [*own.inside, kind.forward])
+    if issubclass(kind, torch.Generator):
         return Held(functools.partial(value.set_state, value.get_state()))
-    if isinstance(value, Mixture | Counted):
+    if issubclass(kind, _WITH_ATTRIBUTES):
         return attributes(value)
     return None
+
+
+_WITH_ATTRIBUTES = (Mixture, Counted, torch.quasirandom.SobolEngine, torch.optim.Optimizer)
+"""Kinds of objects, other than modules, whose state is in their attributes."""
 
 
 def _put_back_gradient(parameter: nn.Parameter, before: Tensor | None) -> None:

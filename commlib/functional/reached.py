@@ -1,0 +1,113 @@
+"""Reached: what a function may call and change, told by its code."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping
+from functools import cache, cached_property, partialmethod, singledispatchmethod
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+NOT_ENTERED = frozenset((
+    "commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "numpy", "mpi4py"
+))  # fmt: skip
+"""Packages whose objects are left alone, but those of kinds that are known."""
+_SEES_ALL = frozenset(("globals", "eval", "exec"))
+"""What a function names that may change any variable of its module."""
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_FUNCTIONS = ("__func__", "fget", "fset", "fdel", "func", "dispatcher", "__wrapped__")
+_DESCRIPTORS = (property, staticmethod, classmethod, cached_property, partialmethod, singledispatchmethod)
+
+
+def is_users(value: Any) -> bool:
+    """Return whether an object is the user's, or of a library of models, and not of Python, a framework or commlib."""
+    return is_users_kind(type(value)) or isinstance(value, SimpleNamespace)
+
+
+def is_users_kind(kind: Any) -> bool:
+    """Return the same of the objects of a class, and of a function."""
+    return _is_users_name(kind.__module__)
+
+
+def is_users_module(module: ModuleType) -> bool:
+    """Return the same of a module's variables."""
+    return _is_users_name(variables_of(module).get("__name__"))
+
+
+def _is_users_name(name: Any) -> bool:
+    package = _package(name)
+    return package == "__main__" or not (package in NOT_ENTERED or package in sys.stdlib_module_names)
+
+
+def _package(name: Any) -> str:
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def is_installed(kind: Any) -> bool:
+    """Return whether a class or function is from a library that was installed, and so none that its user writes."""
+    return _is_installed(kind.__module__)
+
+
+def is_followed(function: FunctionType, named: Any) -> bool:
+    """Return whether it may matter here what a function names: not if that is a module or class of another library."""
+    kind = type(named)
+    if not issubclass(kind, ModuleType | type) or not is_installed(function):
+        return True
+    name = variables_of(named).get("__name__") if issubclass(kind, ModuleType) else named.__module__
+    return _package(name) == _package(function.__module__) or not _is_installed(name)
+
+
+@cache
+def _is_installed(name: Any) -> bool:
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def variables_of(module: ModuleType) -> dict[str, Any]:
+    """Return the variables of a module, even if its class has something to say when it is asked for one."""
+    found: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+    return found
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the names that a function has of what is outside, and those that functions within it have.
+
+    What it may look up by is among them: texts that could be names, as of `getattr(self, "step")`.
+    """
+    texts = {one for one in code.co_consts if type(one) is str and one.isidentifier()}
+    inner = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return texts.union(code.co_names, *inner)
+
+
+def sees_all(names: set[str]) -> bool:
+    """Return whether a function that has these names may change any variable of its module."""
+    return not _SEES_ALL.isdisjoint(names)
+
+
+def imported_by(function: FunctionType) -> list[ModuleType]:
+    """Return the modules that a function imports when it runs, and that are there."""
+    names = _imports(function.__code__)
+    package = function.__globals__.get("__package__") or ""
+    every = (sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names)
+    return [one for one in every if issubclass(type(one), ModuleType)]
+
+
+def _imports(code: CodeType) -> set[str]:
+    """Return some names, with those of the modules that a function imports; none if it imports none."""
+    own = code.co_names if _IMPORT in code.co_code[::2] else ()
+    return set(own).union(*(_imports(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def functions_of(attributes: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
+    """Return the functions of a class by its attributes, and those behind properties, decorators and the like."""
+    found = []
+    for name, value in attributes.items():
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if type(one) is FunctionType:
+                found.append((name, one))
+            elif issubclass(type(one), _DESCRIPTORS):
+                waiting += [inner for part in _FUNCTIONS if (inner := getattr(one, part, None)) is not None]
+    return found

@@ -1,0 +1,30 @@
+"""A module that counts, for tests of what a look puts back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+calls = 0
+log: list[int] = []
+table: dict[str, Any] = {"calls": 0}
+
+
+class Kept:
+    calls = 0
+
+
+def count() -> None:
+    global calls, late
+    calls += 1
+    late = calls
+    log.append(1)
+    table["calls"] += 1
+
+
+def by_name() -> None:
+    globals()["calls"] += 1
+    globals()["new"] = 1
+
+
+def seen() -> str:
+    return f"{calls} {log} {table} {Kept.calls} {'late' in globals()} {'new' in globals()} {'other' in globals()}"
