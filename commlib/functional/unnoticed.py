@@ -137,12 +137,13 @@ class _Seen:
         above = [type(kind), *kind.__mro__[1:]]
         if not is_users_kind(kind):
             return above
-        every = methods(kind)
-        computed = [one for name, one in every if name.startswith("__") or not is_installed(kind)]
-        known = (
-            self._defined((name, one) for name, one in every if not name.startswith("__")) if is_installed(kind) else []
-        )
-        return [*above, *self._noted(kind, class_attributes(kind)), *computed, *known]
+        computed, named = list[FunctionType](), list[tuple[str, FunctionType]]()
+        for name, one in methods(kind):
+            if name.startswith("__") or not is_installed(kind):
+                computed.append(one)
+            else:
+                named.append((name, one))
+        return [*above, *self._noted(kind, class_attributes(kind)), *computed, *self._defined(named)]
 
     def _module(self, module: ModuleType) -> list[Any]:
         table = variables_of(module)

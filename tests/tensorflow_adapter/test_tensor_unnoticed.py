@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
-from typing import Any
+from collections import UserDict
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -75,3 +77,65 @@ def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
     expected, got = run(comm, look, divide=False), run(comm, look, divide=True)
     for what, value in expected.items():
         assert got[what] == value, what
+
+
+class Stats:
+    """Has what is counted; there is no object of it."""
+
+    calls = 0
+    log: ClassVar[list[int]] = []
+    table: ClassVar[UserDict[str, int]] = UserDict(n=0)
+    lengths: ClassVar[dict[int, int]] = {}
+    draws = tf.random.Generator.from_seed(1)
+    callback, optimizer = keras.callbacks.Callback(), keras.optimizers.SGD()
+
+
+@functools.cache
+def once(length: int) -> None:
+    Stats.lengths[length] = Stats.calls
+
+
+class Naming(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """Changes by names what none of its objects has, and draws numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = keras.layers.Dense(12, "relu", name="up"), keras.layers.Dense(8, name="down")
+        self.mode, self.drawn = "fast", 0.0
+
+    def call(self, x: Any) -> Any:
+        getattr(self, f"run_{self.mode}")()
+        once(x.shape[0])
+        assert Stats.lengths[x.shape[0]] >= 1
+        return self.down(self.up(x + 0 * Stats.draws.uniform(())))
+
+    def run_fast(self) -> None:
+        Stats.calls += 1
+        Stats.log.append(1)
+        Stats.table["n"] += 1
+        Stats.callback.count = getattr(Stats.callback, "count", 0) + 1
+        Stats.optimizer.count = getattr(Stats.optimizer, "count", 0) + 1
+
+
+@pytest.mark.parametrize("look", ["example", "first call"])
+def test_what_a_model_changes_by_names_alone(comm: Any, look: str) -> None:
+    """It was counted four times for one, and what is done once was not done in the call itself."""
+    x, got = np.ones((4, 8), np.float32), []
+    for divided in (False, True):
+        model = Naming()
+        model.build((4, 8))
+        Stats.calls, Stats.table["n"], Stats.callback.count, Stats.optimizer.count = 0, 0, 0, 0
+        Stats.draws.reset_from_seed(1)
+        Stats.log.clear()
+        Stats.lengths.clear()
+        once.cache_clear()
+        if divided:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                parallelize(model, comm, PLAN, **({} if look == "first call" else {look: x}))  # type: ignore[arg-type]
+        model(x)
+        model(x)
+        counts = Stats.calls, len(Stats.log), Stats.table["n"], Stats.callback.count, Stats.optimizer.count
+        got.append((*counts, dict(Stats.lengths), float(Stats.draws.uniform(()))))
+    assert got[0] == got[1]
+    assert got[0][:5] == (2, 2, 2, 2, 2)

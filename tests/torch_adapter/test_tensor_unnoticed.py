@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import queue
 import random
 import warnings
-from typing import Any
+from collections import UserDict, UserList
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_torch.tensor import parallelize, verify
 
@@ -124,3 +129,101 @@ def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
     expected, got = run(comm, look, divide=False), run(comm, look, divide=True)
     for what, value in expected.items():
         assert got[what] == pytest.approx(value) if what in ("x", "statistics") else got[what] == value, what
+
+
+class Stats:
+    """Has what is counted; there is no object of it."""
+
+    calls = 0
+    log: ClassVar[list[int]] = []
+    table, waiting = UserDict[str, int](n=0), queue.Queue[int]()
+    lengths: ClassVar[dict[int, int]] = {}
+
+
+@functools.cache
+def once(length: int) -> None:
+    Stats.lengths[length] = Stats.calls
+
+
+class Naming(nn.Module):
+    """Changes by names what none of its objects has, and draws numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.draws, self.mode, self.drawn = torch.quasirandom.SobolEngine(1), "fast", 0.0
+        self.double()
+
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        getattr(self, f"run_{self.mode}")()
+        self.drawn = self.draws.draw(1).item()
+        once(len(x))
+        assert Stats.lengths[len(x)] >= 1
+        for each in more:
+            while each:
+                x = x + each.pop()
+        return self.down(self.up(x).relu())
+
+    def run_fast(self) -> None:
+        Stats.calls += 1
+        Stats.log.append(1)
+        Stats.table["n"] += 1
+        Stats.waiting.put(1)
+
+
+def named(model: Naming) -> Any:
+    counts = Stats.calls, len(Stats.log), Stats.table["n"], Stats.waiting.qsize(), dict(Stats.lengths)
+    return *counts, model.drawn
+
+
+@pytest.mark.parametrize("look", ["example", "first call"])
+def test_what_a_model_changes_by_names_alone(comm: Any, look: str) -> None:
+    """It was counted four times for one, and what is done once was not done in the call itself."""
+    x, got = torch.ones(4, 8).double(), []
+    for divided in (False, True):
+        Stats.calls, Stats.table["n"] = 0, 0
+        for one in (Stats.log, Stats.lengths, Stats.waiting.queue):
+            one.clear()
+        once.cache_clear()
+        model = Naming()
+        if divided:
+            parallelize(model, comm, PLAN, **({} if look == "first call" else {look: x}))  # type: ignore[arg-type]
+        model(x)
+        model(x)
+        got.append(named(model))
+    assert got[0] == got[1]
+    assert got[0][:4] == (2, 2, 2, 2)
+
+
+ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda x: [x, x],
+    "UserList": lambda x: UserList([x, x]),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_is_used_up(comm: Any, kind: str) -> None:
+    """The call itself found it empty, and computed other numbers."""
+    model, x = Naming(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
+    for weight in model.parameters():
+        comm.broadcast(weight.detach(), root=0)
+    plain = copy.deepcopy(model)
+    parallelize(model, comm, PLAN)
+    torch.testing.assert_close(model(x, ARGUMENTS[kind](x)), plain(x, ARGUMENTS[kind](x)), rtol=1e-10, atol=1e-10)
+
+
+class Going(Naming):
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        for each in more[0]:
+            x = x + each
+        return super().forward(x)
+
+
+def test_an_iterator_is_refused(comm: Any) -> None:
+    """Nobody can put it back: the call itself computed without what it gives."""
+    model, x = Going(), torch.ones(4, 8).double()
+    parallelize(model, comm, PLAN)
+    with pytest.raises(
+        UsageError, match=r"called with a generator \(<genexpr>\), which a look .* has used up: give a list"
+    ):
+        model(x, (x for _ in range(2)))
