@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from commlib.functional.contents import elements_of, items_of, own_method
-from commlib.functional.reached import functions_of, is_users_kind
+from commlib.functional.reached import functions_of, is_users_kind, runs_elsewhere
 
 _MOST_BYTES = 2**28
 _MOST_ARGUMENTS = 1000
@@ -369,14 +369,14 @@ def _removed(items: Any, item: Any) -> bool:
 
 def _simple_queue(value: Any) -> Held:
     """Hold a queue that cannot be looked into, unless another thread may take from it meanwhile."""
-    if threading.active_count() > 1:
+    if runs_elsewhere():
         return Held()
     before = _emptied(value)
     for one in before:
         value.put(one)
 
     def restore() -> None:
-        if not _same(now := _emptied(value), before) and threading.active_count() == 1:
+        if not _same(now := _emptied(value), before) and not runs_elsewhere():
             now = before
         for one in now:
             value.put(one)

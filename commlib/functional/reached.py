@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections.abc import Mapping
 from functools import cache, cached_property, partialmethod, singledispatchmethod
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 NOT_ENTERED = frozenset((
@@ -27,15 +28,16 @@ def is_users(value: Any) -> bool:
 
 def is_users_kind(kind: Any) -> bool:
     """Return the same of the objects of a class, and of a function."""
-    return _is_users_name(kind.__module__)
+    return is_users_name(kind.__module__)
 
 
 def is_users_module(module: ModuleType) -> bool:
     """Return the same of a module's variables."""
-    return _is_users_name(variables_of(module).get("__name__"))
+    return is_users_name(variables_of(module).get("__name__"))
 
 
-def _is_users_name(name: Any) -> bool:
+def is_users_name(name: Any) -> bool:
+    """Return the same of what is in a module of a name."""
     package = _package(name)
     return package == "__main__" or not (package in NOT_ENTERED or package in sys.stdlib_module_names)
 
@@ -62,6 +64,18 @@ def is_followed(function: FunctionType, named: Any) -> bool:
 def _is_installed(name: Any) -> bool:
     path = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" in path or "dist-packages" in path
+
+
+def runs_elsewhere() -> bool:
+    """Return whether another thread runs a user's code."""
+    here = threading.get_ident()
+    every: list[FrameType | None] = [frame for key, frame in sys._current_frames().items() if key != here]
+    while every:
+        if (frame := every.pop()) is not None:
+            if is_users_name(frame.f_globals.get("__name__")):
+                return True
+            every.append(frame.f_back)
+    return False
 
 
 def variables_of(module: ModuleType) -> dict[str, Any]:

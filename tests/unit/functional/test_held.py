@@ -241,6 +241,17 @@ def test_what_other_threads_put_into_a_queue_stays() -> None:
     assert (one.unfinished_tasks, drained(one), vars(one).keys()) == (4, [3, 2, 8], vars(queue.Queue()).keys())
 
 
+def test_queues_that_cannot_be_looked_into_are_left_while_other_threads_run() -> None:
+    one, stop = filled(queue.SimpleQueue), threading.Event()
+    thread = threading.Thread(target=lambda: stop.wait())  # a user's code waits
+    thread.start()
+    with unnoticed([one], nothing):
+        one.put(4)
+    stop.set()
+    thread.join()
+    assert drained(one) == [3, 1, 2, 4]
+
+
 TABLES: dict[int, int] = {}
 
 
