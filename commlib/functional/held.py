@@ -157,7 +157,8 @@ def _inside(*names: str) -> Callable[[Any], Held]:
 
 
 def _slots(value: Any) -> Held:
-    slots = [one for kind in type(value).__mro__ for one in vars(kind).values() if type(one) is MemberDescriptorType]
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]  # else it is no object of Python's
+    slots = [one for kind in kinds for one in vars(kind).values() if type(one) is MemberDescriptorType]
     before = [(slot, _in_slot(slot, value)) for slot in slots]
 
     def restore() -> None:

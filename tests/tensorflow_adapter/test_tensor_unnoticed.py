@@ -123,7 +123,7 @@ def test_what_a_model_changes_by_names_alone(comm: Any, look: str) -> None:
     x, got = np.ones((4, 8), np.float32), []
     for divided in (False, True):
         model = Naming()
-        model.build((4, 8))
+        model(x)
         Stats.calls, Stats.table["n"], Stats.callback.count, Stats.optimizer.count = 0, 0, 0, 0
         Stats.draws.reset_from_seed(1)
         Stats.log.clear()

@@ -7,6 +7,7 @@ import contextvars
 import functools
 import itertools
 import queue
+import sys
 import threading
 import types
 import warnings
@@ -239,6 +240,18 @@ def test_what_other_threads_put_into_a_queue_stays() -> None:
         one.put(9)
         in_thread(one, lambda value: value.get())  # 1
     assert (one.unfinished_tasks, drained(one), vars(one).keys()) == (4, [3, 2, 8], vars(queue.Queue()).keys())
+
+
+class Offset(SyntaxError):
+    """Has members of Python's own."""
+
+
+def test_members_of_what_is_no_python_are_left() -> None:
+    """Some are others whenever they are read, and a warning said that they could not be put back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with unnoticed([Offset("no"), np.dtype(float), sys.float_info], nothing):
+            pass
 
 
 def test_queues_that_cannot_be_looked_into_are_left_while_other_threads_run() -> None:
