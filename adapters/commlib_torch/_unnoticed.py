@@ -22,8 +22,18 @@ def unnoticed(model: Any, *given: Any) -> Iterator[None]:
 
     Parameters are taken for what no forward writes.
     """
-    with torch.random.fork_rng(), _unsaved(), unnoticed_by((model,), _hold, given):
+    with torch.random.fork_rng(), _unsaved(), _uncast(), unnoticed_by((model,), _hold, given):
         yield
+
+
+@contextmanager
+def _uncast() -> Iterator[None]:
+    """Let autocast keep no weights that it has cast: there may be others in their places for a while."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -494,3 +494,44 @@ def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
         parallelize(model.double(), comm, PLAN, example=X)
     assert comm.rank or ("the divided model fails" in str(told.value) and "of a part" in str(told.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_go_other_ways(comm: Any) -> None:
+    """Both were ways of a new kind, so that all looked, and none knew of the other's."""
+
+    class Ways(Model):
+        def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
+            return self.down(self.up(x).tanh() if how == "tanh" else self.up(x).relu())
+
+    model = parallelize(Ways().double(), comm, PLAN)
+    model(X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(X, how="tanh" if comm.rank else None)
+    said = [str(one.message) for one in caught if "do something else in this call" in str(one.message)]
+    assert len(said) == (comm.rank == 0), said
+
+
+@pytest.mark.ranks(min=2)
+def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
+    """The others go on without a look, to their next call: whoever looks says of what."""
+    _, model = made(comm)
+    model(X)
+    with pytest.raises(MismatchError) as caught:
+        for _ in range(3):
+            model(X, how="other") if comm.rank == 0 else model(X)
+    assert comm.rank or "has begun to check a divided model's plan" in str(caught.value)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("option", ["example", "verify"])
+def test_weights_that_autocast_has_cast_before(comm: Any, option: str) -> None:
+    """It kept those of the whole model, whose parameters are parts by now: these were refused."""
+    torch.manual_seed(0)
+    plain, x = Model(), X.float()
+    model = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        divided = parallelize(model, comm, PLAN, **{option: x})
+        torch.testing.assert_close(divided(x), plain(x), rtol=5e-2, atol=5e-2)

@@ -104,6 +104,7 @@ def parallelize(
             module.__class__ = layer
             module.become(name, shared, style)
             module.style, module.layer_name = style, name  # the plan's, where a layer has made another one of it
+    torch.clear_autocast_cache()  # of whole weights
     divide_numbers(numbers, shared)
     divide_arguments(arguments, shared)
     describe_everywhere(model)
