@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+import commlib_tensorflow as hvd
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_tensorflow.tensor import parallelize
@@ -91,3 +93,117 @@ def test_each_by_itself(comm: Any, name: str) -> None:
     model, x = parallelize(made(RIGHT[name], 2), comm, PLAN), values(3, 2 * comm.size, 8)
     own, whole = model(tf.split(x, comm.size, 1)[comm.rank]), made(RIGHT[name], 2 * comm.size)(x)
     near(own, tf.split(whole, comm.size, 1)[comm.rank], 1e-10)
+
+
+class Beside(keras.layers.Layer):  # type: ignore[misc]
+    """Takes something of each position beside its features."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(name="own")
+        self.function = function
+
+    def call(self, x: Any, beside: Any) -> Any:
+        return self.function(x, beside)
+
+
+def where(x: Any, mask: Any) -> Any:
+    return tf.where(mask[..., None], x, ops.mean(x, 1, keepdims=True))
+
+
+def earliest(x: Any, places: Any) -> Any:
+    return x + ops.cast(places - ops.min(places, 1, keepdims=True), x.dtype)[..., None]
+
+
+@pytest.mark.ranks(min=2, max=2)
+@pytest.mark.parametrize(("function", "dtype"), [(where, "bool"), (earliest, "int32")])
+def test_masks_and_integers(comm: Any, function: Any, dtype: str) -> None:
+    """Masks were all true in the trial, and integers the same ones in another order."""
+    x, beside = keras.Input((2, 8)), keras.Input((2,), dtype=dtype)
+    model = keras.Model([x, beside], L.Dense(8, name="up")(Beside(function)(x, beside)))
+    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        parallelize(filled(model), comm, {"own": Sequence(1), "up": Column(sequence=1, gather=True)})
+
+
+class InTraining(Applied):
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.function(x) if training else x
+
+
+class Model(keras.Model):  # type: ignore[misc]
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own, self.up, self.down = own, L.Dense(12, name="up"), L.Dense(8, name="down")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.down(self.up(self.own(x, training=training) if isinstance(self.own, InTraining) else self.own(x)))
+
+
+def subclassed(own: Any, tokens: int) -> Any:
+    model = Model(own)
+    model(values(3, tokens, 8))
+    return filled(model)
+
+
+def called(comm: Any, model: Any, tokens: int, **options: Any) -> tuple[Any, list[str]]:
+    """Return a divided model's result for its part, and what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = model(tf.split(values(3, tokens, 8), comm.size, 1)[comm.rank], **options)
+    return got, [str(one.message) for one in caught if "plan:" in str(one.message)]
+
+
+@pytest.mark.ranks(min=2)
+def test_one_that_draws_in_training_is_warned_of(comm: Any) -> None:
+    """In evaluation it is as it should be, which tells nothing of training."""
+    own = InTraining(lambda x: x + keras.random.normal(ops.shape(x), dtype=x.dtype) - ops.mean(x, 1, keepdims=True))
+    model = parallelize(subclassed(own, 2 * comm.size), comm, PLAN)
+    _, said = called(comm, model, 2 * comm.size, training=True)
+    assert len([one for one in said if "draws random numbers whenever" in one]) == (comm.rank == 0), said
+
+
+def windows(x: Any) -> Any:
+    pairs = [x[:, at : at + 2] for at in range(0, x.shape[1], 2)]
+    return ops.concatenate([one - ops.mean(one, 1, keepdims=True) for one in pairs], 1)
+
+
+@pytest.mark.ranks(min=2)
+def test_windows(comm: Any) -> None:
+    """They were right for the first length, and wrong for another one, of which nothing was said."""
+    tokens = 4 * comm.size
+    model = parallelize(subclassed(Applied(windows), tokens), comm, PLAN)
+    got, said = called(comm, model, tokens)
+    assert len([one for one in said if "parts of other lengths" in one]) == (comm.rank == 0), said
+    near(got, tf.split(subclassed(Applied(windows), tokens)(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
+
+
+class Counting(keras.layers.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="own")
+        self.calls = tf.Variable(0)
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1)
+        return x * 2
+
+
+@pytest.mark.ranks(min=2)
+def test_one_with_a_variable_of_tensorflow(comm: Any) -> None:
+    """It was read within the graph of a look, which cannot be."""
+    model, plain = (subclassed(Counting(), 2 * comm.size) for _ in range(2))
+    divided = parallelize(model, comm, PLAN)
+    before = int(model.own.calls)
+    got, said = called(comm, divided, 2 * comm.size)
+    assert int(model.own.calls) == before + 1 and not said
+    near(got, tf.split(plain(values(3, 2 * comm.size, 8)), comm.size, 1)[comm.rank], 1e-10)
+
+
+@pytest.mark.ranks(min=2)
+def test_what_moves_by_itself(comm: Any) -> None:
+    """The mean of all is that of the whole; by verbs of its own it was refused."""
+    tokens = 2 * comm.size
+    own = lambda x: x - hvd.allreduce(ops.mean(x, 1, keepdims=True), op=hvd.Average, name="mean")  # noqa: E731
+    plain = subclassed(Applied(lambda x: x - ops.mean(x, 1, keepdims=True)), tokens)
+    model = subclassed(Applied(own), tokens)
+    got, said = called(comm, parallelize(model, comm, PLAN), tokens)
+    near(got, tf.split(plain(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
+    assert not said
