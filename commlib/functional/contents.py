@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, ItemsView
+from contextlib import suppress
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -30,8 +31,11 @@ def own_method(value: Any, name: str) -> Callable[..., Any]:
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """Return the names and values of an object's own attributes, those that it has in slots, too."""
-    kind = type(value)
-    found = list(object.__getattribute__(value, "__dict__").items()) if kind.__dictoffset__ else []
+    kind: Any = type(value)
+    found: list[tuple[str, Any]] = []
+    if kind.__dictoffset__:
+        with suppress(AttributeError):  # some that are not written in Python hide it
+            found += object.__getattribute__(value, "__dict__").items()
     for name, member in _slots_of(kind):
         try:
             found.append((name, member.__get__(value, kind)))
@@ -40,7 +44,7 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def may_have_attributes(kind: type) -> bool:
+def may_have_attributes(kind: Any) -> bool:
     """Return whether objects of a class have attributes of their own."""
     return bool(kind.__dictoffset__ or _slots_of(kind))
 

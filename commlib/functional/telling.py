@@ -76,17 +76,17 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = lambda _: Non
     kind_of_other: what a framework tells of its own objects, and of what they hold; None if it knows nothing of one.
     What holds too much is told by being the same object.
     """
+    kind: Any = type(value)
     try:
-        leaf, asks, _ = _ways_of(type(value))
+        leaf, asks, _ = _ways_of(kind)
     except TypeError:  # a class without a hash
-        return Same(type(value))
+        return Same(kind)
+    told: Hashable = None
     if leaf is not None:
-        return leaf(value)
-    if asks:
+        told = leaf(value)
+    elif asks:
         told = kind_of_other(value)
-        if told is not None and type(told) is not Holding:
-            return told
-    return _Walk(kind_of_other).of(value)
+    return told if told is not None and type(told) is not Holding else _Walk(kind_of_other).of(value)
 
 
 class _Walk:
@@ -97,18 +97,19 @@ class _Walk:
 
     __slots__ = ("_depth", "_kept", "_known", "left", "other", "within")
 
-    def __init__(self, other: Callable[[Any], Hashable]) -> None:
+    def __init__(self, other: Callable[[Any], Any]) -> None:
         self.other, self.within, self.left = other, False, _MOST
         self._depth = 0
-        self._known: dict[int, Hashable] = {}
+        self._known: dict[int, Any] = {}
         self._kept: list[Any] = []
 
-    def of(self, value: Any) -> Hashable:
+    def of(self, value: Any) -> Any:
         """Return what is told of a value. What comes again within itself is told by how deep that is."""
+        kind: Any = type(value)
         try:
-            leaf, asks, handle = _ways_of(type(value))
+            leaf, asks, handle = _ways_of(kind)
         except TypeError:
-            return Same(type(value))
+            return Same(kind)
         if leaf is not None:
             return leaf(value)
         if asks:
@@ -137,7 +138,7 @@ class _Walk:
         self._kept.append(value)
         return value
 
-    def all_within(self, values: Iterable[Any]) -> tuple[Hashable, ...]:
+    def all_within(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """Return what is told of what a function, or an object, holds."""
         before, self.within = self.within, True
         found = tuple([self.of(one) for one in values])
@@ -145,8 +146,8 @@ class _Walk:
         return found
 
 
-Leaf = Callable[[Any], Hashable]
-Handle = Callable[[Any, _Walk], Hashable]
+Leaf = Callable[[Any], Any]
+Handle = Callable[[Any, _Walk], Any]
 Ways = tuple[Leaf | None, bool, Handle | None]
 """What tells a value at once, or else whether a framework is asked first, and what walks through it, if anything."""
 
@@ -178,68 +179,68 @@ def _is_opaque(kind: type) -> bool:
     return not packages.isdisjoint(sys.stdlib_module_names - _OPEN)
 
 
-def _class(value: Any) -> Hashable:
+def _class(value: Any) -> Any:
     return Same(value) if type(value).__hash__ is None else value
 
 
-def _itself(value: Any) -> Hashable:
-    return value  # type: ignore[no-any-return]  # it has a hash
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _hashed(value: Any) -> Hashable:
+def _hashed(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
         return type(value)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
-def _string(value: Any) -> Hashable:
+def _string(value: Any) -> Any:
     return type(value), str.__str__(value)
 
 
-def _member(value: Any) -> Hashable:
+def _member(value: Any) -> Any:
     return type(value), value.name, value.value if isinstance(value, Flag) else None
 
 
-def _array(value: Any) -> Hashable:
+def _array(value: Any) -> Any:
     return type(value), value.dtype, value.ndim
 
 
-def _holding(value: Holding, walk: _Walk) -> Hashable:
+def _holding(value: Holding, walk: _Walk) -> Any:
     return value.mark, *walk.all_within(value.held)
 
 
-def _called(value: Any, walk: _Walk) -> Hashable:
+def _called(value: Any, walk: _Walk) -> Any:
     """Tell a function by its code, which is that of each lambda of a line, and by what it holds."""
     return value.__code__, *walk.all_within(held_by(value))
 
 
-def _method(value: Any, walk: _Walk) -> Hashable:
+def _method(value: Any, walk: _Walk) -> Any:
     return MethodType, *walk.all_within((value.__func__, value.__self__))
 
 
-def _partial(value: Any, walk: _Walk) -> Hashable:
+def _partial(value: Any, walk: _Walk) -> Any:
     held = value.func, *value.args, *value.keywords.values()
     return type(value), *value.keywords, *walk.all_within(held)
 
 
-def _builtin(value: Any, walk: _Walk) -> Hashable:
+def _builtin(value: Any, walk: _Walk) -> Any:
     owner = value.__self__
     if owner is None or issubclass(type(owner), type | ModuleType):
-        return value  # type: ignore[no-any-return]
+        return value
     return type(value), value.__name__, *walk.all_within((owner,))
 
 
-def _operator(value: Any, walk: _Walk) -> Hashable:
+def _operator(value: Any, walk: _Walk) -> Any:
     return type(value), *walk.all_within(walk.keep(value.__reduce__()))
 
 
-def _referred(value: Any, walk: _Walk) -> Hashable:
+def _referred(value: Any, walk: _Walk) -> Any:
     return type(value), walk.of(walk.keep(value()))
 
 
-def _tuple(value: Any, walk: _Walk) -> Hashable:
+def _tuple(value: Any, walk: _Walk) -> Any:
     length = tuple.__len__(value)
     walk.left -= length
     if length > _LONG:
@@ -248,18 +249,18 @@ def _tuple(value: Any, walk: _Walk) -> Hashable:
     return type(value), *[walk.of(one) for one in tuple.__iter__(value)]
 
 
-def _list(value: Any, walk: _Walk) -> Hashable:
+def _list(value: Any, walk: _Walk) -> Any:
     length = list.__len__(value)
     sample = list.__getitem__(value, slice(None, None, length // _SAMPLE | 1)) if length > _LONG else value
     return _listed(value, walk, length, sample if type(sample) is list else list(list.__iter__(value)))
 
 
-def _deque(value: Any, walk: _Walk) -> Hashable:
+def _deque(value: Any, walk: _Walk) -> Any:
     length = deque.__len__(value)
     return _listed(value, walk, length, list(islice(deque.__iter__(value), _SAMPLE if length > _LONG else None)))
 
 
-def _listed(value: Any, walk: _Walk, length: int, sample: list[Any]) -> Hashable:
+def _listed(value: Any, walk: _Walk, length: int, sample: list[Any]) -> Any:
     try:
         types = set(map(type, sample))
     except TypeError:  # one has no hash
@@ -280,21 +281,21 @@ def _listed(value: Any, walk: _Walk, length: int, sample: list[Any]) -> Hashable
     return (type(value), told, length) if is_counted else (type(value), told)
 
 
-def _set(value: Any, walk: _Walk) -> Hashable:
+def _set(value: Any, walk: _Walk) -> Any:
     walk.left -= min(len(value), _SAMPLE)
     some = islice(value, _SAMPLE) if len(value) > _LONG else value
     return type(value), frozenset([type(one) if some is not value else walk.of(one) for one in some])
 
 
-def _dict(value: Any, walk: _Walk) -> Hashable:
+def _dict(value: Any, walk: _Walk) -> Any:
     return _items(dict.items(value), dict.__len__(value), walk)
 
 
-def _proxy(value: Any, walk: _Walk) -> Hashable:
+def _proxy(value: Any, walk: _Walk) -> Any:
     return _items(value.items(), len(value), walk)
 
 
-def _items(items: Iterable[tuple[Any, Any]], length: int, walk: _Walk) -> Hashable:
+def _items(items: Iterable[tuple[Any, Any]], length: int, walk: _Walk) -> Any:
     if length > _LONG:
         walk.left -= _SAMPLE
         some = list(islice(items, _SAMPLE))
@@ -303,45 +304,45 @@ def _items(items: Iterable[tuple[Any, Any]], length: int, walk: _Walk) -> Hashab
     return frozenset([(name if type(name) is str else _key(name, walk), walk.of(one)) for name, one in items])
 
 
-def _key(name: Any, walk: _Walk) -> Hashable:
+def _key(name: Any, walk: _Walk) -> Any:
     kind = type(name)
     if kind in _NUMBERS or kind is bytes:
-        return kind if walk.within else name  # type: ignore[no-any-return]
+        return kind if walk.within else name
     return walk.of(name)
 
 
-def _slice(value: Any, walk: _Walk) -> Hashable:
+def _slice(value: Any, walk: _Walk) -> Any:
     return slice, walk.of(value.start), walk.of(value.stop), walk.of(value.step)
 
 
-def _namespace(value: Any, walk: _Walk) -> Hashable:
+def _namespace(value: Any, walk: _Walk) -> Any:
     return type(value), _dict(value.__dict__, walk)
 
 
-def _fields(value: Any, walk: _Walk) -> Hashable:
+def _fields(value: Any, walk: _Walk) -> Any:
     own = getattr(value, "__dict__", None)
     if own is None:  # it has slots
         own = {one.name: getattr(value, one.name, None) for one in fields(value)}
     return type(value), _dict(own, walk)
 
 
-def _object(value: Any, walk: _Walk) -> Hashable:
+def _object(value: Any, walk: _Walk) -> Any:
     own = attributes_of(value)
     walk.left -= len(own)
     kinds = walk.all_within(one for _, one in own[:_LONG])
     return type(value), frozenset(zip((name for name, _ in own), kinds, strict=False))
 
 
-def _with_attributes(handle: Handle, value: Any, walk: _Walk) -> Hashable:
+def _with_attributes(handle: Handle, value: Any, walk: _Walk) -> Any:
     """Tell a user's container by what is in it, and by its attributes."""
     return handle(value, walk), _object(value, walk)
 
 
-def _of_too_much(value: Any) -> Hashable:
+def _of_too_much(value: Any) -> Any:
     """Tell what there is no more room for: functions by their code, objects by being the same one, else by type."""
     kind = type(value)
     if kind is FunctionType:
-        return value.__code__  # type: ignore[no-any-return]
+        return value.__code__
     if kind is MethodType:
         return _of_too_much(value.__func__), _of_too_much(value.__self__)
     try:
@@ -363,7 +364,7 @@ _BATCHES = frozenset((str, int, float, complex))
 _COUNTLESS = frozenset((*_BATCHES, bool, True, False))
 """Kinds of elements of which any number may come: a batch of them."""
 _TYPE: Ways = type, False, None
-_CONTAINERS = dict | tuple | list | set | frozenset | deque
+_CONTAINERS = dict, tuple, list, set, frozenset, deque
 _OPEN = frozenset((
     "builtins", "collections", "_collections", "_collections_abc", "abc", "typing", "types", "functools", "_functools",
     "operator", "_operator", "argparse", "dataclasses", "contextlib", "enum", "numbers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import UserDict
 from collections.abc import Callable
@@ -94,7 +93,7 @@ TWO: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "class of a method": (applied, Activation.run, Bad.run),
     "layer": (applied, L.Activation("tanh"), L.Activation("softmax")),
     "method of a layer": (applied, L.Activation("tanh").call, L.Activation("softmax").call),
-    "string of numpy": (by(lambda given: given == "b"), np.str_("a"), np.str_("b")),
+    "string of numpy": (by(lambda given: str(given) == "b"), np.str_("a"), np.str_("b")),
     "table": (by(lambda given: given["bad"]), UserDict(bad=False), UserDict(bad=True)),
     "ragged": (by(lambda given: isinstance(given, tf.RaggedTensor)), TABLE, tf.RaggedTensor.from_tensor(TABLE)),
     "sparse": (by(lambda given: isinstance(given, tf.SparseTensor)), TABLE, tf.sparse.from_dense(TABLE)),
@@ -109,10 +108,10 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
     goes, right, wrong = TWO[name]
     plain, model = made(comm, goes)
     for _ in range(2):
-        near(model(X, right), plain(X, right))
+        near(model(X, given=right), plain(X, given=right))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
-        model(X, wrong)
-    near(model(X, right), plain(X, right))
+        model(X, given=wrong)
+    near(model(X, given=right), plain(X, given=right))
 
 
 @pytest.mark.ranks(min=2)
@@ -134,7 +133,7 @@ def test_an_argument_that_holds_itself(comm: Any) -> None:
     root = Node()
     root.children.append(Node(root))
     plain, model = made(comm, lambda h, given: ops.tanh(h))
-    near(model(X, root), plain(X, copy.deepcopy(root)))
+    near(model(X, given=root), plain(X, given=root))
 
 
 @pytest.mark.ranks(min=2)
@@ -143,5 +142,5 @@ def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pyte
     monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
     _, model = made(comm, lambda h, given: ops.tanh(h))
     for step in range(10):
-        model(X, UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))
+        model(X, given=UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))
     assert len(looks) == 1

@@ -115,7 +115,7 @@ def _kind_of_cast(one: Any) -> Any:
 
 def _kind_of_other(one: Any) -> Any:
     """Return what is told of a tensor, of a function that is traced, and which layer or dtype something is."""
-    kind = type(one)
+    kind: Any = type(one)
     if tf.is_tensor(one) or issubclass(kind, _TENSORS):
         mark = kind if issubclass(kind, _OF_THEIR_OWN) else tf.Tensor
         rank = one.shape.rank if tf.is_tensor(one) else len(one.shape)

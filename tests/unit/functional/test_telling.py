@@ -113,6 +113,11 @@ class Asked:
         raise AssertionError
 
 
+def itself(table: Any, put: Callable[[Any, Any], Any]) -> Any:
+    put(table, table)
+    return table
+
+
 def shout(x: str) -> str:
     return x.upper()
 
@@ -156,7 +161,7 @@ TWO: dict[str, tuple[Any, Any]] = {
     "function of an object": (Goes(act=shout), Goes(act=whisper)),
     "slots": (Slots(True), Slots(False)),
     "options": (argparse.Namespace(a=True), argparse.Namespace(a=False)),
-    "attributes of a table": (Table(a=1), Goes.__init__(table := Table(a=1), flag=True) or table),
+    "attributes of a table": (Table(a=1), itself(Table(a=1), lambda one, _: setattr(one, "flag", True))),
     "dtype": (np.dtype("f4"), np.dtype("f8")),
     "generic": (typing.List[int], typing.List[str]),  # noqa: UP006
     "generic of a class": (list[int], list[str]),
@@ -219,11 +224,6 @@ def tree(value: Any) -> Node:
     root = Node(1)
     root.children.append(Node(value, root))
     return root
-
-
-def itself(table: Any, put: Callable[[Any, Any], Any]) -> Any:
-    put(table, table)
-    return table
 
 
 RECURSIVE: dict[str, Callable[[Any], Any]] = {
