@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from commlib.functional.agreement import lines_of
+from commlib.functional.likeness import is_plain
+from commlib_torch.expert._kept import kept_of, told_of
 
 
-def likeness(name: str, module: nn.Module) -> list[str]:
-    """Return of what modules an MLP consists, and how they are set: functions, numbers with fractions, tensors, too."""
+def likeness(name: str, module: nn.Module, model: nn.Module) -> list[str]:
+    """Return of what modules an MLP of a model consists, how they are set, and what they keep beside weights."""
     found = []
     for inner, layer in module.named_modules():
         where = f"{name}.{inner}" if inner else name
@@ -23,8 +22,12 @@ def likeness(name: str, module: nn.Module) -> list[str]:
         }
         frozen = [key for key, one in layer._parameters.items() if one is not None and not one.requires_grad]
         found += [f"{where}: {kind}({layer.extra_repr()})", *lines_of(where, settings), f"{where}: frozen {frozen}"]
-        tensors = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor) and not value.is_meta}
-        found += [f"{where}: tensor {key}: {_digest(value)}" for key, value in tensors.items()]
+    for where, key, value in kept_of(module.named_modules(prefix=name), model):
+        if is_plain(value) and key.isidentifier() and not key.startswith("_"):
+            continue  # it is warned of
+        told = told_of(value)
+        kind, _, more = told.kind.partition(" ")
+        found.append(f"{where}: {kind} {key}: {more} {told.digest}")
     return found
 
 
@@ -33,10 +36,5 @@ def values_of(name: str, module: nn.Module) -> list[str]:
     found = []
     for inner, one in module.named_parameters():
         if not one.is_meta:
-            found.append(f"values of {name}.{inner}: {_digest(one)}")
+            found.append(f"values of {name}.{inner}: {told_of(one).digest}")
     return found
-
-
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]

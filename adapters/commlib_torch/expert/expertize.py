@@ -19,6 +19,7 @@ from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_torch._shards import shard_of
 from commlib_torch.expert._copying import check_copies
+from commlib_torch.expert._kept import kept_of_rank_0
 from commlib_torch.expert._likeness import likeness, values_of
 from commlib_torch.expert._stacked import check_tied
 from commlib_torch.expert.moe import MoE
@@ -50,7 +51,7 @@ def expertize(
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
-    told = [line for name, module, experts in found for line in _lines(name, module, experts)]
+    told = [line for name, module, experts in found for line in _lines(name, module, experts, model)]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     check_agreement(comm, "expertize", [*told, *(f"{name}: {one.dtype}{list(one.shape)}" for name, one in tensors)])
     copied, gone = (
@@ -86,9 +87,11 @@ def _values_of_rank_0(model: nn.Module, comm: Communicator, mixture: MoE) -> Ite
 
     And their own again if what follows raises. Collective.
     """
+    mixtures = [layer for one in model.modules() if isinstance(one, MoE) for layer in one.modules()]
     tensors: list[Tensor] = [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
     whole, parts = [one for one in tensors if shard_of(one) is None], [one for one in tensors if shard_of(one)]
-    with values_of_rank_0(whole, comm), values_of_rank_0(parts, mixture.mixture.ranks.data):
+    data = mixture.mixture.ranks.data
+    with values_of_rank_0(whole, comm), values_of_rank_0(parts, data), kept_of_rank_0(model, mixtures, comm):
         yield
 
 
@@ -122,11 +125,11 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
     return found
 
 
-def _lines(name: str, module: nn.Module, experts: Experts) -> list[str]:
+def _lines(name: str, module: nn.Module, experts: Experts, model: nn.Module) -> list[str]:
     """Return what all ranks must have in an MLP, and say of the experts that it becomes."""
     found = lines_of(name, options_of(experts))
     if experts.hidden is None:
-        found += likeness(name, module)
+        found += likeness(name, module, model)
     if experts.copy:
         found += values_of(name, module)
     return found
