@@ -104,7 +104,7 @@ def is_numbers(value: Any) -> bool:
 
 
 def inside_of(value: Any) -> dict[str, Any]:
-    """Return what containers, functions, and objects of a user's class have, by how it is written behind their names."""
+    """Return what containers, functions, and objects of users' classes have, by how it is written behind a name."""
     if isinstance(value, dict):
         return {f"[{key!r}]": one for key, one in items_of(value)}
     if isinstance(value, UserDict | ChainMap | weakref.WeakKeyDictionary | weakref.WeakValueDictionary):

@@ -21,6 +21,7 @@ from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.expert._kept import kept_of_rank_0
 from commlib_tensorflow.expert._of_each import check_alike, check_call, check_layer, check_plain, check_rows
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.expert.verify import verify as verify_experts
@@ -101,8 +102,17 @@ def _values_of_rank_0(model: Any, comm: Communicator, data: Communicator) -> Ite
     And their own again if what follows raises. Ranks draw random numbers of their own. Collective.
     """
     whole, parts = ([one for one in model.weights if (shard_of(one) is None) is is_whole] for is_whole in (True, False))
-    with values_of_rank_0("expertize", whole, comm), values_of_rank_0("expertize", parts, data):
+    layers = [one for same in layers_named(model, "expertize").values() for one in same if not _is_ours(one)]
+    with (
+        values_of_rank_0("expertize", whole, comm),
+        values_of_rank_0("expertize", parts, data),
+        kept_of_rank_0(model, layers, comm),
+    ):
         yield
+
+
+def _is_ours(layer: Any) -> bool:
+    return type(layer).__module__.partition(".")[0] == "commlib_tensorflow"
 
 
 def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Experts]]:

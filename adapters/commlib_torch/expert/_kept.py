@@ -70,7 +70,7 @@ def _digest(values: bytes) -> str:
 
 @contextmanager
 def kept_of_rank_0(model: nn.Module, without: Iterable[nn.Module], comm: Communicator) -> Iterator[None]:
-    """Give tensors and arrays that modules of a model keep the values of rank 0, their own again if what follows raises.
+    """Give tensors and arrays that modules of a model keep the values of rank 0, and their own again if it raises.
 
     without: modules that are not looked at. Rank 0 warns of what differs and is neither. Collective.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from commlib.functional.agreement import agree_on_call, lines_of, options_of, to
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_torch._shards import shard_of
-from commlib_torch.expert._copying import check_copies
+from commlib_torch.expert._copying import check_copies, copied
 from commlib_torch.expert._kept import kept_of_rank_0
 from commlib_torch.expert._likeness import likeness, values_of
 from commlib_torch.expert._stacked import check_tied
@@ -62,7 +61,7 @@ def expertize(
     made: dict[int, MoE] = {}
     for name, module, experts in found:
         if id(module) not in made:  # one module may have several names
-            make = None if experts.hidden is not None else _maker(module, experts)
+            make = None if experts.hidden is not None else _maker(module, experts, model)
             made[id(module)] = _made(name, module, experts, ranks, make)
     _put(model, {name: made[id(module)] for name, module, _ in found})
     try:
@@ -99,6 +98,7 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
     modules = dict(model.named_modules(remove_duplicate=False))
     found = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
     mixtures = {layer: name for name, one in modules.items() if isinstance(one, MoE) for layer in one.modules()}
+    going = {id(one) for _, module, _ in found for one in (*module.modules(), *module.parameters())}
     for name, module, experts in found:
         if not name:
             raise UsageError("expertize: the plan names the model itself: make it a layer of another one")
@@ -112,7 +112,7 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
-            check_copies("expertize", name, module)
+            check_copies("expertize", name, module, model, going)
         if not experts.copy and experts.hidden is None:
             for inner, layer in module.named_modules():
                 own = list(layer.parameters(recurse=False))
@@ -148,11 +148,11 @@ def width_of(name: str, module: nn.Module) -> int:
     return width
 
 
-def _maker(module: nn.Module, experts: Experts) -> Callable[[], nn.Module]:
+def _maker(module: nn.Module, experts: Experts, model: nn.Module) -> Callable[[], nn.Module]:
     """Return what makes an expert like a module."""
 
     def make() -> nn.Module:
-        made = copy.deepcopy(module)
+        made = copied(module, model)
         if not experts.copy:
             nn.Module.apply(made, _reset)  # layers before those that have them, and may give them other values
         return made
