@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 
 from commlib.compress.registry import codec_of
 from commlib.dtypes import Array
-from commlib.errors import line
+from commlib.errors import ShutdownError, line
 from commlib.expert.experts import Experts
 from commlib.expert.placement import Placement
 from commlib.expert.planner import imbalance, plan
 from commlib.expert.ranks import ExpertRanks
 from commlib.expert.routing import Routing, route, updated_bias
+from commlib.expert.same_tokens import check_same_tokens
+from commlib.expert.shared_gradients import MIXTURES, is_even
 from commlib.expert.stats import Counted, Stats, gathered
 from commlib.expert.ways import exchange_over, leave
 
@@ -36,6 +39,10 @@ class Mixture:
         """Whether experts have changed places since this was made."""
         self.counted = Counted(experts.count)
         self._journal = ranks.axis.comm.group.journal
+        self._is_compared = False
+        self.was_even = True
+        """Whether the last call sent all tokens to all experts, by one gate."""
+        self._join()
         self.load = np.zeros(experts.count, np.int64)
         """How often each expert was chosen by tokens of this rank in training, since the last `take_load`."""
 
@@ -54,8 +61,10 @@ class Mixture:
 
         again: this was computed before, and is again for a backward that needs it: it does not count.
         """
-        if self.exchange.is_left:
-            self.exchange = exchange_over(self.ranks.axis, self.placement, self._codec)
+        self.rejoin()
+        if not self._is_compared:
+            self._is_compared = True
+            check_same_tokens(self.name, self.ranks.tensor, logits)
         found = route(
             self.experts,
             logits,
@@ -68,6 +77,7 @@ class Mixture:
         )
         if again:
             return found
+        self.was_even = is_even(found)
         if training:
             self.load += found.load
         self.counted.add(found, len(logits) if mask is None else int(mask.sum()))
@@ -75,6 +85,14 @@ class Mixture:
         if recorder is not None:
             recorder.count(f"load of {self.name}", self._journal.name, found.load.tolist())
         return found
+
+    def _join(self) -> None:
+        self.ranks.axis.comm.kept.setdefault(MIXTURES, weakref.WeakSet()).add(self)
+
+    def rejoin(self) -> None:
+        """Make the ways between ranks anew if one has left them, as `telling` lets it. Collective then, on all."""
+        if self.exchange.is_left:
+            self.exchange = exchange_over(self.ranks.axis, self.placement, self._codec)
 
     def rebalanced(self, bias: Array) -> Array:
         """Return what is added to scores for choosing, after a step. Collective over all that train together."""
@@ -84,6 +102,7 @@ class Mixture:
         """Return that of a copied layer: it shares the ways between ranks, and counts anew."""
         found = copy.copy(self)
         found.counted, found.load = Counted(self.experts.count), np.zeros_like(self.load)
+        found._join()
         return found
 
     def stats(self) -> Stats:
@@ -116,9 +135,19 @@ class Mixture:
         try:
             yield
         except BaseException as error:
-            comm = self.ranks.axis.comm
-            leave(self.ranks.axis, f"{self.name}: experts of rank {comm.rank} of {comm.name} raised {line(error)}")
+            self.leave(f"raised {line(error)}")
             raise
+
+    def leave(self, why: str) -> None:
+        """Let all ranks that wait for the experts of this one raise PeerError. Not collective; see `rejoin`.
+
+        With chunks they wait on the communicator of the experts' ranks, which is given up.
+        """
+        comm = self.ranks.axis.comm
+        text = f"{self.name}: experts of rank {comm.rank} of {comm.name} {why}"
+        leave(self.ranks.axis, text)
+        if self.experts.chunks > 1 and comm.size > 1:
+            comm.group.fail(ShutdownError(text))
 
     def follow(self, original: Mixture) -> None:
         """Send tokens as that of a layer does of which this one's is a copy: experts of both have moved."""

@@ -14,9 +14,12 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
+from commlib.expert.routing import Routing
 from commlib.functional.shards import Shard
 from commlib.functional.whole_weights import tolerance_of, worst_of
 
+MIXTURES = "mixtures of experts"
+"""What a communicator keeps of the mixtures whose experts are divided among its ranks."""
 Gradient = tuple[str, Shard | None, float, str]
 """The name of a weight, what it is a part of, the sum of squares of its gradient, and its dtype."""
 
@@ -24,6 +27,15 @@ Gradient = tuple[str, Shard | None, float, str]
 def has_experts(shards: Iterable[Shard | None]) -> bool:
     """Return whether some of the weights are of experts that other ranks have not."""
     return any(shard is not None and shard.is_local and shard.axis.size > 1 for shard in shards)
+
+
+def is_even(routing: Routing) -> bool:
+    """Return whether all tokens go to all experts by one gate: then experts that are alike have the same gradients."""
+    gates, counts = routing.gates, routing.counts
+    if counts.min() != counts.max() or (gates.size and gates.min() != gates.max()):
+        return False
+    each = np.diff(routing.starts)
+    return bool(((each == 0) | (each == len(counts))).all())  # padding has none
 
 
 def check_step(what: str, gradients: Sequence[Gradient], warned: set[str], prints: Sequence[float] = ()) -> None:
@@ -36,17 +48,19 @@ def check_step(what: str, gradients: Sequence[Gradient], warned: set[str], print
     for comm, is_axis in _comms(gradients):
         whole = [one for one in gradients if one[1] is None]
         stacks = [one for one in gradients if is_axis and one[1] is not None and one[1].axis.comm is comm]
-        everyone = comm.all_gather(
-            np.array([[*(squares for _, _, squares, _ in (*whole, *stacks)), *prints]], np.float64)
-        )
+        apart = float(any(not one.was_even for one in comm.kept.get(MIXTURES, ())))
+        own = [apart, *(squares for _, _, squares, _ in (*whole, *stacks)), *prints]
+        everyone = comm.all_gather(np.array([own], np.float64))
         if not np.isfinite(everyone).all():
             continue
+        are_apart, everyone = everyone[:, 0], everyone[:, 1:]
         squares, of_stacks, values = np.split(everyone, [len(whole), len(whole) + len(stacks)], 1)
         if comm.name not in warned and (
             _look_at_shared(what, comm, whole, squares) or _look_at_values(what, comm, whole, values)
         ):
             warned.add(comm.name)
-        _check_mixed(what, comm, stacks, of_stacks)
+        if are_apart.any():
+            _check_mixed(what, comm, stacks, of_stacks)
 
 
 def _comms(gradients: Sequence[Gradient]) -> Iterator[tuple[Communicator, bool]]:

@@ -43,21 +43,20 @@ class Expert:
     def __init__(self, name: str, layer: Any) -> None:
         self.name, self.layer = name, layer
         self._takes_training = takes_training(layer)
-        inner = [one for one in layer._flatten_layers() if not isinstance(one, keras.Model | keras.layers.InputLayer)]
+        inner = [one for one in layer._flatten_layers() if type(one) not in (*_MODELS, keras.layers.InputLayer)]
         self._takes_none = all(type(one) in _TAKE_NONE for one in inner)
 
     def call_of_some(self, weights: Sequence[Any], rows: Any, *, training: bool) -> Any:
-        """Return as `call` does, of a row that is drawn where there is none.
+        """Return as `call` does; where there are no rows nothing is called, and gradients of the weights are zeros.
 
-        TensorFlow's convolutions make other shapes of no rows, and its pooling ends the process in backward.
+        A mean of none is no number, convolutions make other shapes of none, and pooling ends the process in backward.
         """
         if self._takes_none or rows.shape[0]:
             return self.call(weights, rows, training=training)
-        number = tf.shape(rows)[0]
-        drawn = tf.cos(tf.range(rows.shape[1], dtype=tf.float32))[None]  # no two are the same, for what divides by that
-        given = tf.concat([rows, tf.cast(drawn, rows.dtype)[: 1 - tf.minimum(number, 1)]], 0)
-        given.set_shape((None, rows.shape[1]))
-        return self.call(weights, given, training=training)[:number]
+        if tf.executing_eagerly():
+            return _nothing(rows, *weights)
+        is_some = tf.shape(rows)[0] > 0
+        return tf.cond(is_some, lambda: self.call(weights, rows, training=training), lambda: rows)
 
     def call(self, weights: Sequence[Any], rows: Any, *, training: bool) -> Any:
         """Return what the expert with these weights makes of rows. Raises UsageError for others than rows like them."""
@@ -65,6 +64,12 @@ class Expert:
         out, _ = self.layer.stateless_call(list(weights), [], rows, **options)
         check_rows(self.name, rows, out)
         return out
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _nothing(rows: Any, *weights: Any) -> Any:
+    """Return no rows, with zeros as gradients of weights."""
+    return tf.identity(rows), lambda of_rows: (of_rows, *map(tf.zeros_like, weights))
 
 
 def stacked(
@@ -145,6 +150,8 @@ def computed(
     return tf.concat([expert.call_of_some(weights, part, training=training) for weights, part in each], 0)
 
 
+_MODELS = keras.Sequential, type(keras.Model(_x := keras.Input(()), _x))
+"""Kinds of models that compute by their layers alone."""
 _TAKE_NONE = (
     keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU,
     keras.layers.PReLU, keras.layers.ELU, keras.layers.Softmax, keras.layers.Identity, keras.layers.Add,

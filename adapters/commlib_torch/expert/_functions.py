@@ -18,6 +18,7 @@ from commlib.expert.routing import Routing
 from commlib.expert.scaled import scaled_back
 from commlib_torch._bridge import back, core_array, host_array, packed, read, to_tensor
 from commlib_torch.devices import in_order
+from commlib_torch.expert._failing import Between
 from commlib_torch.expert._waiting import Waiting
 
 
@@ -48,48 +49,51 @@ class Routed(Function):
 class Dispatched(Function):
     """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`.
 
-    gates: those of the routing, from whose arrays they travel.
+    gates: those of the routing, from whose arrays they travel. between: this call of the layer, as for `Combined`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, exchange: Exchange, what: str, routing: Routing
+        ctx: Any, x: Tensor, gates: Tensor, exchange: Exchange, between: Between, routing: Routing
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
         given = read(x)
         with in_order():
-            passage, rows, came, counts = exchange.dispatch(what, routing, given, routing.gates)
-        ctx.call = exchange, what, passage
+            passage, rows, came, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
+        ctx.call = exchange, between, passage
         return to_tensor(rows), to_tensor(came), passage, counts.tolist()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: Tensor, of_gates: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        exchange, what, passage = ctx.call
+        exchange, between, passage = ctx.call
         rows, numbers = read(of_rows), read(of_gates)
         with in_order():
-            x, gates = exchange.dispatch_back(what, passage, rows, numbers)
+            x, gates = exchange.dispatch_back(between.mixture.name, passage, rows, numbers)
+        between.close()
         return to_tensor(x), to_tensor(gates), None, None, None
 
 
 class Combined(Function):
-    """Rows of experts, times gates, back to tokens: `y = Combined.apply(rows, gates, exchange, what, passage)`."""
+    """Rows of experts, times gates, back to tokens: `y = Combined.apply(rows, gates, exchange, between, passage)`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gates: Tensor, exchange: Exchange, what: str, passage: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, gates: Tensor, exchange: Exchange, between: Between, passage: Any) -> Tensor:
         rows = packed(rows)
         ctx.save_for_backward(rows, gates)
-        ctx.call = exchange, what, passage
+        ctx.call = exchange, between, passage
         given, by = core_array(rows), read(gates)
         with in_order():
-            return to_tensor(exchange.combine(what, passage, given, by))
+            return to_tensor(exchange.combine(between.mixture.name, passage, given, by))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        exchange, what, passage = ctx.call
+        exchange, between, passage = ctx.call
         rows, gates = map(read, ctx.saved_tensors)
         given = read(gradient)
         with in_order():
-            came = exchange.combine_back(what, passage, given)
+            came = exchange.combine_back(between.mixture.name, passage, given)
+        between.open()
+        with in_order():
             of_gates = scaled_back(came, rows, gates)
         return to_tensor(came), to_tensor(of_gates), None, None, None

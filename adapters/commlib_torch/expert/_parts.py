@@ -18,13 +18,17 @@ from commlib.expert.flow import Flow
 from commlib.expert.scaled import scaled_back
 from commlib_torch._bridge import core_array, packed, read, to_tensor
 from commlib_torch.devices import in_order
+from commlib_torch.expert._failing import Between
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 
 
-def in_parts(flow: Flow, x: Tensor, gates: Tensor, compute: Compute) -> Tensor:
-    """Return what experts make of tokens, times gates; compute: their outputs, of rows and how many each has."""
-    pieces = _Opened.apply(x, gates, flow)  # type: ignore[no-untyped-call]
+def in_parts(flow: Flow, between: Between, x: Tensor, gates: Tensor, compute: Compute) -> Tensor:
+    """Return what experts make of tokens, times gates.
+
+    compute: their outputs, of rows and how many each has. between: this call of the layer.
+    """
+    pieces = _Opened.apply(x, gates, flow, between)  # type: ignore[no-untyped-call]
     count, results = len(flow.parts), []
     _ordered(flow.dispatch, 0)
     for part in range(count):
@@ -33,7 +37,7 @@ def in_parts(flow: Flow, x: Tensor, gates: Tensor, compute: Compute) -> Tensor:
         own = pieces[2 * part], pieces[2 * part + 1]
         rows, row_gates, counts = _Dispatched.apply(*own, flow, part)  # type: ignore[no-untyped-call]
         results.append(_Combined.apply(compute(rows, counts), row_gates, flow, part))  # type: ignore[no-untyped-call]
-    found: Tensor = _Closed.apply(flow, *results)  # type: ignore[no-untyped-call]
+    found: Tensor = _Closed.apply(flow, between, *results)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -47,8 +51,8 @@ class _Opened(Function):
     """Tokens and gates, cut into parts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, flow: Flow) -> tuple[Tensor, ...]:
-        ctx.flow, ctx.like = flow, (x.new_empty(0), x.shape, gates.new_empty(0), gates.shape)
+    def forward(ctx: Any, x: Tensor, gates: Tensor, flow: Flow, between: Between) -> tuple[Tensor, ...]:
+        ctx.flow, ctx.between, ctx.like = flow, between, (x.new_empty(0), x.shape, gates.new_empty(0), gates.shape)
         found: list[Tensor] = []
         for part in flow.parts:
             found += x[part.first : part.last].clone(), gates[torch.from_numpy(part.places)]
@@ -56,14 +60,15 @@ class _Opened(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor, None, None]:
         empty, shape, no_gates, number = ctx.like
         of_x, of_gates = empty.new_empty(shape), no_gates.new_empty(number)
         for place, part in enumerate(ctx.flow.parts):
             x, gates = _ordered(ctx.flow.dispatched_back, place)
             of_x[part.first : part.last] = to_tensor(x)
             of_gates[torch.from_numpy(part.places)] = to_tensor(gates)
-        return of_x, of_gates, None
+        ctx.between.close()
+        return of_x, of_gates, None, None
 
 
 class _Dispatched(Function):
@@ -108,8 +113,8 @@ class _Closed(Function):
     """What came back of all parts, one after another."""
 
     @staticmethod
-    def forward(ctx: Any, flow: Flow, *results: Tensor) -> Tensor:
-        ctx.flow = flow
+    def forward(ctx: Any, flow: Flow, between: Between, *results: Tensor) -> Tensor:
+        ctx.flow, ctx.between = flow, between
         return torch.cat([to_tensor(_ordered(flow.combined, part)) for part in range(len(results))])
 
     @staticmethod
@@ -119,4 +124,5 @@ class _Closed(Function):
         parts = [packed(gradient[part.first : part.last]) for part in flow.parts]
         for place in reversed(range(len(parts))):  # as autograd goes back through them
             _ordered(flow.combine_back, place, core_array(parts[place]))
-        return (None, *parts)
+        ctx.between.open()
+        return (None, None, *parts)

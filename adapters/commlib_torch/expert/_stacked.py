@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.stateless import _reparametrize_module
 
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
@@ -20,6 +22,7 @@ from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import describe, shards_of
 from commlib_torch._tracer import hooks_of
+from commlib_torch.expert._checkpoints import called_as, watch_checkpoints
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.expert._stepped import watch_gradients
 from commlib_torch.tensor._dividing import take_own_when_loaded
@@ -64,6 +67,7 @@ def stacked(
     watch_optimizers()
     watch_gradients()
     watch_initialization()
+    watch_checkpoints()
     return whole
 
 
@@ -105,8 +109,15 @@ def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[in
     names, stacks = zip(*experts.named_parameters(), strict=True)
 
     def call(values: Sequence[Tensor], own: Tensor) -> Tensor:
+        weights = dict(zip(names, values, strict=True))
+
+        def with_weights(function: Callable[..., Any]) -> Any:
+            with _reparametrize_module(experts, weights):
+                return function()
+
         try:
-            out = torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (own,))
+            with called_as(with_weights):
+                out = torch.func.functional_call(experts, weights, (own,))
         except Exception as error:
             error.add_note(f"This is an expert of {what}, called with {tuple(own.shape)}.")
             raise
@@ -116,21 +127,43 @@ def _each_alone(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[in
         return out
 
     each = zip(*(stack.unbind(0) for stack in stacks), strict=True)
-    given = zip(each, rows.split(list(counts)), strict=True)
+    parts: tuple[Tensor, ...] = _Cut.apply(rows, list(counts))  # type: ignore[no-untyped-call]
+    given = zip(each, parts, strict=True)
     results = [call(values, own) for values, own in given if len(own)]
     return torch.cat(results) if results else _of_none(call, rows, stacks)
 
 
 def _of_none(call: Callable[[Sequence[Tensor], Tensor], Tensor], rows: Tensor, stacks: Sequence[Tensor]) -> Tensor:
-    """Return what experts make of no rows, which some layers do not take: then of one row, of which nothing is left."""
+    """Return no rows as an expert would make them, with zeros as gradients: a mean of none would have no number.
+
+    It is called for their dtype, with none, or if it does not take these with one of zeros, and has no gradients.
+    """
     values = [stack[0] for stack in stacks]
-    try:
-        return call(values, rows)
-    except Exception:
-        with torch.no_grad():
+    with torch.no_grad():
+        try:
+            like = call(values, rows.detach())
+        except Exception:
             like = call(values, rows.new_zeros(1, rows.shape[1]))
     found: Tensor = _Nothing.apply(rows, like, *stacks)  # type: ignore[no-untyped-call]
     return found
+
+
+class _Cut(Function):
+    """The rows of each expert, which it may write: views of one tensor have one version, and must not be written."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+        rows = rows.contiguous()
+        memory, width, first = rows.untyped_storage(), rows.shape[1], rows.storage_offset()
+        places = accumulate((width * count for count in counts[:-1]), initial=first)
+        return tuple(
+            rows.new_empty(0).set_(memory, place, (count, width)) for place, count in zip(places, counts, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(gradients), None
 
 
 class _Nothing(Function):

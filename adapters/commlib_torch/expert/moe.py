@@ -23,6 +23,7 @@ from commlib_torch._saved_parts import MARK
 from commlib_torch._shards import KeepsShards
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
+from commlib_torch.expert._failing import Between
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
 from commlib_torch.expert._parts import in_parts
@@ -124,7 +125,9 @@ class MoE(KeepsShards, KeepsLosses):
             used = {"dtype": tokens.dtype, "training": self.training, "sequences": "no" if sequence == 0 else "rows"}
             used |= {name: f"{one.dtype}{list(one.shape[1:])}" for name, one in self.experts.named_parameters()}
             self._agreement.settle("first used", used)
-        logits = self.logits(tokens)
+        mixture.rejoin()
+        with mixture.telling():  # of a router of another kind, and of hooks on it
+            logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:
             call_after_step(next(self.router.parameters()), self._balance)
@@ -148,15 +151,16 @@ class MoE(KeepsShards, KeepsLosses):
 
     def _through_experts(self, tokens: Tensor, routing: Any, gates: Tensor) -> Tensor:
         options, mixture = self.options, self.mixture
+        between = Between(mixture)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
             flow = Flow(mixture, parts_of(routing, options.chunks), read(tokens), routing.gates)
-            return in_parts(flow, tokens, gates, self._computed)
+            return in_parts(flow, between, tokens, gates, self._computed)
         rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
-            tokens, gates, mixture.exchange, mixture.name, routing
+            tokens, gates, mixture.exchange, between, routing
         )
         out = self._computed(rows, counts)
         y: Tensor = Combined.apply(  # type: ignore[no-untyped-call]
-            out, row_gates, mixture.exchange, mixture.name, passage
+            out, row_gates, mixture.exchange, between, passage
         )
         return y
 

@@ -1,0 +1,245 @@
+"""How experts of one's own are called: without rows, to write them, within checkpoints, and when they raise."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from commlib import Communicator, Mesh
+from commlib.errors import MismatchError, PeerError
+from commlib.expert import Experts
+from commlib_torch import DistributedOptimizer
+from commlib_torch.expert import MoE, auxiliary_loss, expertize
+from tests.torch_adapter.expert_oracle import compare_gradients, near, single
+
+WIDTH = 8
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Writing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class Again(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class AgainOfLayers(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda rows: F.gelu(self.up(rows)), x, use_reentrant=False)
+        found: Tensor = checkpoint(self.down, hidden, use_reentrant=False)
+        return found
+
+
+class Reentrant(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return found
+
+
+class Selective(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+        return found
+
+
+def plain() -> Any:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+
+def layer(kind: Any, ranks: Any, options: Experts) -> MoE:
+    torch.manual_seed(1)
+    return MoE(WIDTH, options, ranks, expert=kind).double()
+
+
+def rows(rank: int) -> Tensor:
+    return torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("kind", [Writing, Again, AgainOfLayers, Reentrant, Selective])
+def test_experts_compute_what_the_mlp_does(comm: Communicator, kind: Any) -> None:
+    """Experts were given views that must not be written; what was computed again had the weights of all experts."""
+    options = Experts(2 * comm.size, balance="none")
+    own, whole = layer(kind, comm, options), layer(MLP, single(comm), options)
+    x = rows(comm.rank).requires_grad_()
+    every = torch.cat([rows(rank) for rank in range(comm.size)]).requires_grad_()
+    y, expected = own(x), None
+    if kind is Writing:
+        for one in whole.experts.modules():
+            if isinstance(one, MLP):
+                one.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    expected = whole(every)
+    mine = slice(6 * comm.rank, 6 * comm.rank + 6)
+    near(y, expected[mine], "outputs")
+    for out in (y, expected):
+        torch.sin(out).sum().backward()
+    assert x.grad is not None
+    assert every.grad is not None
+    near(x.grad, every.grad[mine], "gradient of inputs")
+    compare_gradients(comm, own, whole)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **options: Any) -> Any:
+    kept = getattr(op, "_overloadpacket", None) in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _every(ctx: Any, op: Any, *args: Any, **options: Any) -> Any:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("policy", [_policy, _every])
+@pytest.mark.parametrize("kind", [plain, None])
+def test_selective_checkpoints_around_experts(comm: Communicator, kind: Any, policy: Any) -> None:
+    """Products of experts were parts of one tensor, which PyTorch took for changed."""
+    hidden = {} if kind else {"hidden": 12, "gated": True}
+    made = layer(kind, comm, Experts(2 * comm.size, **hidden))
+    found = []
+    for is_again in (False, True):
+        x = rows(comm.rank).requires_grad_()
+        if is_again:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            y = checkpoint(made, x, use_reentrant=False, context_fn=contexts)
+        else:
+            y = made(x)
+        (torch.sin(y).sum() + auxiliary_loss(made)).backward()
+        found.append([y.detach(), x.grad, *(one.grad.clone() for one in made.parameters() if one.grad is not None)])
+        made.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+class Mean(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale * x.abs().mean()
+
+
+def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator) -> None:
+    """A mean of none is no number, and so were gradients of the experts of a rank to which no token went."""
+    options = Experts(2 * comm.size, top_k=1, balance="none")
+    own = layer(Mean, comm, options)
+    with torch.no_grad():
+        own.router.weight.zero_()  # all go to the first one
+    own(rows(comm.rank)).sum().backward()
+    for name, one in own.experts.named_parameters():
+        assert one.grad is not None, name
+        assert torch.isfinite(one.grad).all(), name
+        assert comm.rank == 0 or not one.grad.any(), name
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("boom in backward")
+
+
+class Failing(MLP):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        found: Tensor = Boom.apply(y) if Failing.fails else y  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("where", ["backward", "router"])
+def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chunks: int) -> None:
+    """They waited, if it was raised in backward, or by a hook of the router."""
+    mesh = Mesh(dp=-1)
+    made = layer(Failing, mesh, Experts(2 * comm.size, chunks=chunks, balance="none"))
+    expected = None
+    for step in range(5):
+        is_odd = step in (1, 2) and comm.rank == 0
+        Failing.fails = is_odd and where == "backward"
+        hook = None
+        if is_odd and where == "router":
+
+            def fail(*_: Any) -> None:
+                raise ValueError("boom in router")
+
+            hook = made.router.register_forward_hook(fail)
+        x = rows(comm.rank).requires_grad_()
+        if step in (1, 2):
+            with pytest.raises(ValueError if is_odd else PeerError, match="boom" if is_odd else "world|waited"):
+                made(x).sum().backward()
+            if chunks > 1:  # the communicator is given up
+                break
+        else:
+            y = made(x)
+            y.sum().backward()
+            expected = y.detach() if expected is None else expected
+            torch.testing.assert_close(y.detach(), expected, rtol=0, atol=0)
+        if hook is not None:
+            hook.remove()
+    Failing.fails = False
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("mixes", [False, True])
+def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, mixes: bool) -> None:
+    """Copies of an MLP to which all tokens go by one gate were said to be reduced by somebody."""
+    torch.manual_seed(1)
+    mesh = Mesh(dp=-1)
+    model = nn.Sequential(MLP()).double()
+    made: Any = expertize(model, mesh, {"0": Experts(comm.size, top_k=1 if mixes else comm.size, copy=True)})
+    with torch.no_grad():
+        made[0].router.weight.zero_()
+    optimizer = DistributedOptimizer(torch.optim.SGD(made.parameters(), 0.1), made.named_parameters(), mesh=mesh)
+    for _ in range(2):
+        (made(rows(comm.rank)).sum() + auxiliary_loss(made)).backward()
+        if not mixes:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        for one in made[0].experts.parameters():
+            comm.all_reduce(one.grad.numpy(), out=one.grad.numpy())
+        with pytest.raises(MismatchError, match="gradients of different experts are the same"):
+            optimizer.step()
+        break
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_along_tp_with_other_tokens_are_told_at_the_first_call(comm: Communicator) -> None:
+    """Weights that all have were said to have other gradients, at a step."""
+    mesh = Mesh(dp=1, tp=comm.size)
+    made = layer(None, mesh, Experts(4, hidden=4 * comm.size))
+    for x in (rows(comm.rank), rows(0)[: 6 - comm.rank]):
+        made.mixture._is_compared = False
+        with pytest.raises(MismatchError, match=r"ranks along tp have .*tokens, .*leave sequence= and Sequence"):
+            made(x)
+    mesh.close()
