@@ -9,12 +9,14 @@ their group, and those of a device's rows on a stream of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
+from commlib.errors import CommlibError, PeerError
 from commlib.expert.beside import Started
 from commlib.expert.mixture import Mixture
 from commlib.expert.passage import Assigned, Passage
@@ -122,4 +124,11 @@ class Flow:
         self._works[what, part] = comm.plan_program(f"{self._mixture.name}: {what}, part {part}", run).start()
 
     def _wait(self, what: str, part: int) -> Any:
-        return self._works.pop((what, part)).wait()
+        try:
+            return self._works.pop((what, part)).wait()
+        except PeerError:  # and so have those behind it failed, which nobody will wait for
+            for work in self._works.values():
+                with suppress(CommlibError):
+                    work.wait()
+            self._works.clear()
+            raise
