@@ -123,16 +123,18 @@ def is_row_wise(module: nn.Module) -> bool:
     if not width or weights[0].is_meta or module._forward_hooks or module._forward_pre_hooks:
         return False
     with unnoticed(module), torch.no_grad():
-        return any(_treats_rows(module, torch.randn(*rows, width).to(weights[0])) for rows in ((2, 3, 4), (3, 4), (3,)))
+        found = {_treats_rows(module, torch.randn(*rows, width).to(weights[0])) for rows in ((2, 3, 4), (3, 4), (3,))}
+    return found - {None} == {True}
 
 
-def _treats_rows(module: nn.Module, x: Tensor) -> bool:
+def _treats_rows(module: nn.Module, x: Tensor) -> bool | None:
+    """Return whether a layer makes the same of rows, alone and among others; None if it takes no input like this."""
     try:
         whole = module(x)
         parts = [(module(x.narrow(dim, 1, 1)), whole.narrow(dim, 1, 1)) for dim in range(x.dim() - 1)]
         return all(torch.allclose(own, part, rtol=1e-2, atol=1e-3) for own, part in parts)
-    except Exception:  # it takes no input like this
-        return False
+    except Exception:
+        return None
 
 
 class IntoSharded(nn.Module):
