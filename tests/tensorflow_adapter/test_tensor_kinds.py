@@ -17,6 +17,7 @@ from keras import ops
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_tensorflow.tensor import checking, parallelize
+from commlib_tensorflow.tensor._calls import kind_of_call
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
@@ -95,9 +96,6 @@ TWO: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "method of a layer": (applied, L.Activation("tanh").call, L.Activation("softmax").call),
     "string of numpy": (by(lambda given: str(given) == "b"), np.str_("a"), np.str_("b")),
     "table": (by(lambda given: given["bad"]), UserDict(bad=False), UserDict(bad=True)),
-    "ragged": (by(lambda given: isinstance(given, tf.RaggedTensor)), TABLE, tf.RaggedTensor.from_tensor(TABLE)),
-    "sparse": (by(lambda given: isinstance(given, tf.SparseTensor)), TABLE, tf.sparse.from_dense(TABLE)),
-    "variable": (by(lambda given: isinstance(given, tf.Variable)), TABLE, tf.Variable(TABLE)),
 }
 
 
@@ -112,6 +110,13 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
         model(X, given=wrong)
     near(model(X, given=right), plain(X, given=right))
+
+
+def test_classes_of_tensors() -> None:
+    given = TABLE, tf.RaggedTensor.from_tensor(TABLE), tf.sparse.from_dense(TABLE), tf.Variable(TABLE)
+    kinds = [kind_of_call(False, (), {"given": one}) for one in given]
+    assert len(set(kinds)) == len(given)
+    assert kinds == [kind_of_call(False, (), {"given": one}) for one in given]
 
 
 @pytest.mark.ranks(min=2)

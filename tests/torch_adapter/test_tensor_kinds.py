@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.functional.checks import check_first_call
 from commlib.tensor import Column, Row
 from commlib_torch.tensor import checking, parallelize
 
@@ -73,7 +74,7 @@ def decorated(function: Any, times: int = 4) -> Any:
 
 
 class Activation:
-    function = staticmethod(F.gelu)
+    function: Any = staticmethod(F.gelu)
 
     @classmethod
     def run(cls, h: Tensor) -> Any:
@@ -173,12 +174,14 @@ def test_another_dimension_is_another_way(comm: Any, name: str, looked_at: str) 
 
 def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
-    check = checking.check_first_call
-    monkeypatch.setattr(
-        checking, "check_first_call", lambda *args, **options: [looks.append(args), check(*args, **options)][1]
-    )
 
-    def goes(h: Tensor) -> Tensor:
+    def checked(*args: Any, **options: Any) -> Any:
+        looks.append(args)
+        return check_first_call(*args, **options)
+
+    monkeypatch.setattr(checking, "check_first_call", checked)
+
+    def goes(h: Any) -> Any:
         h = F.gelu(h).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(0, 1)
         return h[:, :-1].unflatten(0, (-1, h.shape[0] // 4)).transpose(1, 2).flatten(2)
 

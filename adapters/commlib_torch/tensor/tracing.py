@@ -131,8 +131,10 @@ def tensors_in(value: Any, known: dict[int, tuple[Any, list[Tensor]]] | None = N
         parts: Any = value.values()
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         parts = value
+    elif fields := getattr(value, "__dataclass_fields__", ()):
+        parts = [getattr(value, name) for name in fields]
     else:
-        parts = [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
+        return []
     known = {} if known is None else known
     if id(value) not in known:
         known[id(value)] = value, []
