@@ -82,8 +82,8 @@ def mask_of(one: Any) -> Any:
 
 
 def is_tensor(one: Any) -> bool:
-    """Return whether a value is a tensor, an array, or a spec of one; a string of numpy is none."""
-    return hasattr(one, "shape") and hasattr(one, "dtype") and not isinstance(one, np.character)
+    """Return whether a value is a tensor, an array, or a spec of one."""
+    return hasattr(one, "shape") and hasattr(one, "dtype")
 
 
 def _number_as_tensor(one: Any) -> Any:
