@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
-from commlib.functional.held import Held, attributes
+from commlib.functional.held import Held
+from commlib.functional.holding import attributes
 from commlib.functional.unnoticed import unnoticed as unnoticed_by
 
 

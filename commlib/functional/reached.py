@@ -104,7 +104,7 @@ def imported_by(function: FunctionType) -> list[ModuleType]:
     names = _imports(function.__code__)
     package = function.__globals__.get("__package__") or ""
     every = (sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names)
-    return [one for one in every if issubclass(type(one), ModuleType)]
+    return [one for one in every if one is not None and issubclass(type(one), ModuleType)]
 
 
 def _imports(code: CodeType) -> set[str]:

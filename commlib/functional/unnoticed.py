@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import UsageError
-from commlib.functional.held import Held, attributes, class_attributes, iterators_in, methods, variables, ways
+from commlib.functional.held import Held
+from commlib.functional.held_iterators import iterators_in
+from commlib.functional.holding import attributes, class_attributes, methods, variables, ways
 from commlib.functional.reached import (
     imported_by,
     is_followed,

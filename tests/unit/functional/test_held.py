@@ -72,13 +72,14 @@ class Answers:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise AssertionError("nobody asks what it is")
 
 
 class SlotAnswers:
     __slots__ = ("count",)
+    count: int
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"nobody asks for {name}")
@@ -86,6 +87,16 @@ class SlotAnswers:
 
 def add(value: Any) -> None:
     value.count = value.count + 1
+
+
+def add_both(value: Any) -> None:
+    add(value)
+    value.more = 1
+
+
+def append_and_set(value: Any) -> None:
+    value.append(1)
+    value.count = 1
 
 
 def of_weak_keys() -> Any:
@@ -198,12 +209,8 @@ KINDS = {
     "what is referred to weakly": Kind(
         lambda: [(one := SlotsAndMoreWeak()), weakref.ref(one)], lambda one: add(one[1]()), lambda one: one[0].count
     ),
-    "slots beside a __dict__": Kind(
-        SlotsAndMore, lambda one: (add(one), setattr(one, "more", 1)), lambda one: (one.count, one.more)
-    ),
-    "a list with slots": Kind(
-        SlotList, lambda one: (one.append(1), setattr(one, "count", 1)), lambda one: (list(one), hasattr(one, "count"))
-    ),
+    "slots beside a __dict__": Kind(SlotsAndMore, add_both, lambda one: (one.count, one.more)),
+    "a list with slots": Kind(SlotList, append_and_set, lambda one: (list(one), hasattr(one, "count"))),
     "a member of an enumeration": Kind(
         lambda: Colour.RED, lambda one: setattr(one, "hits", 1), lambda one: hasattr(one, "hits")
     ),
