@@ -191,7 +191,8 @@ class ByWeakReference(MLP):
         self.kept = weakref.ref(self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.kept()(x)))
+        layer: Any = self.kept()
+        out: Tensor = self.down(F.gelu(layer(x)))
         return out
 
 
@@ -239,7 +240,8 @@ def test_what_experts_cannot_share_is_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="1 has a kept, which leads to a layer or weight of another MLP of the plan"):
         expertize(two, comm, {"0": options, "1": options})
     expertize(two, comm, {"1": options})
-    assert two[1].experts.kept[0] is two[0]  # type: ignore[union-attr]
+    experts: Any = two[1].experts
+    assert experts.kept[0] is two[0]
 
 
 def test_layers_made_of_an_mlps_own_are_copied_with_them(comm: Communicator) -> None:
@@ -250,6 +252,7 @@ def test_layers_made_of_an_mlps_own_are_copied_with_them(comm: Communicator) -> 
     expected = model(x)
     made = expertize(model, comm, plan(comm, copy=True))
     near(made(x), expected, "outputs", 1e-5)
-    inside = made.mlp.experts.kept[0]  # type: ignore[union-attr]
+    experts: Any = made.mlp.experts
+    inside = experts.kept[0]
     assert inside[0] is made.norm
-    assert inside[1] is made.mlp.experts.up  # type: ignore[union-attr]
+    assert inside[1] is experts.up

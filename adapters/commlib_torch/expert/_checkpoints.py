@@ -59,5 +59,4 @@ def watch_checkpoints() -> None:
     def generator(function: Any, *args: Any, **options: Any) -> Any:
         return other(_again(function), *args, **options)
 
-    checkpoint.CheckpointFunction = CheckpointFunction
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    vars(checkpoint).update(CheckpointFunction=CheckpointFunction, _checkpoint_without_reentrant_generator=generator)

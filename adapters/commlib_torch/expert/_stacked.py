@@ -156,9 +156,8 @@ class _Cut(Function):
         rows = rows.contiguous()
         memory, width, first = rows.untyped_storage(), rows.shape[1], rows.storage_offset()
         places = accumulate((width * count for count in counts[:-1]), initial=first)
-        return tuple(
-            rows.new_empty(0).set_(memory, place, (count, width)) for place, count in zip(places, counts, strict=True)
-        )
+        empty: Any = rows.new_empty
+        return tuple(empty(0).set_(memory, place, (count, width)) for place, count in zip(places, counts, strict=True))
 
     @staticmethod
     @once_differentiable
