@@ -30,7 +30,7 @@ from commlib.functional.reached import (
 
 __all__ = ["Held", "attributes", "is_users", "unnoticed"]
 
-_MOST = 100_000
+MOST = 100_000
 """Objects that are looked at. A model that keeps more, such as a whole data set, is not followed further."""
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -85,8 +85,8 @@ class _Seen:
             value = (code or data).popleft()
             if type(value) in _ATOMS or id(value) in self._known:
                 continue
-            if len(self._known) >= _MOST:
-                _warn(f"the model keeps more than {_MOST} objects: a look does not put back what the furthest keep")
+            if len(self._known) >= MOST:
+                _warn(f"the model keeps more than {MOST} objects: a look does not put back what the furthest keep")
                 break
             self._known[id(value)] = value
             for one in self._inside(value):

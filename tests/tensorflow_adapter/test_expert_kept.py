@@ -52,10 +52,10 @@ def _taken(kept: Any) -> Any:
 class Features(keras.layers.Layer):  # type: ignore[misc]
     def __init__(self, kept: Any, **options: Any) -> None:
         super().__init__(**options)
-        self._kept = kept
+        self.kept_values = kept
 
     def call(self, x: Any) -> Any:
-        return x * tf.cast(tf.convert_to_tensor(_taken(self._kept)), x.dtype)
+        return x * tf.cast(tf.convert_to_tensor(_taken(self.kept_values)), x.dtype)
 
 
 def model(kept: Any) -> Any:
@@ -63,9 +63,9 @@ def model(kept: Any) -> Any:
     x = keras.Input((3, WIDTH))
     mlp = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, "gelu"), L.Dense(WIDTH)], name="mlp")
     features = Features(None, name="features")
-    features._kept = np.zeros(WIDTH, np.float32)
+    features.kept_values = np.zeros(WIDTH, np.float32)
     made = keras.Model(x, mlp(features(x)))
-    features._kept = kept
+    features.kept_values = kept
     return made
 
 
@@ -84,7 +84,7 @@ def test_variables_and_arrays_become_those_of_rank_0(comm: Communicator, put: st
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "expertize")
         made = expertize(model(PUT[put](kind(drawn(comm.rank)))), comm, plan(comm))
-    np.testing.assert_array_equal(_taken(made.get_layer("features")._kept), drawn(0))
+    np.testing.assert_array_equal(_taken(made.get_layer("features").kept_values), drawn(0))
     expected = expertize(model(drawn(0)), comm, plan(comm))
     x = np.random.default_rng(9 + comm.rank).normal(size=(2, 3, WIDTH)).astype(np.float32)
     np.testing.assert_array_equal(made(x), expected(x))
@@ -123,4 +123,4 @@ def test_values_are_as_they_were_where_verify_refuses(comm: Communicator) -> Non
     plain = model({"a": drawn(comm.rank)})
     with pytest.raises(ValueError, match="expected shape"):
         expertize(plain, comm, plan(comm), verify=np.zeros((2, 3, WIDTH + 1), np.float32))
-    np.testing.assert_array_equal(_taken(plain.get_layer("features")._kept), drawn(comm.rank))
+    np.testing.assert_array_equal(_taken(plain.get_layer("features").kept_values), drawn(comm.rank))

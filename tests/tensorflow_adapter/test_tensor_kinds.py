@@ -16,7 +16,7 @@ from keras import ops
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_tensorflow.tensor import checking, parallelize
-from commlib_tensorflow.tensor._calls import kind_of_call
+from commlib_tensorflow.tensor.checking import kind_of_call  # type: ignore[attr-defined]
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 

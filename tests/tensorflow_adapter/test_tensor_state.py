@@ -157,6 +157,30 @@ class Subclassed(keras.Model):  # type: ignore[misc]
         return self.down(self.up(inputs["x"]))
 
 
+def test_a_subclassed_model_is_divided_in_turn(comm: Any) -> None:
+    """Its class could not be changed twice."""
+
+    class Blocks(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [keras.layers.Dense(size, name=f"{at}") for at, size in enumerate((HIDDEN, WIDTH) * 2)]
+
+        def call(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    axis, x = Mesh(tp=comm.size)["tp"], np.random.default_rng(0).standard_normal((ROWS, WIDTH))
+    plain, model = Blocks(), Blocks()
+    for one in (plain, model):
+        one(x)
+    model.set_weights(plain.get_weights())
+    for up, down in (("0", "1"), ("2", "3")):
+        parallelize(model, axis, {up: Column(), down: Row()})
+    np.testing.assert_allclose(model(x), plain(x), rtol=1e-5, atol=1e-6)
+    assert model.__class__ is Blocks
+
+
 class BuiltLate(Subclassed):
     def build(self, shapes: Any) -> None:
         self.built = True

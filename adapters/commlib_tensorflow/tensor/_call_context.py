@@ -19,7 +19,7 @@ except ImportError:
         return None
 
 
-_CALL = "current_call_ctx"
+_CALL, _CASTS = "current_call_ctx", "autocast_scope"
 
 
 def current_call() -> Any:
@@ -44,10 +44,15 @@ _CALLS = "__call__", "call"
 
 @contextmanager
 def call_of_its_own() -> Iterator[None]:
-    """Let a call within another one be the outermost, and let that one go on as it was."""
-    before = current_call()
-    set_global_attribute(_CALL, None)
+    """Let a call within another one be the outermost, and let that one go on as it was.
+
+    So it is cast by what it says itself: weights are as they are meanwhile.
+    """
+    before = {name: get_global_attribute(name) for name in (_CALL, _CASTS)}
+    for name in before:
+        set_global_attribute(name, None)
     try:
         yield
     finally:
-        set_global_attribute(_CALL, before)
+        for name, value in before.items():
+            set_global_attribute(name, value)

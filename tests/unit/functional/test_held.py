@@ -393,7 +393,7 @@ def test_a_seed_that_spawns_is_warned_of() -> None:
 
 def test_a_model_that_keeps_too_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies near is put back; what is behind a whole data set was left, and nobody knew."""
-    monkeypatch.setattr("commlib.functional.unnoticed._MOST", 100)
+    monkeypatch.setattr("commlib.functional.unnoticed.MOST", 100)
     near: list[int] = []
     with (
         pytest.warns(UserWarning, match="more than 100 objects"),
