@@ -55,21 +55,40 @@ _hooks_of_saved: Callable[[bool], Any] = getattr(
 
 def fresh(value: Any) -> Any:
     """Return the same arguments with copies of their tensors, in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        copied = value.detach().clone()
-        return copied.requires_grad_() if value.requires_grad else copied
-    return mapped(value, fresh)
+    return mapped(value, _copied)
 
 
-def mapped(value: Any, change: Any) -> Any:
-    """Return a nested structure with other leaves; what is no tuple, list or dict is left as it is."""
-    if type(value) is dict:
-        return {key: change(one) for key, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(change, value))
-    return value
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().clone()
+    return copied.requires_grad_() if value.requires_grad else copied
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a nested structure with other leaves, which is what is no tuple, list or dict.
+
+    A list or dict that is there several times, or within itself, is so in the result.
+    """
+    known: dict[int, Any] = {}
+
+    def of(one: Any) -> Any:
+        kind, made = type(one), known.get(id(one))
+        if made is not None:
+            return made
+        if kind is dict:
+            made = known[id(one)] = {}
+            made.update((key, of(part)) for key, part in one.items())
+        elif kind is list:
+            made = known[id(one)] = []
+            made.extend(map(of, one))
+        elif kind is tuple:
+            return tuple(map(of, one))
+        elif isinstance(one, tuple) and hasattr(one, "_fields"):
+            return kind(*map(of, one))
+        return change(one) if made is None else made
+
+    return of(value)
 
 
 def _hold(value: Any) -> Held | None:

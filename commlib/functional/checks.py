@@ -20,6 +20,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.guide import Guide
 from commlib.functional.kinds import MISSES
 from commlib.functional.numbers import OTHER_VALUES, PARTS, Verdict, judged, refused
+from commlib.functional.order import note_joined
 from commlib.functional.runs import FROM_OUTSIDE, WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.auto import Found, auto, leave_whole
 from commlib.tensor.equations import UNKNOWN_LENGTH
@@ -150,6 +151,8 @@ class Checks:
             return whole, check(whole, styles, divided_output=divided_output, size=axis.size)
 
         self.whole, self._checked = together(axis.comm, checked)
+        if self._checked.sequences_came:
+            note_joined(axis.comm)
         """The trace of the undivided model."""
 
     def compare_numbers(self) -> None:
@@ -275,6 +278,8 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
     if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
         _checked(model, attempted, divided_output, axis.size)
     checked = together(axis.comm, lambda: _checked(model, attempted, divided_output, axis.size))
+    if checked.sequences_came:
+        note_joined(axis.comm)
     came = _digest_of_parts(model.given(call), styles) if checked.sequences_came else 0
     way = digest_of(_way(attempted[0]))
     told = axis.comm.all_gather_object((_not_comparable(model, axis, attempted, checked), came, checked.came, way))

@@ -14,6 +14,7 @@ from commlib.dtypes import Array
 from commlib.errors import PeerError, UsageError
 from commlib.functional.agreement import digest_of, or_refused, told
 from commlib.functional.axis import Axis
+from commlib.functional.order import note_layout
 from commlib.functional.sequences import next_tokens, position_ids, shard
 from commlib.tensor.context import ORDERS, Layout, document_bounds
 
@@ -74,6 +75,7 @@ class SequenceLoader:
         if axis.size > 1:
             lines = [f"{name}: {value}" for name, value in options.items()]
             told(axis.comm, "SequenceLoader", ["SequenceLoader", *lines])
+        note_layout(axis.comm, layout)
         self._batches, self._axis, self._order, self._dim = batches, axis, layout, dim
         self._tokens, self._labels, self._whole = tokens, labels, frozenset(whole)
         self._shift, self._ignore, self._shares = shift, ignore, reads == "first"

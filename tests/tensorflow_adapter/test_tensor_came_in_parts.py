@@ -14,9 +14,11 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_tensorflow.tensor import parallelize, scatter
+from commlib_tensorflow.tensor.sequences import shard_sequence
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
@@ -198,3 +200,19 @@ def test_features_that_come_in_parts(comm: Any) -> None:
     wrong = parallelize(last(ops.softmax), comm, {"down": Row()})
     with pytest.raises(UsageError, match=r"by the caller"):
         wrong(scatter(x, comm, 2))
+
+
+@pytest.mark.parametrize("divided_first", [True, False])
+def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
+    """Layers put them together in the order of the ranks: attention saw tokens in another one."""
+    axis, x = commlib.Mesh(tp=comm.size)["tp"], whole(comm)
+    model = parallelize(made(RIGHT["nothing"], x), axis, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if divided_first:
+            model(scatter(x, axis, 1))
+        part = shard_sequence(x, axis)
+        for _ in range(2):
+            model(part)
+    said = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
+    assert len(said) == (comm.rank == 0), said

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_torch.tensor import parallelize
+from commlib_torch.tensor.sequences import shard_sequence
 from tests.torch_adapter.dividing import assert_equal, random, shard
 
 pytestmark = pytest.mark.ranks(min=2)
@@ -153,3 +155,20 @@ def test_features_that_come_in_parts(comm: Any) -> None:
     wrong = parallelize(Last(lambda h: h.softmax(-1)).double(), comm, {"down": Row()})
     with pytest.raises(UsageError, match=r"softmax.*by the caller"):
         wrong(shard(x, comm, 2))
+
+
+@pytest.mark.parametrize("divided_first", [True, False])
+def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
+    """Layers put them together in the order of the ranks: attention saw tokens in another one."""
+    axis = commlib.Mesh(tp=comm.size)["tp"]
+    x = random(2, 4 * comm.size, 8)
+    model = parallelize(made(RIGHT["nothing"]), axis, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if divided_first:
+            model(shard(x, comm, 1))
+        part = shard_sequence(x, axis)
+        for _ in range(2):
+            model(part)
+    said = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
+    assert len(said) == (comm.rank == 0), said

@@ -268,7 +268,13 @@ def _deep() -> Any:
     return value
 
 
-@pytest.mark.parametrize("given", [_tree, _deep])
+def _list() -> Any:
+    value: Any = [X]
+    value.append({"itself": value})
+    return value
+
+
+@pytest.mark.parametrize("given", [_tree, _deep, _list])
 def test_an_argument_that_holds_itself_or_is_deep(comm: Any, given: Any) -> None:
     """It was a RecursionError."""
     plain, model = made(comm, lambda h, given: F.gelu(h))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional import sequence_loader
 from commlib.functional.axis import Axis
+from commlib.functional.order import note_layout
 from commlib.functional.sequences import Terms
 from commlib.functional.sequences import position_ids as positions_of
 from commlib.tensor import moves
@@ -34,7 +35,9 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
         raise UsageError(
             f"shard_sequence: dimension {dim} of shape {x.shape} must be known: cut batches before a graph"
         )
-    return taken(x, Layout(x.shape[dim], over.size, layout).ranges(over.rank), dim)
+    divided = Layout(x.shape[dim], over.size, layout)
+    note_layout(over.comm, layout)
+    return taken(x, divided.ranges(over.rank), dim)
 
 
 @no_autograph

@@ -28,9 +28,9 @@ def apart(axis: Axis, call: Any, dims: Mapping[int, int], *, is_part: bool) -> t
 
     def change(value: Any) -> Any:
         found = moved.get(id(value))
-        return mapped(value, change) if found is None else found.requires_grad_(value.requires_grad)
+        return value if found is None else found.requires_grad_(value.requires_grad)
 
-    changed = tuple(map(change, args)), {name: change(one) for name, one in options.items()}
+    changed = mapped((tuple(args), dict(options)), change)
     return (changed, call) if is_part else (call, changed)
 
 
@@ -38,9 +38,6 @@ def _are_within(call: Any, tensors: Mapping[int, Tensor]) -> bool:
     """Return whether tensors have numbers, and are in tuples, lists and dicts."""
     found = set[int]()
 
-    def note(value: Any) -> Any:
-        found.add(id(value))
-        return value if isinstance(value, Tensor) else mapped(value, note)
-
-    note(call)
+    args, options = call
+    mapped((tuple(args), dict(options)), lambda one: found.add(id(one)))
     return found.issuperset(tensors) and all(map(has_numbers, tensors.values()))

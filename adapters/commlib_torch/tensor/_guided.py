@@ -53,6 +53,4 @@ class Guided:
 
 def exchanged(value: Any, given: Mapping[int, Tensor]) -> Any:
     """Return a nested structure with other tensors for some, which are given by the ids of these."""
-    if isinstance(value, Tensor):
-        return given.get(id(value), value)
-    return mapped(value, lambda one: exchanged(one, given))
+    return mapped(value, lambda one: given.get(id(one), one) if isinstance(one, Tensor) else one)

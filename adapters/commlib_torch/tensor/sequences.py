@@ -12,6 +12,7 @@ from torch import Tensor
 from commlib.errors import UsageError
 from commlib.functional import sequence_loader
 from commlib.functional.axis import Axis
+from commlib.functional.order import note_layout
 from commlib.functional.sequences import Terms, settle
 from commlib.functional.sequences import position_ids as positions_of
 from commlib.tensor import moves
@@ -30,7 +31,9 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
     """
     over = axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
-    return taken(x, Layout(x.shape[dim], over.size, layout).ranges(over.rank), dim)
+    divided = Layout(x.shape[dim], over.size, layout)
+    note_layout(over.comm, layout)
+    return taken(x, divided.ranges(over.rank), dim)
 
 
 @uncompiled

@@ -71,7 +71,10 @@ def _enters(following: Following, step: Step, sequence: int | None, value: int) 
             return
         if state.name == "whole" and state.origin == "given":
             return following.came_divided(step, value, State("sequence", dim, CALLER))
-        todo = f"leave out sequence={sequence}, or let what comes before divide along {dim}"
+        todo = (
+            f"leave out sequence={sequence}, or let what comes before divide along {dim}; where the model is called "
+            "with each rank's part of a sequence, let no layer or weight without a style come before this"
+        )
         raise PlanError(step, "sequence", f"its input is {state}", todo, state)
     if state.name == "sequence":
         raise PlanError(step, "column", f"its input is {state}", f"give it sequence={state.dim}", state)
