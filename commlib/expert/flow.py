@@ -126,9 +126,13 @@ class Flow:
     def _wait(self, what: str, part: int) -> Any:
         try:
             return self._works.pop((what, part)).wait()
-        except PeerError:  # and so have those behind it failed, which nobody will wait for
-            for work in self._works.values():
-                with suppress(CommlibError):
-                    work.wait()
-            self._works.clear()
+        except PeerError:  # and so have those behind it failed
+            self.drop()
             raise
+
+    def drop(self) -> None:
+        """Wait for what has been started, on a communicator that is given up: nobody else will."""
+        for work in self._works.values():
+            with suppress(CommlibError):
+                work.wait()
+        self._works.clear()

@@ -56,7 +56,7 @@ class Search:
 
     def kept(self, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the arrays, lists of numbers, and numbers within others, that can be reached, by where they stand."""
-        waiting = [(name, value, False) for name, value in reversed([*attributes.items()])]
+        waiting = [(name, value, False) for name, value in reversed(list(attributes.items()))]
         while waiting and len(self._known) < _MOST:
             name, value, is_within = waiting.pop()
             if isinstance(value, _WITH_FRACTIONS) and (is_within or isinstance(value, np.inexact)):
@@ -71,7 +71,7 @@ class Search:
                 continue
             inside = self._layer(value)
             inner = inside_of(value) if inside is None else {f".{key}": one for key, one in inside.items()}
-            waiting += [(f"{name}{place}", one, True) for place, one in reversed(inner.items())]
+            waiting += [(f"{name}{place}", one, True) for place, one in reversed(list(inner.items()))]
 
 
 def of_classes(layer: Any) -> dict[str, Any]:

@@ -188,11 +188,10 @@ class ByWeakTable(MLP):
 class ByWeakReference(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.kept = weakref.ref(self.up)
+        self.kept: Any = weakref.ref(self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        layer: Any = self.kept()
-        out: Tensor = self.down(F.gelu(layer(x)))
+        out: Tensor = self.down(F.gelu(self.kept()(x)))
         return out
 
 
@@ -227,32 +226,30 @@ def test_classes_that_know_their_modules_are_nothing(comm: Communicator) -> None
 
 
 def test_what_experts_cannot_share_is_refused(comm: Communicator) -> None:
-    model = Model("list")
-    model.norm = nn.BatchNorm1d(WIDTH)  # type: ignore[assignment]
+    model: Any = Model("list")
+    model.norm = nn.BatchNorm1d(WIDTH)
     model.mlp.put([model.norm], first)
     with pytest.raises(
         UsageError, match="leads to a BatchNorm1d that is not the MLP's own, with a buffer, running_mean"
     ):
         expertize(model, comm, plan(comm))
-    two = nn.Sequential(MLP(), Referring(), nn.LayerNorm(WIDTH))
-    two[1].put([two[0]], first)  # type: ignore[operator]
+    two: Any = nn.Sequential(MLP(), Referring(), nn.LayerNorm(WIDTH))
+    two[1].put([two[0]], first)
     options = Experts(2 * comm.size)
     with pytest.raises(UsageError, match="1 has a kept, which leads to a layer or weight of another MLP of the plan"):
         expertize(two, comm, {"0": options, "1": options})
     expertize(two, comm, {"1": options})
-    experts: Any = two[1].experts
-    assert experts.kept[0] is two[0]
+    assert two[1].experts.kept[0] is two[0]
 
 
 def test_layers_made_of_an_mlps_own_are_copied_with_them(comm: Communicator) -> None:
-    model = Model("list")
+    model: Any = Model("list")
     model.mlp.put([nn.Sequential(model.norm, model.mlp.up, nn.Identity())], lambda kept: kept[0])
-    model.mlp.forward = types.MethodType(lambda self, x: self.down(self.kept[0](x)), model.mlp)  # type: ignore[method-assign]
+    model.mlp.forward = types.MethodType(lambda self, x: self.down(self.kept[0](x)), model.mlp)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
     expected = model(x)
     made = expertize(model, comm, plan(comm, copy=True))
     near(made(x), expected, "outputs", 1e-5)
-    experts: Any = made.mlp.experts
-    inside = experts.kept[0]
+    inside = made.mlp.experts.kept[0]
     assert inside[0] is made.norm
-    assert inside[1] is experts.up
+    assert inside[1] is made.mlp.experts.up

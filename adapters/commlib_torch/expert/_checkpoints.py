@@ -48,7 +48,8 @@ def _again(function: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def watch_checkpoints() -> None:
     """Let torch's checkpoints, of both kinds, know of experts from now on."""
-    reentrant, other = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    torchs: Any = checkpoint
+    reentrant, other = torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator
 
     class CheckpointFunction(reentrant):  # type: ignore[misc, valid-type]
         @staticmethod
@@ -59,4 +60,5 @@ def watch_checkpoints() -> None:
     def generator(function: Any, *args: Any, **options: Any) -> Any:
         return other(_again(function), *args, **options)
 
-    vars(checkpoint).update(CheckpointFunction=CheckpointFunction, _checkpoint_without_reentrant_generator=generator)
+    torchs.CheckpointFunction = CheckpointFunction
+    torchs._checkpoint_without_reentrant_generator = generator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.autograd import Variable
 
+from commlib.expert.flow import Flow
 from commlib.expert.mixture import Mixture
 
 
@@ -12,6 +13,8 @@ class Between:
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
+        self.flow: Flow | None = None
+        """That of the call, if its tokens travel in several parts."""
         self.is_open = False
 
     def open(self) -> None:
@@ -38,3 +41,5 @@ class _AtEnd:
         if self._between.is_open and not self._is_done:
             self._between.is_open = False
             self._between.mixture.leave("raised in a backward")
+            if self._between.flow is not None:
+                self._between.flow.drop()

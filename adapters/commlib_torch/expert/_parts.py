@@ -28,6 +28,7 @@ def in_parts(flow: Flow, between: Between, x: Tensor, gates: Tensor, compute: Co
 
     compute: their outputs, of rows and how many each has. between: this call of the layer.
     """
+    between.flow = flow
     pieces = _Opened.apply(x, gates, flow, between)  # type: ignore[no-untyped-call]
     count, results = len(flow.parts), []
     _ordered(flow.dispatch, 0)

@@ -154,10 +154,12 @@ class _Cut(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
         rows = rows.contiguous()
-        memory, width, first = rows.untyped_storage(), rows.shape[1], rows.storage_offset()
+        memory, width, first = rows.untyped_storage(), rows.shape[1], int(rows.storage_offset())
         places = accumulate((width * count for count in counts[:-1]), initial=first)
-        empty: Any = rows.new_empty
-        return tuple(empty(0).set_(memory, place, (count, width)) for place, count in zip(places, counts, strict=True))
+        return tuple(
+            rows.new_empty(0).set_(memory, place, (count, width), (width, 1))
+            for place, count in zip(places, counts, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
