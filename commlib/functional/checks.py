@@ -298,10 +298,11 @@ def _check_first_call(axis: Axis, model: Model, call: Any, *, divided_output: bo
         _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
         verdict = judged(model, axis, styles, call, divided=True, divided_output=divided_output, came=checked.came)
-    if warns and verdict.untold == OTHER_VALUES:
+    if warns and verdict.untold.startswith(OTHER_VALUES):
+        which = verdict.untold.removeprefix(OTHER_VALUES)
         warnings.warn(
-            f"plan: ranks of {axis.comm.name} call the model with other values than one another: what is whole must be "
-            "the same on all of them: give all the same batch, in the same order",
+            f"plan: ranks of {axis.comm.name} call the model with other values than one another{which}: what is whole "
+            "must be the same on all of them: give all the same batch, in the same order",
             stacklevel=4,
         )
     _settle(verdict, checked.doubts, warns=warns)

@@ -11,7 +11,6 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
 from commlib.functional.differences import TOLERANCES, Pair, differs
 from commlib.functional.guide import Guide, is_guided, sharding_of, taken
@@ -208,9 +207,12 @@ def _given_alike(axis: Axis, whole: Run | None) -> str:
     """Return "" if ranks call the model with the same values: else there is no whole. Collective."""
     steps = () if whole is None else whole.trace.steps
     given = [whole.values[value] for step in steps if whole and step.kind == "given" for value in step.outputs]
-    said = digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
-    alike = len(set(axis.comm.all_gather_object(said))) == 1
-    return "" if alike else OTHER_VALUES
+    said = [f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given]
+    everyone = axis.comm.all_gather_object(said)
+    if all(one == everyone[0] for one in everyone):
+        return ""
+    places = [at for at, texts in enumerate(zip(*everyone, strict=False)) if len(set(texts)) > 1]
+    return f"{OTHER_VALUES}: " + ", ".join(f"tensor {at} of {everyone[0][at].split()[0]}" for at in places)
 
 
 def _failed(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], checked: Checked) -> Difference | None:

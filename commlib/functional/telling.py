@@ -323,7 +323,7 @@ def _fields(value: Any, walk: _Walk) -> Any:
     own = getattr(value, "__dict__", None)
     if own is None:  # it has slots
         own = {one.name: getattr(value, one.name, None) for one in fields(value)}
-    return type(value), _dict(own, walk)
+    return type(value), frozenset(zip(own, walk.all_within(own.values()), strict=True))
 
 
 def _object(value: Any, walk: _Walk) -> Any:

@@ -13,7 +13,7 @@ from commlib.tensor.trace import Step, Trace
 def entries(trace: Trace, value: int, dim: int) -> dict[int, int]:
     """Return the arguments of a model that a value is made of, and which of their dimensions has become its `dim`.
 
-    Where that cannot be followed it is taken for the same one of those that have as many dimensions, and are as long.
+    Where that cannot be followed it is taken for the same one of those that are as long there.
     """
     found: dict[int, int] = {}
     waiting, seen = [(value, dim)], {(value, dim)}
@@ -42,7 +42,7 @@ def _arguments(trace: Trace, value: int) -> list[int]:
 
 def _looks_alike(trace: Trace, argument: int, value: int, dim: int) -> bool:
     given, made = trace.shapes.get(argument, ()), trace.shapes.get(value, ())
-    return len(given) == len(made) and given[dim] == made[dim]
+    return dim < len(given) <= len(made) and given[dim] == made[dim]  # numbers of rows that are looked up have less
 
 
 def _before(trace: Trace, step: Step, made: int, dim: int) -> Iterator[tuple[int, int]]:

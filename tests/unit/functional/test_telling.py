@@ -337,3 +337,18 @@ def test_known_kinds_are_copied_with_a_model() -> None:
     copied.settle("new")
     assert "new" not in kinds
     assert (kinds.looks, copied.looks) == (1, 2)
+
+
+@dataclass
+class History:
+    losses: list[Any] = field(default_factory=list)
+    is_kept: bool = False
+
+
+def test_a_history_in_a_dataclass_is_of_one_kind() -> None:
+    """Each length was a kind of its own, until there were too many."""
+    arrays = [np.zeros(2) for _ in range(4)]
+    kinds = {kind_of(History(arrays[:length])) for length in (2, 3, 4)}
+    assert len(kinds) == 1
+    assert kind_of(History(arrays, True)) not in kinds
+    assert kind_of(History(arrays[:1])) not in kinds
