@@ -197,6 +197,17 @@ def _machine_values(value: Any) -> Held:
     return Held(restore)
 
 
+def _masked_array(value: Any) -> Held:
+    before = value.copy()
+
+    def restore() -> None:
+        value.mask = np.ma.nomask
+        value.data[...] = before.data
+        value.mask = before.mask
+
+    return Held(restore)
+
+
 def _array(value: Any) -> Held:
     inside = value.ravel().tolist() if value.dtype == object else ()
     if value.nbytes > _MOST_BYTES or not value.flags.writeable:
@@ -307,6 +318,7 @@ _CONTENTS: tuple[tuple[Any, Callable[[Any], Held]], ...] = (
     (bytearray, _bytes),
     (array, _machine_values),
     (memoryview, _inside("obj")),
+    (np.ma.MaskedArray, _masked_array),
     (np.ndarray, _array),
     (np.random.Generator, _inside("bit_generator")),
     (np.random.BitGenerator, _bits),

@@ -189,6 +189,9 @@ KINDS = {
     "keys of a dict": Kind(
         lambda: {Colour.RED: 1}, lambda one: setattr(next(iter(one)), "hits", 1), lambda one: vars(Colour.RED)
     ),
+    "masked array": Kind(
+        lambda: np.ma.MaskedArray([1.0, 2.0], [False, True]), lambda one: one.__setitem__(0, np.ma.masked), str
+    ),
     "array": Kind(lambda: array("d", [1.0]), lambda one: one.append(2.0)),
     "memoryview": Kind(lambda: memoryview(bytearray(2)), lambda one: one.__setitem__(0, 1), bytes),
     "numpy's objects": Kind(
