@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from commlib import Communicator, Mesh
-from commlib.errors import MismatchError
+from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
 from commlib_tensorflow import DistributedOptimizer
 from commlib_tensorflow.expert import MoE, expertize
@@ -56,6 +56,40 @@ class OwnModel(keras.Model):  # type: ignore[misc]
 
     def call(self, x: Any) -> Any:
         return self.down(self.up(x) * tf.reduce_mean(self.up(x)))
+
+
+class Sharing(Mean):
+    """An MLP with a layer that its model calls before, too."""
+
+    def __init__(self, norm: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = norm
+
+    def call(self, x: Any) -> Any:
+        return super().call(self.norm(x))
+
+    def size(self, x: Any) -> Any:
+        return 1.0
+
+    def get_config(self) -> Any:
+        return {"norm": self.norm, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        return cls(**config)
+
+
+def test_layers_that_an_mlp_shares_with_others_are_refused(comm: Communicator) -> None:
+    """Each expert had a copy of the weights, and the layer before was trained by a part of their gradients."""
+    keras.utils.set_random_seed(0)
+    norm, x = L.LayerNormalization(name="norm"), keras.Input((WIDTH,))
+    hidden = norm(x)
+    two = Mean(name="two")
+    model = keras.Model(x, two(Sharing(norm, name="mlp")(hidden)))
+    options = Experts(2 * comm.size, copy=True)
+    with pytest.raises(UsageError, match=r"expertize: mlp: .*norm/gamma is a weight of norm, too, outside of the MLP"):
+        expertize(model, comm, {"mlp": options})
+    expertize(model, comm, {"mlp": Experts(2 * comm.size, hidden=3)})
 
 
 def rows(rank: int) -> Any:

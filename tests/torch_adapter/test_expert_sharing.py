@@ -253,3 +253,12 @@ def test_layers_made_of_an_mlps_own_are_copied_with_them(comm: Communicator) -> 
     inside = made.mlp.experts.kept[0]
     assert inside[0] is made.norm
     assert inside[1] is made.mlp.experts.up
+
+
+def test_parametrized_layers_are_copied(comm: Communicator) -> None:
+    inner = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH)).double()
+    nn.utils.parametrizations.weight_norm(inner[0])
+    x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+    expected = inner(x)
+    made = expertize(nn.Sequential(inner), comm, {"0": Experts(2 * comm.size, copy=True)})
+    near(made(x), expected, "outputs", 1e-5)

@@ -76,6 +76,23 @@ def check_layer(what: str, layer: Any) -> None:
         )
 
 
+def check_tied(what: str, layer: Any, model: Any) -> None:
+    """Raise UsageError for an MLP with a weight that another layer of its model has, too: experts have their own."""
+    own, waiting, known = {id(one): one for one in layer.variables}, [model], {id(layer)}
+    while waiting:
+        other = waiting.pop()
+        if id(other) in known:
+            continue
+        known.add(id(other))
+        waiting += other._layers
+        for variable in (*other._trainable_variables, *other._non_trainable_variables):
+            if id(variable) in own:
+                raise UsageError(
+                    f"{what}: {variable.path} is a weight of {other.name}, too, outside of the MLP, tied: experts have "
+                    "each of their own: give each layer its own before, or hidden= for built-in MLPs"
+                )
+
+
 def check_call(what: str, layer: Any, width: int) -> None:
     """Raise UsageError for a layer that adds losses when it is called."""
     options = {"training": True} if takes_training(layer) else {}

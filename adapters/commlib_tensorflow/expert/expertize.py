@@ -22,7 +22,7 @@ from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.expert._kept import kept_of_rank_0
-from commlib_tensorflow.expert._of_each import check_alike, check_call, check_layer, check_plain, check_rows
+from commlib_tensorflow.expert._of_each import check_alike, check_call, check_layer, check_plain, check_rows, check_tied
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.expert.verify import verify as verify_experts
 from commlib_tensorflow.tensor._likeness import likeness
@@ -140,6 +140,7 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         if experts.hidden is not None:
             check_plain(f"expertize: {name}", layer)
             continue
+        check_tied(f"expertize: {name}", layer, model)
         try:
             made = _like(layer)
         except Exception as error:

@@ -95,7 +95,8 @@ def _outside(module: nn.Module, model: nn.Module) -> dict[int, Any]:
     """Return the layers and weights to which an MLP refers that are not its own, by their ids."""
     own, known = {id(one) for one in _of(module)}, {id(one) for one in _of(model)}
     found: dict[int, Any] = {}
-    for _, value in (pair for layer in module.modules() for pair in _attributes(layer)):
+    layers = [layer for layer in module.modules() if not hasattr(type(layer), "__deepcopy__")]
+    for _, value in (pair for layer in layers for pair in _attributes(layer)):
         for one, _ in _reached(value, is_copied=True):
             if isinstance(one, nn.Module) and id(one) not in known and _has(one, own):
                 # It is made of the MLP's own layers, and copied as these are.
