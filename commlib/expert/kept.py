@@ -7,7 +7,6 @@ it prints: of those see `commlib.functional.likeness`.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from array import array
@@ -21,11 +20,10 @@ import numpy as np
 from commlib.data_parallel.parameter_check import Gathers
 from commlib.functional.agreement import digest_of
 from commlib.functional.contents import elements_of, items_of
+from commlib.functional.reached import is_users_kind
 
 _MOST = 100_000
 """Objects that are looked at."""
-_NOT_ENTERED = frozenset(("commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "mpi4py"))
-"""Packages whose objects are left alone."""
 _NUMBERS = (int, float, complex)
 _WITH_FRACTIONS = (float, complex, np.inexact)
 
@@ -79,16 +77,10 @@ def of_classes(layer: Any) -> dict[str, Any]:
     return {
         f"{kind.__qualname__}.{name}": value
         for kind in type(layer).__mro__
-        if is_users_own(kind)
+        if is_users_kind(kind)
         for name, value in vars(kind).items()
         if not (isinstance(value, FunctionType | property | staticmethod | classmethod) or name.startswith("__"))
     }
-
-
-def is_users_own(defined: Any) -> bool:
-    """Return whether a class or a function is the user's, or of a library of models."""
-    package = (defined.__module__ or "").partition(".")[0]
-    return package == "__main__" or not (package in _NOT_ENTERED or package in sys.stdlib_module_names)
 
 
 def is_numbers(value: Any) -> bool:
@@ -118,7 +110,7 @@ def inside_of(value: Any) -> dict[str, Any]:
     if isinstance(value, functools.partial):
         return {".func": value.func, **inside_of(value.args), **inside_of(value.keywords)}
     if isinstance(value, FunctionType):
-        return _of_function(value) if is_users_own(value) else {}
+        return _of_function(value) if is_users_kind(value) else {}
     return {f".{name}": one for name, one in attributes_of(value).items()}
 
 
@@ -139,7 +131,7 @@ def _is_filled(cell: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of a user's class, those in slots, too; of others none."""
-    if isinstance(value, type) or not (is_users_own(type(value)) or isinstance(value, SimpleNamespace)):
+    if isinstance(value, type) or not (is_users_kind(type(value)) or isinstance(value, SimpleNamespace)):
         return {}
     slots = [
         (name, one)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.expert.kept import inside_of, is_users_own
+from commlib.expert.kept import inside_of
+from commlib.functional.reached import is_users_kind
 from commlib_torch._copies import HOOKS, OF_MODULES
 
 _LIBRARIES = ("torch", "commlib", "commlib_torch")
@@ -130,7 +131,7 @@ def _attributes(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _of_class(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the methods that a layer has of its user's classes, and what these have that the methods name."""
-    classes = [kind for kind in type(layer).__mro__ if is_users_own(kind)]
+    classes = [kind for kind in type(layer).__mro__ if is_users_kind(kind)]
     every = [(key, _unwrapped(value)) for kind in classes for key, value in vars(kind).items()]
     methods = [(key, one) for key, one in every if isinstance(one, FunctionType) and key not in _NOT_CALLED]
     names = {name for _, one in methods for name in _names(one.__code__)}
@@ -170,7 +171,7 @@ def _reached(root: Any, *, is_copied: bool) -> Iterator[tuple[Any, bool]]:
         elif isinstance(value, weakref.WeakSet):
             waiting += [(one, False) for one in list(value)]
         elif isinstance(value, type):
-            own = vars(value).values() if not is_copied and is_users_own(value) else ()
+            own = vars(value).values() if not is_copied and is_users_kind(value) else ()
             waiting += [(one, False) for one in own if not isinstance(_unwrapped(one), FunctionType)]
         else:
             keys = list(value) if isinstance(value, dict | set | frozenset) else []
