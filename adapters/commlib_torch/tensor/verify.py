@@ -89,13 +89,17 @@ class Fresh:
         self.inputs: list[Tensor] = []
 
     def of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            copied = value.detach().clone()
-            if copied.is_floating_point():
-                self.inputs.append(copied.requires_grad_())
-                return copied.clone()  # which a model may write
-            return copied
-        return mapped(value, self.of)
+        """Return the batch with copies."""
+        return mapped(value, self._copied)
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copied = value.detach().clone()
+        if copied.is_floating_point():
+            self.inputs.append(copied.requires_grad_())
+            return copied.clone()  # which a model may write
+        return copied
 
 
 @contextmanager
