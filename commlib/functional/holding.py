@@ -308,7 +308,7 @@ def _referents(value: Any) -> Held:
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _WITH_ATTRIBUTES = (SimpleNamespace, argparse.Namespace, UserDict, UserList, UserString, ChainMap, *_WEAK)
 """Kinds of Python's own library whose state is in attributes."""
-_OVER_OTHERS = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle)
+_OVER_OTHERS = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice)
 _CONTENTS: tuple[tuple[Any, Callable[[Any], Held]], ...] = (
     (FunctionType, _function),
     (dict, _dict),

@@ -246,6 +246,8 @@ def _tuple(value: Any, walk: _Walk) -> Any:
     if length > _LONG:
         sample = tuple.__getitem__(value, slice(None, None, length // _SAMPLE | 1))
         return type(value), length, frozenset([walk.of(one) for one in sample])
+    if length > 1 and set(map(type, tuple.__iter__(value))) == _STRINGS:  # a batch, as data loaders put them together
+        return type(value), length
     return type(value), *[walk.of(one) for one in tuple.__iter__(value)]
 
 
@@ -288,7 +290,7 @@ def _set(value: Any, walk: _Walk) -> Any:
 
 
 def _dict(value: Any, walk: _Walk) -> Any:
-    return _items(dict.items(value), dict.__len__(value), walk)
+    return type(value), _items(dict.items(value), dict.__len__(value), walk)
 
 
 def _proxy(value: Any, walk: _Walk) -> Any:
@@ -358,7 +360,7 @@ _LONG, _SAMPLE = 1024, 64
 _SHORT = 8
 """Elements of a list whose order is told."""
 _AGAIN = object()
-_BOOL = {bool}
+_BOOL, _STRINGS = {bool}, {str}
 _NUMBERS = frozenset((type(None), int, float, complex, type(...)))
 _BATCHES = frozenset((str, int, float, complex))
 _COUNTLESS = frozenset((*_BATCHES, bool, True, False))

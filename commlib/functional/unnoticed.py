@@ -65,6 +65,14 @@ def unnoticed(roots: Iterable[Any], hold: Callable[[Any], Held | None], given: A
         )
 
 
+def _held(how: Callable[[Any], Held], value: Any) -> Held:
+    """Hold an object; leave one alone that does not say how it is, as `random.SystemRandom`."""
+    try:
+        return how(value)
+    except Exception:
+        return Held()
+
+
 class _Seen:
     def __init__(self, hold: Callable[[Any], Held | None]) -> None:
         self._hold = hold
@@ -124,7 +132,7 @@ class _Seen:
         kind = type(value)
         if kind not in self._ways:
             self._ways[kind] = ways(kind)
-        return [kind, *(one for how in self._ways[kind] for one in self._noted(value, how(value)))]
+        return [kind, *(one for how in self._ways[kind] for one in self._noted(value, _held(how, value)))]
 
     def _noted(self, value: Any, held: Held) -> Iterable[Any]:
         if held.restore is not None:

@@ -46,7 +46,7 @@ def _tried(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> 
     rank = given[0].shape.rank if given else 0
     if not -rank <= dim < rank:
         return ""
-    if not all(one.shape.is_fully_defined() for one in given):
+    if any(one.shape.rank is None for one in given):
         return UNTRIED
 
     def called(mode: bool, arrays: Sequence[Array]) -> list[Array]:
@@ -58,7 +58,7 @@ def _tried(layer: Any, args: Any, options: Any, dim: int, *, training: bool) -> 
         results = keras.tree.flatten(layer.call(*own_args, **own_options))
         return [np.asarray(one) for one in results if tf.is_tensor(one)]
 
-    arrays = [_numbers_like(one, seed) for seed, one in enumerate(given)]
+    arrays = [_numbers_like(one, dim % rank, seed) for seed, one in enumerate(given)]
     with (
         tf.init_scope(),
         unnoticed(layer),
@@ -89,13 +89,16 @@ def _quiet(layer: Any) -> Iterator[None]:
 _DROPOUTS = keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.GaussianDropout, keras.layers.GaussianNoise
 
 
-def _numbers_like(one: Any, seed: int) -> Array:
-    """Return random numbers; flags of which some are false, and small integers."""
+def _numbers_like(one: Any, dim: int, seed: int) -> Array:
+    """Return random numbers; flags of which some are false, and small integers.
+
+    Lengths that are not known are some, that along `dim` another one.
+    """
+    lengths = enumerate(one.shape.as_list())
+    shape = tuple((4 if at == dim else 3) if length is None else length for at, length in lengths)
     random, dtype = np.random.default_rng(seed), one.dtype.as_numpy_dtype
     is_discrete = one.dtype.is_bool or one.dtype.is_integer
     found: Array = (
-        random.integers(0, 2 if one.dtype.is_bool else 4, one.shape)
-        if is_discrete
-        else random.normal(size=one.shape) + 0.5
+        random.integers(0, 2 if one.dtype.is_bool else 4, shape) if is_discrete else random.normal(size=shape) + 0.5
     )
     return found.astype(dtype)

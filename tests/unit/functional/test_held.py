@@ -7,6 +7,7 @@ import contextvars
 import functools
 import itertools
 import queue
+import random
 import sys
 import threading
 import types
@@ -405,3 +406,18 @@ def test_a_model_that_keeps_too_much_is_warned_of(monkeypatch: pytest.MonkeyPatc
     ):
         near.append(1)
     assert near == []
+
+
+def test_what_does_not_say_how_it_is_is_left_alone() -> None:
+    """A model that keeps one failed at its first call."""
+    with unnoticed([random.SystemRandom()], nothing):
+        pass
+
+
+def test_a_cycle_goes_round_all_of_its_list() -> None:
+    """The list that it keeps was emptied, so that the first elements never came again."""
+    rounds = itertools.cycle([1, 2, 3])
+    assert next(rounds) == 1
+    with unnoticed([rounds], nothing):
+        next(rounds)
+    assert sorted(next(rounds) for _ in range(3)) == [1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import copy
 import functools
 import gc
@@ -352,3 +353,16 @@ def test_a_history_in_a_dataclass_is_of_one_kind() -> None:
     assert len(kinds) == 1
     assert kind_of(History(arrays, True)) not in kinds
     assert kind_of(History(arrays[:1])) not in kinds
+
+
+def test_texts_of_a_batch_that_a_loader_makes_a_tuple() -> None:
+    """Each step was of a kind of its own."""
+    assert kind_of(("a cat", "a dog")) == kind_of(("a bird", "two dogs"))
+    assert kind_of(("a",)) != kind_of(("b",))
+    assert kind_of(("a", True)) != kind_of(("b", True))
+
+
+def test_the_class_of_a_dict() -> None:
+    one = {"a": 1.0, "b": True}
+    assert kind_of(one) != kind_of(collections.OrderedDict(one))
+    assert kind_of(one) == kind_of({"b": True, "a": 1.0})
