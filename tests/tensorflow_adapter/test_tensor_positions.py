@@ -207,3 +207,35 @@ def test_what_moves_by_itself(comm: Any) -> None:
     got, said = called(comm, parallelize(model, comm, PLAN), tokens)
     near(got, tf.split(plain(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
     assert not said
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_behind_a_row_that_divides_the_sequence(comm: Any, is_right: bool) -> None:
+    """Its length is not known in a graph: the layer was not tried, and said to draw random numbers."""
+    own = Applied((lambda x: ops.gelu(x)) if is_right else (lambda x: x - ops.mean(x, 1, keepdims=True)))
+
+    class Blocks(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.own = L.Dense(12, name="first"), L.Dense(8, name="second"), own
+            self.up, self.down = L.Dense(12, name="up"), L.Dense(8, name="down")
+
+        def call(self, x: Any) -> Any:
+            return self.down(self.up(self.own(self.second(self.first(x)))))
+
+    model, x = Blocks(), values(3, 2 * comm.size, 8)
+    model(x)
+    expected = filled(model)(x)
+    plan: Plan = {
+        "first": Column(), "second": Row(sequence=1), "own": Sequence(1), "up": Column(sequence=1), "down": Row(),
+    }  # fmt: skip
+    divided = parallelize(model, comm, plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_right:
+            near(divided(x), expected, 1e-10)
+        else:
+            with pytest.raises(UsageError, match=r"own .*would see a part of"):
+                divided(x)
+    assert not [str(one.message) for one in caught if "plan:" in str(one.message)]
