@@ -94,11 +94,17 @@ def test_variables_and_arrays_become_those_of_rank_0(comm: Communicator, put: st
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        (lambda odd: tf.constant([0.5 + odd]), r"_kept \(tensor .*float32.*\[1\]\) has other values"),
-        (lambda odd: {"a": tf.constant([0.5 + odd])}, r"_kept\['a'\] \(tensor .*float32.*\[1\]\) has other values"),
-        (lambda odd: types.SimpleNamespace(scale=0.5 + odd), r"_kept\.scale is 0\.5 on rank 0 and 1\.5 on rank 1"),
-        (lambda odd: [0.5 + odd], r"_kept is (list|TrackedList) of 1: 0\.5 on rank 0"),
-        (lambda odd: types.SimpleNamespace(perm=[odd, 1 - odd]), r"_kept\.perm is list of 2: 0, 1 on rank 0"),
+        (lambda odd: tf.constant([0.5 + odd]), r"kept_values \(tensor .*float32.*\[1\]\) has other values"),
+        (
+            lambda odd: {"a": tf.constant([0.5 + odd])},
+            r"kept_values\['a'\] \(tensor .*float32.*\[1\]\) has other values",
+        ),
+        (
+            lambda odd: types.SimpleNamespace(scale=0.5 + odd),
+            r"kept_values\.scale is 0\.5 on rank 0 and 1\.5 on rank 1",
+        ),
+        (lambda odd: [0.5 + odd], r"kept_values is (list|TrackedList) of 1: 0\.5 on rank 0"),
+        (lambda odd: types.SimpleNamespace(perm=[odd, 1 - odd]), r"kept_values\.perm is list of 2: 0, 1 on rank 0"),
     ],
 )
 def test_what_cannot_become_that_of_rank_0_is_warned_of(comm: Communicator, values: Any, name: str) -> None:

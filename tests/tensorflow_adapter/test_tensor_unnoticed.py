@@ -107,7 +107,7 @@ class Naming(keras.Model):  # type: ignore[misc]  # Keras has no types
         getattr(self, f"run_{self.mode}")()
         once(x.shape[0])
         assert Stats.lengths[x.shape[0]] >= 1
-        return self.down(self.up(x + 0 * Stats.draws.uniform(())))
+        return self.down(self.up(x + 0 * Stats.draws.uniform((), dtype=x.dtype)))
 
     def run_fast(self) -> None:
         Stats.calls += 1
