@@ -172,6 +172,7 @@ def test_another_dimension_is_another_way(comm: Any, name: str, looked_at: str) 
             model(X)
 
 
+@pytest.mark.ranks(min=2, max=2)
 def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
 
