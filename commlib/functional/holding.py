@@ -62,7 +62,16 @@ def attributes_of(value: Any) -> Held:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return Held()
-    return _dict(own) if isinstance(own, dict) else Held()
+    if not isinstance(own, dict):
+        return Held()
+    held = _dict(own)
+
+    def restore() -> object:
+        if object.__getattribute__(value, "__dict__") is not own:
+            object.__setattr__(value, "__dict__", own)
+        return each((held.restore,))
+
+    return Held(restore, held.inside)
 
 
 def class_attributes(kind: Any) -> Held:

@@ -408,6 +408,22 @@ def test_a_model_that_keeps_too_much_is_warned_of(monkeypatch: pytest.MonkeyPatc
     assert near == []
 
 
+class Replacing:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def call(self) -> None:
+        self.__dict__ = {**self.__dict__, "count": self.count + 1}
+
+
+def test_attributes_that_are_replaced_as_a_whole() -> None:
+    one = Replacing()
+    own = vars(one)
+    with unnoticed([one], nothing):
+        one.call()
+    assert one.count == 0 and vars(one) is own
+
+
 def test_what_does_not_say_how_it_is_is_left_alone() -> None:
     """A model that keeps one failed at its first call."""
     with unnoticed([random.SystemRandom()], nothing):
