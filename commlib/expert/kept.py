@@ -12,14 +12,14 @@ import weakref
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from commlib.data_parallel.parameter_check import Gathers
 from commlib.functional.agreement import digest_of
-from commlib.functional.contents import elements_of, items_of
+from commlib.functional.contents import attributes_of, content_of, elements_of, items_of
 from commlib.functional.reached import is_users_kind
 
 _MOST = 100_000
@@ -111,36 +111,21 @@ def inside_of(value: Any) -> dict[str, Any]:
         return {".func": value.func, **inside_of(value.args), **inside_of(value.keywords)}
     if isinstance(value, FunctionType):
         return _of_function(value) if is_users_kind(value) else {}
-    return {f".{name}": one for name, one in attributes_of(value).items()}
+    return {f".{name}": one for name, one in _of_users(value).items()}
 
 
 def _of_function(function: FunctionType) -> dict[str, Any]:
     """Return what a function has closed over, and its defaults."""
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    closed = {f".{name}": cell.cell_contents for name, cell in zip(names, cells, strict=True) if _is_filled(cell)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closed = {f".{name}": content_of(cell) for name, cell in cells}
     return {**closed, **inside_of(function.__defaults__ or ()), **inside_of(function.__kwdefaults__ or {})}
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object of a user's class, those in slots, too; of others none."""
+def _of_users(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of a user's class; of others none."""
     if isinstance(value, type) or not (is_users_kind(type(value)) or isinstance(value, SimpleNamespace)):
         return {}
-    slots = [
-        (name, one)
-        for kind in type(value).__mro__
-        for name, one in vars(kind).items()
-        if isinstance(one, MemberDescriptorType) and not name.startswith("__")
-    ]
-    found = {name: one.__get__(value) for name, one in slots if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
+    return {name: one for name, one in attributes_of(value) if not name.startswith("__")}
 
 
 def _said(key: Any) -> str:

@@ -16,19 +16,8 @@ from commlib.errors import MismatchError, PeerError
 from commlib.expert import Experts
 from commlib_torch import DistributedOptimizer
 from commlib_torch.expert import MoE, auxiliary_loss, expertize
+from tests.torch_adapter.expert_mlp import MLP, WIDTH
 from tests.torch_adapter.expert_oracle import compare_gradients, near, single
-
-WIDTH = 8
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
 
 
 class Writing(MLP):

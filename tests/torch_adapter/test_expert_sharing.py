@@ -18,19 +18,8 @@ from commlib.errors import UsageError
 from commlib.expert import Experts
 from commlib_torch import DistributedOptimizer
 from commlib_torch.expert import expertize
+from tests.torch_adapter.expert_mlp import MLP, WIDTH
 from tests.torch_adapter.expert_oracle import near
-
-WIDTH = 8
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
 
 
 class Referring(MLP):

@@ -119,7 +119,7 @@ def _kind_of_other(one: Any) -> Any:
     if tf.is_tensor(one) or issubclass(kind, _TENSORS):
         mark = kind if issubclass(kind, _OF_THEIR_OWN) else tf.Tensor
         rank = one.shape.rank if tf.is_tensor(one) else len(one.shape)
-        return mark, tf.as_dtype(one.dtype), rank, getattr(one, "_keras_mask", None) is not None
+        return mark, tf.as_dtype(one.dtype), rank, mask_of(one) is not None
     if issubclass(kind, _TRACED):
         return Holding(kind, (one.python_function,))
     if issubclass(kind, keras.Layer | tf.Module):
