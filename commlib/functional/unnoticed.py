@@ -31,7 +31,7 @@ from commlib.functional.reached import (
 __all__ = ["Held", "attributes", "is_users", "unnoticed"]
 
 MOST = 100_000
-"""Objects that are looked at. A model that keeps more, such as a whole data set, is not followed further."""
+"""Objects that are looked at from each root. What keeps more, such as a whole data set, is not followed further."""
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
@@ -47,8 +47,9 @@ def unnoticed(roots: Iterable[Any], hold: Callable[[Any], Held | None], given: A
     seen = _Seen(hold)
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        for root in (*roots, given):
-            seen.look(root)
+        seen.look(given, "a call's arguments keep")
+        for root in roots:
+            seen.look(root, "the model keeps")
         seen.note_variables()
         yield
     finally:
@@ -86,15 +87,16 @@ class _Seen:
         """Variables of modules, and the names of those that may change."""
         self._restores: list[tuple[int, Callable[[], object]]] = []
 
-    def look(self, root: Any) -> None:
+    def look(self, root: Any, keeps: str) -> None:
         """Note all that can be reached from an object: first by code, then what lies nearest."""
         code, data = deque[Any](), deque([root])
+        most = len(self._known) + MOST
         while code or data:
             value = (code or data).popleft()
             if type(value) in _ATOMS or id(value) in self._known:
                 continue
-            if len(self._known) >= MOST:
-                _warn(f"the model keeps more than {MOST} objects: a look does not put back what the furthest keep")
+            if len(self._known) >= most:
+                _warn(f"{keeps} more than {MOST} objects: a look does not put back what the furthest keep")
                 break
             self._known[id(value)] = value
             for one in self._inside(value):

@@ -8,8 +8,9 @@ from collections import Counter, OrderedDict, deque
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
-from commlib.functional.unnoticed import Held, unnoticed
+from commlib.functional.unnoticed import MOST, Held, unnoticed
 
 calls: list[int] = []
 total = 0
@@ -162,6 +163,18 @@ def test_what_failed_is_put_back_too() -> None:
     except KeyError:
         pass
     assert keeps.seen() == before
+
+
+def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
+    """What lies behind 100,000 objects is left; arguments came last, and a list was empty in the call itself."""
+    rows = [[row] for row in range(MOST)]
+    keeps, given = [1, rows], [2]
+    with pytest.warns(UserWarning, match=f"the model keeps more than {MOST} objects"):  # noqa: SIM117
+        with unnoticed([keeps], nothing, ([given],)):
+            given.pop()
+            keeps.pop(0)
+            rows[0].pop()
+    assert (keeps[0], given, rows[0]) == (1, [2], [0])
 
 
 class Making(OrderedDict[str, Any]):
