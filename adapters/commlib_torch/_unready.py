@@ -30,10 +30,17 @@ def check_ready(model: Any) -> None:
                 f"pipeline: {what} is a script of a {kind} (torch.jit), of which a stage sees neither layers nor what "
                 f"they do: give the {kind} itself, and compile layers, each by itself: layer.compile()"
             )
+    check_shapes(model, "pipeline", "a pipeline")
+
+
+def check_shapes(model: Any, call: str, who: str) -> None:
+    """Raise UsageError for a model of whose weights some have no shapes yet."""
+    for name, layer in _layers(model):
         if lazy := _lazy(layer):
+            what = f"layer {name}" if name else "the model"
             raise UsageError(
-                f"pipeline: {what} ({type(layer).__name__}) is lazy: its {lazy} get their shapes "
-                "from a first batch, which a pipeline needs before: run the model once, with the same seed on every "
+                f"{call}: {what} ({type(layer).__name__}) is lazy: its {lazy} get their shapes "
+                f"from a first batch, which {who} needs before: run the model once, with the same seed on every "
                 "rank, such as with torch.no_grad(): model(x[:2])"
             )
 

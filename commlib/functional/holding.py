@@ -225,19 +225,23 @@ def _array(value: Any) -> Held:
 
 
 def _function(function: FunctionType) -> Held:
-    """Hold the attributes of a function and what it has closed over. For variables of its module, see `variables`."""
+    """Hold attributes and defaults of a function, and what it has closed over. For its module's, see `variables`."""
     if not is_users_kind(function):
         return Held()
     cells = [(cell, _contents(cell)) for cell in function.__closure__ or ()]
     noted = attributes_of(function)
+    defaults = function.__defaults__, function.__kwdefaults__
 
     def restore() -> None:
         each([noted.restore])
+        if function.__defaults__ is not defaults[0]:
+            function.__defaults__ = defaults[0]
+        if function.__kwdefaults__ is not defaults[1]:
+            function.__kwdefaults__ = defaults[1]
         for cell, before in cells:
             if _contents(cell) is not before and before is not EMPTY:
                 cell.cell_contents = before
 
-    defaults = function.__defaults__, function.__kwdefaults__
     return Held(restore, [*(one for _, one in cells), *defaults, *noted.inside])
 
 

@@ -161,6 +161,13 @@ class TestRefused:
         with torch.inference_mode(), pytest.raises(UsageError, match=r"outside"):
             parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows())
 
+    def test_a_lazy_layer(self, tp: Any) -> None:
+        """An error of torch's own came, which did not name the layer, nor what to do."""
+        model = made(Mlp, torch.tanh)
+        model.never = nn.LazyLinear(3)
+        with pytest.raises(UsageError, match=r"parallelize: layer never \(LazyLinear\) is lazy: .* run the model once"):
+            parallelize(model, tp, PLAN)
+
     def test_a_layer_that_is_not_called(self, tp: Any) -> None:
         """Attention takes the weights of its last layer: the product failed with shapes of nobody's."""
         model = nn.Sequential(nn.MultiheadAttention(8, 4))

@@ -21,6 +21,7 @@ from commlib.tensor.styles import PerRank, Slice, Style
 from commlib_torch._fast_path import keep_padding
 from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import original
+from commlib_torch._unready import check_shapes
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._dividing import describe_everywhere
 from commlib_torch.tensor._likeness import likeness
@@ -65,7 +66,7 @@ def parallelize(
     """
     shared = Axis(axis, codec)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
-    together(axis, lambda: _check_mode(model))
+    together(axis, lambda: _check_weights(model))
     whole, model = model, original(model)
     is_found = isinstance(plan, str)
     if is_found:  # for other models ranks would find other plans
@@ -117,8 +118,9 @@ def parallelize(
     return whole
 
 
-def _check_mode(model: nn.Module) -> None:
-    """Raise UsageError in inference mode, whose tensors have no gradients, nor can be changed, outside of it."""
+def _check_weights(model: nn.Module) -> None:
+    """Raise UsageError for weights without shapes, and in inference mode: outside of it nobody can use its tensors."""
+    check_shapes(model, "parallelize", "a division")
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
         raise UsageError(
             "parallelize: parameters that are made or divided in torch.inference_mode() can be used nowhere else: "

@@ -124,16 +124,17 @@ class Elsewhere:
     def seen(self) -> str:
         slots = self.slotted.count, self.slotted.list, hasattr(self.slotted, "unset")
         kept = self.made, self.log, self.table.misses, slots, self.bytes
-        return f"{kept} {vars(named)} {named.__defaults__} {first_named} {_first}"
+        return f"{kept} {vars(named)} {named.__defaults__} {named.__kwdefaults__} {first_named} {_first}"
 
 
 first_named: deque[int] = deque()
 _first: str | None = None
 
 
-def named(default: list[int] = []) -> None:  # noqa: B006
+def named(default: list[int] = [], *, last: int = 0) -> None:  # noqa: B006
     named.calls = getattr(named, "calls", 0) + 1  # type: ignore[attr-defined]
     default.append(1)
+    named.__kwdefaults__ = {"last": last + 1}
     deeper()
 
 
