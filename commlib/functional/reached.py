@@ -11,9 +11,10 @@ from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 NOT_ENTERED = frozenset((
-    "commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "numpy", "mpi4py"
+    "commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "numpy", "mpi4py",
+    "pytest", "_pytest",
 ))  # fmt: skip
-"""Packages whose objects are left alone, but those of kinds that are known."""
+"""Packages whose objects are left alone, but those of kinds that are known. pytest's are behind each assert."""
 _SEES_ALL = frozenset(("globals", "eval", "exec"))
 """What a function names that may change any variable of its module."""
 _IMPORT = dis.opmap["IMPORT_NAME"]

@@ -106,8 +106,7 @@ class Naming(keras.Model):  # type: ignore[misc]  # Keras has no types
     def call(self, x: Any) -> Any:
         getattr(self, f"run_{self.mode}")()
         once(x.shape[0])
-        if Stats.lengths[x.shape[0]] < 1:  # an assert would name what pytest puts there: all of its session
-            raise AssertionError
+        assert Stats.lengths[x.shape[0]] >= 1
         return self.down(self.up(x + 0 * Stats.draws.uniform((), dtype=x.dtype)))
 
     def run_fast(self) -> None:

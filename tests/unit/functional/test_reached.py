@@ -196,3 +196,14 @@ def test_modules_that_a_look_imports_stay_imported() -> None:
         package()
     assert a_package.module is a_module
     assert not hasattr(a_package, "number")
+
+
+def test_what_pytest_keeps_is_left_alone(request: pytest.FixtureRequest) -> None:
+    """An assert names what pytest puts there, and so all of its session, which was put back as it was."""
+
+    def asserting() -> None:
+        assert Stats.calls >= 0
+
+    with unnoticed([asserting], nothing):
+        request.node.user_properties.append(("looks", 1))
+    assert request.node.user_properties.pop() == ("looks", 1)
