@@ -6,7 +6,9 @@ marked `any_ranks`, one from another MPI `any_mpi`. Both run on 2 ranks under th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in left_out]
 
 
+_MORE_THAN_2 = re.compile(r"ranks\((min=)?[3-9]")
+
+
+def leaves_out(config: pytest.Config, path: Path, *, every_mpi: Collection[str], every_number: Collection[str]) -> bool:
+    """Return whether all tests of an adapter's file are left out: then it need not be imported, with its framework.
+
+    every_mpi, every_number: see `mark_adapter`.
+    """
+    again = config.getoption("again", "").split(",")
+    if not path.name.startswith("test_"):
+        return False
+    return ("mpi" in again and path.name not in every_mpi) or (
+        "ranks" in again and not _learns_from_ranks(path.read_text(), every_number)
+    )
+
+
+def _learns_from_ranks(text: str, every_number: Collection[str]) -> bool:
+    return _MORE_THAN_2.search(text) is not None or any(f"def {name}(" in text for name in every_number)
+
+
 def mark_adapter(
     items: list[pytest.Item], folder: str, *, every_mpi: Collection[str], every_number: Collection[str]
 ) -> None:
@@ -55,3 +77,5 @@ def mark_adapter(
         least = 1 if needed is None else ranks_of(needed)[0]
         if least < 3 and getattr(item, "originalname", "") not in every_number:
             item.add_marker(pytest.mark.any_ranks)
+        elif not _learns_from_ranks(item.path.read_text(), every_number):
+            raise pytest.UsageError(f"{item.nodeid} is for {least} ranks or more: write ranks(min={least}) in its file")

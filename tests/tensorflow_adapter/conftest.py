@@ -7,7 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.again import mark_adapter
+from tests.again import leaves_out, mark_adapter
 
 # Ranks are the parallelism here, and every thread more is one that 4 ranks compete with.
 tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -29,10 +29,13 @@ def mixed_float16():
     keras.config.set_dtype_policy(before)
 
 
+EVERY_MPI = ("test_collectives.py", "test_gradient_tape.py")
+EVERY_NUMBER = ("test_gradients_and_weights_are_those_of_one_process",)
+
+
+def pytest_ignore_collect(collection_path, config):
+    return leaves_out(config, collection_path, every_mpi=EVERY_MPI, every_number=EVERY_NUMBER) or None
+
+
 def pytest_collection_modifyitems(items):
-    mark_adapter(
-        items,
-        "tensorflow_adapter",
-        every_mpi=("test_collectives.py", "test_gradient_tape.py"),
-        every_number=("test_gradients_and_weights_are_those_of_one_process",),
-    )
+    mark_adapter(items, "tensorflow_adapter", every_mpi=EVERY_MPI, every_number=EVERY_NUMBER)

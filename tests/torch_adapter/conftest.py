@@ -1,6 +1,6 @@
 import pytest
 
-from tests.again import mark_adapter
+from tests.again import leaves_out, mark_adapter
 
 pytest_plugins = ["tests.multirank"]
 
@@ -10,10 +10,13 @@ def initialised(comm):
     """Call init before anything else, as every script does."""
 
 
+EVERY_MPI = ("test_collectives.py", "test_optimizer.py")
+EVERY_NUMBER = ("test_gradients_and_weights_are_those_of_one_process",)
+
+
+def pytest_ignore_collect(collection_path, config):
+    return leaves_out(config, collection_path, every_mpi=EVERY_MPI, every_number=EVERY_NUMBER) or None
+
+
 def pytest_collection_modifyitems(items):
-    mark_adapter(
-        items,
-        "torch_adapter",
-        every_mpi=("test_collectives.py", "test_optimizer.py"),
-        every_number=("test_gradients_and_weights_are_those_of_one_process",),
-    )
+    mark_adapter(items, "torch_adapter", every_mpi=EVERY_MPI, every_number=EVERY_NUMBER)
