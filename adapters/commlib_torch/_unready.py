@@ -1,4 +1,4 @@
-"""Unready: refuse models and losses that no stage can be made of as they are, and say what makes them ready."""
+"""Unready: refuse models and losses that cannot be cut or divided as they are, and say what makes them ready."""
 
 from __future__ import annotations
 

@@ -67,10 +67,15 @@ def unnoticed(roots: Iterable[Any], hold: Callable[[Any], Held | None], given: A
 
 
 def _held(how: Callable[[Any], Held], value: Any) -> Held:
-    """Hold an object; leave one alone that does not say how it is, as `random.SystemRandom`."""
+    """Hold an object; leave one alone that has no state, as `random.SystemRandom`, or, with a warning, does not say."""
     try:
         return how(value)
-    except Exception:
+    except NotImplementedError:
+        return Held()
+    except Exception as error:
+        _warn(
+            f"a look at the model does not put back a {type(value).__name__}, which fails when it is asked: {error!r}"
+        )
         return Held()
 
 

@@ -426,8 +426,20 @@ def test_attributes_that_are_replaced_as_a_whole() -> None:
 
 def test_what_does_not_say_how_it_is_is_left_alone() -> None:
     """A model that keeps one failed at its first call."""
-    with unnoticed([random.SystemRandom()], nothing):
+    with warnings.catch_warnings(action="error"), unnoticed([random.SystemRandom()], nothing):
         pass
+
+
+class Mute(random.Random):
+    def getstate(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def test_what_fails_when_it_is_asked_is_warned_of() -> None:
+    """It was left alone without a word, and drew other numbers afterwards."""
+    with pytest.warns(UserWarning, match=r"does not put back a Mute, which fails when it is asked: .*not now"):  # noqa: SIM117
+        with unnoticed([Mute()], nothing):
+            pass
 
 
 def test_a_cycle_goes_round_all_of_its_list() -> None:
