@@ -83,6 +83,8 @@ class _Seen:
     def __init__(self, hold: Callable[[Any], Held | None]) -> None:
         self._hold = hold
         self._known: dict[int, Any] = {}
+        self._within: dict[int, list[Any]] = {}
+        """What can be reached from each of these at once."""
         self._ways: dict[type, list[Callable[[Any], Held]]] = {}
         self._names = set[str]()
         """What functions name that may run."""
@@ -95,16 +97,18 @@ class _Seen:
     def look(self, root: Any, keeps: str) -> None:
         """Note all that can be reached from an object: first by code, then what lies nearest."""
         code, data = deque[Any](), deque([root])
-        most = len(self._known) + MOST
+        reached = set[int]()  # from here: what another root has, too, is followed again, as that one's limit may end it
         while code or data:
             value = (code or data).popleft()
-            if type(value) in _ATOMS or id(value) in self._known:
+            if type(value) in _ATOMS or id(value) in reached:
                 continue
-            if len(self._known) >= most:
+            if len(reached) >= MOST:
                 _warn(f"{keeps} more than {MOST} objects: a look does not put back what the furthest keep")
                 break
-            self._known[id(value)] = value
-            for one in self._inside(value):
+            reached.add(id(value))
+            if id(value) not in self._known:
+                self._known[id(value)], self._within[id(value)] = value, self._inside(value)
+            for one in self._within[id(value)]:
                 (code if issubclass(type(one), _CODE) else data).append(one)
 
     def put_back(self) -> dict[int, str]:

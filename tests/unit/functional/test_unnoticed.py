@@ -178,6 +178,18 @@ def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
     assert (keeps[0], given, rows[0]) == (1, [2], [0])
 
 
+def test_an_argument_that_keeps_a_data_set_and_the_model() -> None:
+    """Behind the limit of arguments was all that the model keeps, since it had been reached from there."""
+    keeps, shared = Keeps(), {"a": [1]}
+    keeps.inner = shared
+    given = [[[row] for row in range(MOST)], keeps, shared]
+    before = keeps.seen()
+    with unnoticed([keeps], nothing, (given,)):
+        keeps()
+        shared["a"].append(2)
+    assert (keeps.seen(), shared) == (before, {"a": [1]})
+
+
 class Making(OrderedDict[str, Any]):
     """Makes an object when it is asked for one."""
 
