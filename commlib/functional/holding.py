@@ -225,12 +225,12 @@ def _array(value: Any) -> Held:
 
 
 def _function(function: FunctionType) -> Held:
-    """Hold attributes and defaults of a function, and what it has closed over. For its module's, see `variables`."""
+    """Hold attributes, defaults and code of a function, and what it has closed over. See `variables` of its module."""
     if not is_users_kind(function):
         return Held()
     cells = [(cell, _contents(cell)) for cell in function.__closure__ or ()]
     noted = attributes_of(function)
-    defaults = function.__defaults__, function.__kwdefaults__
+    defaults, code = (function.__defaults__, function.__kwdefaults__), function.__code__
 
     def restore() -> None:
         each([noted.restore])
@@ -238,8 +238,14 @@ def _function(function: FunctionType) -> Held:
             function.__defaults__ = defaults[0]
         if function.__kwdefaults__ is not defaults[1]:
             function.__kwdefaults__ = defaults[1]
+        if function.__code__ is not code:
+            function.__code__ = code
         for cell, before in cells:
-            if _contents(cell) is not before and before is not EMPTY:
+            if _contents(cell) is before:
+                continue
+            if before is EMPTY:
+                del cell.cell_contents
+            else:
                 cell.cell_contents = before
 
     return Held(restore, [*(one for _, one in cells), *defaults, *noted.inside])

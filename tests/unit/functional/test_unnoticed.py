@@ -166,6 +166,33 @@ def test_what_failed_is_put_back_too() -> None:
     assert keeps.seen() == before
 
 
+def first() -> int:
+    first.__code__ = second.__code__
+    return 1
+
+
+def second() -> int:
+    return 2
+
+
+def test_functions_that_change_themselves() -> None:
+    """A cell that was empty stayed full, and a function ran other code: outputs were others from the first call on."""
+    if random.random() > 1:
+        count = 0
+
+    def counted() -> int:
+        nonlocal count
+        try:
+            count += 1
+        except NameError:
+            count = 1
+        return count
+
+    with unnoticed([counted, first], nothing):
+        assert (counted(), counted(), first(), first()) == (1, 2, 1, 2)
+    assert (counted(), first()) == (1, 1)
+
+
 def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
     """What lies behind 100,000 objects is left; arguments came last, and a list was empty in the call itself."""
     rows = [[row] for row in range(MOST)]
