@@ -64,9 +64,11 @@ def attributes_of(value: Any) -> Held:
         return Held()
     if not isinstance(own, dict):
         return Held()
-    held = _dict(own)
+    held, kind = _dict(own), type(value)
 
     def restore() -> object:
+        if type(value) is not kind:
+            object.__setattr__(value, "__class__", kind)
         if object.__getattribute__(value, "__dict__") is not own:
             object.__setattr__(value, "__dict__", own)
         return each((held.restore,))

@@ -430,6 +430,23 @@ def test_what_does_not_say_how_it_is_is_left_alone() -> None:
         pass
 
 
+class Closed:
+    pass
+
+
+class Open:
+    def call(self) -> None:
+        self.__class__ = Closed  # type: ignore[assignment]
+
+
+def test_a_class_that_an_object_has_changed_to() -> None:
+    """As in the state pattern: the call itself found the class that a look had left."""
+    one = Open()
+    with unnoticed([one], nothing):
+        one.call()
+    assert type(one) is Open
+
+
 class Mute(random.Random):
     def getstate(self) -> Any:
         raise RuntimeError("not now")
