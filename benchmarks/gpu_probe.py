@@ -23,12 +23,11 @@ from benchmarks import record
 from benchmarks.gpu_contenders import Nccl
 from benchmarks.gpu_data import Check, Job
 from benchmarks.gpu_machine import Machine, copy_rate, one_way_rates, pinned_rate
-from commlib import cuda_probe
 from commlib.buffers.views import address_of
 from commlib.errors import CommlibError
 from commlib.group.operation import Operation
 from commlib.node.device_board import DeviceBoard
-from commlib.transport import cuda_aware
+from commlib.transport import cuda_aware, cuda_probe
 
 MIB, TINY_BYTES = 256, 64 << 10
 MEETINGS, LAUNCHES, TINY_CALLS = 2000, 2000, 5

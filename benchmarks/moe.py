@@ -33,7 +33,7 @@ from commlib.dtypes import Array
 from commlib.expert import Experts
 from commlib.expert.placement import Placement
 from commlib.expert.ways import exchange_over
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
 from commlib_torch.expert import MoE, auxiliary_loss
 
 

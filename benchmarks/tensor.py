@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import commlib
 from benchmarks import record
 from commlib.bench import gloo_peer
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch.tensor import parallelize
 
 Step = Callable[[Tensor], object]

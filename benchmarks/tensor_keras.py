@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 import commlib
 from benchmarks import record
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import copy, parallelize, reduce
 
 MOVES = 32  # in one function

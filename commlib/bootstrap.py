@@ -9,7 +9,7 @@ from typing import Any
 
 from commlib.buffers import shared_memory
 from commlib.communicator import Communicator
-from commlib.config import Config, compare, compared
+from commlib.config.settings import Config, compare, compared
 from commlib.cost.chooser import Chooser, Tuning
 from commlib.errors import CommlibError
 from commlib.group.gathering import find_topology, gather_objects

@@ -7,34 +7,34 @@ from typing import TYPE_CHECKING, Any, overload
 
 from numpy import empty, ndarray
 
-from commlib import forks
 from commlib.buffers.plain import are_plain
-from commlib.collectives import objects
-from commlib.collectives.all_gather import all_gather
-from commlib.collectives.all_gather_v import all_gather_v
-from commlib.collectives.all_reduce import all_reduce
-from commlib.collectives.all_to_all import all_to_all
-from commlib.collectives.all_to_all_v import all_to_all_v, at_once
-from commlib.collectives.barrier import barrier
-from commlib.collectives.broadcast import broadcast
-from commlib.collectives.gather import gather
-from commlib.collectives.program import program
+from commlib.collectives.host import objects
 from commlib.collectives.ready import Calls
-from commlib.collectives.reduce import reduce
-from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
-from commlib.collectives.scan import scan
-from commlib.collectives.scatter import scatter
-from commlib.config import Config
+from commlib.collectives.verbs.all_gather import all_gather
+from commlib.collectives.verbs.all_gather_v import all_gather_v
+from commlib.collectives.verbs.all_reduce import all_reduce
+from commlib.collectives.verbs.all_to_all import all_to_all
+from commlib.collectives.verbs.all_to_all_v import all_to_all_v, at_once
+from commlib.collectives.verbs.barrier import barrier
+from commlib.collectives.verbs.broadcast import broadcast
+from commlib.collectives.verbs.gather import gather
+from commlib.collectives.verbs.program import program
+from commlib.collectives.verbs.reduce import reduce
+from commlib.collectives.verbs.reduce_scatter import reduce_scatter, reduce_scatter_v
+from commlib.collectives.verbs.scan import scan
+from commlib.collectives.verbs.scatter import scatter
+from commlib.config.settings import Config
 from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.group import symmetric_array
 from commlib.group.group import Group
 from commlib.observe.counters import Stats
 from commlib.p2p import messages
-from commlib.p2p.channel import Channel
-from commlib.p2p.channels import Channels
+from commlib.p2p.channels.channel import Channel
+from commlib.p2p.channels.registry import Channels
 from commlib.p2p.letters import Letters
 from commlib.p2p.post import Post
+from commlib.process import forks
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
@@ -43,7 +43,7 @@ from commlib.topology import Topology
 from commlib.transport.base import Transport
 
 if TYPE_CHECKING:
-    from commlib.p2p.device_channel import DeviceChannel
+    from commlib.p2p.channels.device_channel import DeviceChannel
 
 
 class Communicator:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from commlib.config import Config
+from commlib.config.settings import Config
 
 if TYPE_CHECKING:  # an import of these would cost every job a millisecond
     from commlib.transport.base import Transport
@@ -75,7 +75,9 @@ def agree(everyone: Sequence[Told | None], transport: Transport) -> bool:
 
     failure = ""
     if rank in {host: number for number, (host, _) in reversed(with_gpu.items())}.values():  # the first of its host
-        from commlib.cuda_probe import probe  # not before somebody needs it: processes cost milliseconds to import
+        from commlib.transport.cuda_probe import (
+            probe,  # not before somebody needs it: processes cost milliseconds to import
+        )
 
         failure = probe().failure
     failures = [f"rank {number}: {text}" for number, text in enumerate(gather_objects(failure, transport)) if text]

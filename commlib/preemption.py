@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.errors import UsageError
 from commlib.world import world
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from commlib.arguments import integer
 from commlib.errors import UsageError
+from commlib.group.arguments import integer
 from commlib.group.group import Group
 from commlib.group.operation import Operation
 from commlib.transport.base import Transport

@@ -6,11 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from commlib import config, exits, forks, mpi_on_gpus
+from commlib import mpi_on_gpus
+from commlib.config.file import find_settings
+from commlib.config.settings import Config, Settings
 from commlib.errors import CommlibError, MismatchError, UsageError
-from commlib.launch import interrupts_held_back, load_mpi
-from commlib.launcher_match import check_launcher
-from commlib.settings_file import find_settings
+from commlib.launch.launcher_match import check_launcher
+from commlib.launch.mpi_start import interrupts_held_back, load_mpi
+from commlib.process import exits, forks
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -31,7 +33,7 @@ def init(
     Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. `transport` is this
     rank's end of a group of processes that found each other otherwise (`commlib.transport.base.Transport`): MPI is then
     left alone, and commlib owns it. Settings are read from the COMMLIB_* environment variables, where those are not set
-    from the file of settings (`commlib.settings_file`), and else from `defaults`. Raises, on all ranks alike,
+    from the file of settings (`commlib.config.file`), and else from `defaults`. Raises, on all ranks alike,
     UsageError for a bad setting on one of them and MismatchError for settings that differ; TransportError if there is
     no usable MPI, or if its launcher is that of another MPI; UsageError in a forked child.
     """
@@ -60,7 +62,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     try:
         found = find_settings(os.environ, defaults)
     except UsageError as error:
-        found, bad = config.Settings(config.Config(), {}), str(error)  # others must be told, so MPI is started anyway
+        found, bad = Settings(Config(), {}), str(error)  # others must be told, so MPI is started anyway
     settings = found.config
     _set_up_logging(settings.log_level)
     if settings.kernels:
@@ -70,7 +72,8 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         transport = over_mpi = _over_mpi(comm, settings)
         told = mpi_on_gpus.tell(settings)
 
-    from commlib import bootstrap, mpi_memory
+    from commlib import bootstrap
+    from commlib.launch import mpi_memory
     from commlib.runtime.hang_watch import Told, watch_for_hangs
     from commlib.runtime.recording import Recording
 
@@ -98,7 +101,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     return made
 
 
-def _over_mpi(comm: Any, settings: config.Config) -> MpiTransport:
+def _over_mpi(comm: Any, settings: Config) -> MpiTransport:
     """Return a transport of MPI. The ranks have yet to compare their settings."""
     MPI = load_mpi()
     if comm is None:

@@ -1,13 +1,13 @@
-"""Write the table of docs/pages/settings.md from the fields of `commlib.config.Config`.
+"""Write the table of docs/pages/settings.md from the fields of `commlib.config.settings.Config`.
 
-python docs/settings.py            # after a change of commlib/config.py; a unit test compares the two
+python docs/settings.py            # after a change of commlib/config/settings.py; a unit test compares the two
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from commlib.config_rows import Row, rows
+from commlib.config.rows import Row, rows
 
 PAGE = Path(__file__).parent / "pages" / "settings.md"
 BEGIN, END = "<!-- begin: written by docs/settings.py -->", "<!-- end -->"

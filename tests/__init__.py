@@ -1,1 +1,1 @@
-"""A package so that `tests.multirank` is this one, whatever else is installed under the name `tests`."""
+"""A package so that `tests.plugins.multirank` is this one, whatever else is installed under the name `tests`."""

@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
 from commlib_tensorflow import tensor
@@ -33,7 +33,7 @@ from commlib_tensorflow.horovod import queries as _queries
 from commlib_tensorflow.horovod.operations import *
 from commlib_tensorflow.horovod.queries import *
 from commlib_tensorflow.optimizer import DistributedOptimizer
-from commlib_tensorflow.pipeline import Pipeline, pipeline
+from commlib_tensorflow.pipelines.pipeline import Pipeline, pipeline
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 from commlib_tensorflow.tensor import (
     ParallelAttention,

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.horovod.gradients import Call, NamedReduction
+from commlib.named_gradients.gradients import Call, NamedReduction
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow.devices import settle, working

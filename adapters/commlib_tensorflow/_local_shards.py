@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.functional.shards import Shard, reduced_apart
+from commlib.sharding.shards import Shard, reduced_apart
 from commlib_tensorflow._graph import Spec, call_in_order, result_empty
 from commlib_tensorflow._shards import shard_of
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.shards import Shard
+from commlib.sharding.shards import Shard
 
 _MARK = "commlib_shard"
 _OWN = "commlib_own"

@@ -10,10 +10,10 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.same_parts import axes_of_data, mesh_of, stands_for
-from commlib.functional.shards import check_apart
 from commlib.horovod.mesh_sets import process_set_along
-from commlib.tensors import check_ordered, choose_root
+from commlib.sharding.same_parts import axes_of_data, mesh_of, stands_for
+from commlib.sharding.shards import check_apart
+from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import no_autograph, operation_name, ordered
 from commlib_tensorflow._local_shards import places_of

@@ -1,4 +1,4 @@
-"""The ordered verbs on TensorFlow's tensors: see `commlib.tensors.ordered`. What they return are new tensors.
+"""The ordered verbs on TensorFlow's tensors: see `commlib.tensor_verbs.ordered`. What they return are new tensors.
 
 They take tensors, variables and whatever else `tf.convert_to_tensor` does, eagerly and in traced functions, where they
 run when those do, in the order in which they were traced; in graphs of TensorFlow 1 nothing orders them (UsageError).
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from commlib.dtypes import name_of
 from commlib.errors import CommlibError, UsageError
-from commlib.tensors import (
+from commlib.tensor_verbs import (
     NOTHING,
     OBJECT,
     RECEIVED,

@@ -12,9 +12,9 @@ from commlib import horovod as core
 from commlib.compress.casts import Compressing
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
-from commlib.functional.same_parts import axes_of_data, mesh_of
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh
+from commlib.sharding.same_parts import axes_of_data, mesh_of
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduced as reduced_apart

@@ -33,10 +33,10 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.copies import brought
 from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
-from commlib.functional.same_parts import axes_of_data, mesh_of
-from commlib.functional.shards import check_apart
-from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib.horovod.mesh_sets import process_set_along
+from commlib.named_gradients.gradients import Call, NamedGradients, NamedReduction
+from commlib.sharding.same_parts import axes_of_data, mesh_of
+from commlib.sharding.shards import check_apart
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered, result_empty
 from commlib_tensorflow._on_device import array_of

@@ -19,10 +19,10 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
-from commlib.functional.shards import check_apart
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
+from commlib.sharding.shards import check_apart
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras

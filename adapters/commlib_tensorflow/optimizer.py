@@ -12,10 +12,10 @@ from commlib import horovod as core
 from commlib.compress import DGC
 from commlib.compress.choice import choose
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
-from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh
+from commlib.sharding.data_axes import data_axes
 from commlib_tensorflow._keras_reduction import Reduction
 from commlib_tensorflow.compression import Compression
 

@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
+from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
 from commlib_torch._uncompiled import leave_uncompiled
@@ -45,7 +45,7 @@ from commlib_torch.horovod.sparse import sparse_allreduce_async
 from commlib_torch.loss_scale import GradScaler
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
-from commlib_torch.pipeline import Pipeline, pipeline
+from commlib_torch.pipelines.pipeline import Pipeline, pipeline
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from commlib_torch.tensor import (
     ParallelAttention,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from commlib.errors import UsageError
-from commlib.functional.shards import world_ranks
+from commlib.sharding.shards import world_ranks
 
 
 class Listener(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.tensors import Bridge, TensorWork, VerbMaker
+from commlib.tensor_verbs import Bridge, TensorWork, VerbMaker
 from commlib_torch._bridge import core_array, packed, read, room, to_tensor
 from commlib_torch.devices import in_order
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.recording import replaced
 from commlib_torch._readings import MISSING, Readings
 from commlib_torch._snapshot import OF_MODULES, cells_of, globals_of, is_own, methods_of, named_in, own_classes
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib.functional.shards import Shard
+from commlib.sharding.shards import Shard
 
 MARK = "commlib_shard"
 """The attribute of tensors that says what they are parts of."""

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from commlib.errors import UsageError
-from commlib.functional.shards import world_ranks
+from commlib.sharding.shards import world_ranks
 from commlib_torch.loss_scale import GradScaler
 
 _STEP = torch.amp.GradScaler.step.__code__

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from commlib.errors import UsageError
-from commlib.functional.shards import Shard
+from commlib.sharding.shards import Shard
 from commlib_torch._saved_parts import MARK as _MARK
 from commlib_torch._saved_parts import Part, mark_part
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.recording import replaced
 from commlib_torch._copies import in_mode_of_all, same_random_numbers
 from commlib_torch._readings import Readings
 from commlib_torch._reads import Reads

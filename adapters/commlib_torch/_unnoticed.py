@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from commlib.expert.mixture import Mixture
 from commlib.expert.stats import Counted
-from commlib.functional.held import Held
-from commlib.functional.holding import attributes
-from commlib.functional.unnoticed import unnoticed as unnoticed_by
+from commlib.snapshot.held import Held
+from commlib.snapshot.holding import attributes
+from commlib.snapshot.unnoticed import unnoticed as unnoticed_by
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from torch import Tensor
 from commlib.communicator import Communicator
 from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.same_parts import same_parts
-from commlib.functional.shards import Shard, check_apart, world_ranks
 from commlib.horovod.broadcast import NamedRanks, Ranks, broadcast_pack, named, packs
 from commlib.horovod.nested import put_back, take_out
 from commlib.horovod.process_sets import process_set_of
-from commlib.tensors import check_ordered, choose_root
+from commlib.sharding.same_parts import same_parts
+from commlib.sharding.shards import Shard, check_apart, world_ranks
+from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_torch._bridge import array_of, check_dense, on_host
 from commlib_torch._call import InPlace
 from commlib_torch._shards import shard_of

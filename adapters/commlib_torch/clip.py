@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from commlib.communicator import Communicator
-from commlib.functional.shards import Shard
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
+from commlib.sharding.shards import Shard
 from commlib_torch._bridge import to_array
 from commlib_torch._shards import shard_of
 from commlib_torch._stage_norms import by_stages

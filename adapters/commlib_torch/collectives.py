@@ -1,4 +1,4 @@
-"""The ordered verbs on torch tensors: see `commlib.tensors.ordered`.
+"""The ordered verbs on torch tensors: see `commlib.tensor_verbs.ordered`.
 
 Contiguous tensors are read and written where they are, on the host or on this process' GPU; others may have any
 strides. Every verb has an `_async` twin that returns a `Work` at once; its tensors must not be touched until that has
@@ -9,7 +9,7 @@ for it. Every rank has its tensors on the same kind of device.
 
 from __future__ import annotations
 
-from commlib.tensors import OrderedVerbs, WritingVerbs
+from commlib.tensor_verbs import OrderedVerbs, WritingVerbs
 from commlib_torch._call import BRIDGE, InPlace, Work, verb_maker
 
 __all__ = (

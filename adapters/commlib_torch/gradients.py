@@ -21,10 +21,10 @@ from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
-from commlib.functional.same_parts import same_parts
-from commlib.functional.shards import check_apart, reduced_apart, world_ranks
 from commlib.horovod.join import join as core_join
 from commlib.horovod.join import say_turn
+from commlib.sharding.same_parts import same_parts
+from commlib.sharding.shards import check_apart, reduced_apart, world_ranks
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._before_steps import before_steps
 from commlib_torch._bridge import check, dtype_name

@@ -18,11 +18,11 @@ from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.shards import check_apart, world_ranks
 from commlib.horovod.nested import map_leaves
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
+from commlib.sharding.shards import check_apart, world_ranks
 from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
 from commlib_torch._shards import shard_of
 from commlib_torch.horovod._start import ProcessSets

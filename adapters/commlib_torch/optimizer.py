@@ -23,14 +23,14 @@ from commlib.data_parallel import (
     load_compression,
     save_compression,
 )
-from commlib.data_parallel.mesh_axes import data_axes
 from commlib.data_parallel.naming import ids_in, name_all
 from commlib.errors import UsageError
-from commlib.functional.shards import check_apart
-from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PicklesAsPlain, change_class
 from commlib.mesh_groups import Mesh
+from commlib.named_gradients.by_name import reduce_by_name
+from commlib.sharding.data_axes import data_axes
+from commlib.sharding.shards import check_apart
 from commlib_torch._bridge import to_array
 from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlib.checkpoint import folders, packed
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.errors import CommlibError, UsageError
 from commlib.world import world
 

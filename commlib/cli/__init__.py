@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from commlib import exits, is_initialized, launch
+from commlib import is_initialized
 from commlib.errors import CommlibError, UsageError
 from commlib.extras import install
+from commlib.launch import mpi_start
+from commlib.process import exits
 
 
 def main() -> None:
@@ -36,14 +38,14 @@ def main() -> None:
 
 def refuse(error: Any) -> None:
     """Say what is wrong with the command line, once, and end with exit code 2. On all ranks together."""
-    if not launch.is_launched():
+    if not mpi_start.is_launched():
         error.show()
         sys.exit(2)
-    MPI = launch.load_mpi()
+    MPI = mpi_start.load_mpi()
     if MPI.COMM_WORLD.rank == 0:
         error.show()
         sys.stderr.flush()
     MPI.COMM_WORLD.Barrier()  # a launcher ends the job when the first rank ends badly: rank 0 must have spoken
     if not is_initialized():
-        launch.finalize()  # else that is done at exit, after the world
+        mpi_start.finalize()  # else that is done at exit, after the world
     sys.exit(2)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from commlib import config, exits
-from commlib.config_rows import Row, rows, value_text
+from commlib.config import settings as config
+from commlib.config.file import find_settings
+from commlib.config.rows import Row, rows, value_text
 from commlib.console.own_stdout import own_stdout
 from commlib.console.width import reader_width, wrapped
 from commlib.diagnosis.checks import problems
@@ -18,7 +19,7 @@ from commlib.diagnosis.look import SECONDS, is_alone, look_alone, look_together
 from commlib.diagnosis.problem import ERROR, Problem
 from commlib.diagnosis.text import HEADING, job_text, problems_text
 from commlib.errors import UsageError
-from commlib.settings_file import find_settings
+from commlib.process import exits
 
 THROUGH_A_LAUNCHER = 80  # columns
 

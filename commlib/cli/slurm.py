@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from commlib import launch
 from commlib.errors import CommlibError, UsageError
+from commlib.launch import mpi_start
 
 slurm = typer.Typer(help="Write batch scripts for Slurm, submit them, and wait for their jobs.", no_args_is_help=True)
 
@@ -63,7 +63,7 @@ def job(
     from commlib.slurm import request, table
     from commlib.slurm.script import script as script_of
 
-    if launch.launched_rank():
+    if mpi_start.launched_rank():
         return  # under a launcher the first process does it
     kind = str(context.info_name)
     flags: dict[str, Any] = {

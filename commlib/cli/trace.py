@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from commlib import launch
 from commlib.cli.hang import hang
 from commlib.cli.trace_text import summary_text
 from commlib.console.width import reader_width
 from commlib.errors import UsageError
+from commlib.launch import mpi_start
 from commlib.trace.align import Alignment, align
 from commlib.trace.files import COMMLIB, Trace, read_all
 from commlib.trace.meetings import meetings
@@ -76,7 +76,7 @@ def summary(
 
 def _read(files: Sequence[str]) -> tuple[list[Trace], list[Story], Alignment, list[str]]:
     """Return the traces, what ranks did on the common clock, that clock, and notes. Ends all ranks but 0 of a job."""
-    if launch.launched_rank():
+    if mpi_start.launched_rank():
         raise typer.Exit
     traces, notes = read_all(files)
     own = [story(trace) for trace in traces if trace.kind == COMMLIB]

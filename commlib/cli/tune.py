@@ -13,7 +13,7 @@ import typer
 
 from commlib import folders
 from commlib.cli.prediction import rate
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.console.progress import shown
 from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.cost.chooser import Chooser

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from commlib.console.progress import shown
-from commlib.launch import launched_rank
+from commlib.launch.mpi_start import launched_rank
 
 _NO_CPU = "is not a recognized processor"  # LLVM says so on standard error, and goes on with another one
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commlib.collectives.call import Call
-from commlib.collectives.device_call import DeviceCall
-from commlib.collectives.hierarchical import Hierarchical
-from commlib.collectives.native import Native
-from commlib.collectives.node import Node, Opening
-from commlib.collectives.node_on_device import Peers
+from commlib.collectives.device.call import DeviceCall
+from commlib.collectives.device.node import Peers
+from commlib.collectives.device.staging_queue import Station
+from commlib.collectives.host.hierarchical import Hierarchical
+from commlib.collectives.host.native import Native
+from commlib.collectives.host.node import Node, Opening
+from commlib.collectives.host.scheduled import Scheduled
 from commlib.collectives.operands import Result
 from commlib.collectives.paths import Path, Verb, compile_call
-from commlib.collectives.scheduled import Scheduled
-from commlib.collectives.station import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import is_contiguous, overlap, viewed
 from commlib.devices.protocol import Device
@@ -32,7 +32,7 @@ from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.work import Work
 
 if TYPE_CHECKING:
-    from commlib.collectives.ways import Ways
+    from commlib.collectives.device.table import Ways
 
 PATHS: tuple[Path, ...] = (Native(), Node(), Hierarchical(), Scheduled())
 
@@ -106,7 +106,7 @@ class Calls:
         group = self.group
         if not call.device and call.algorithm != "nccl":
             return compile_call(PATHS, group, verb, call)
-        from commlib.collectives.nccl import check  # not before somebody has a device
+        from commlib.collectives.device.nccl import check  # not before somebody has a device
 
         check(group, verb, call)
         return self.ways(named(call.device)).compile(verb, call)
@@ -115,7 +115,7 @@ class Calls:
         """Return how the data of a device's arrays may go."""
         ways = self._ways.get(device)
         if ways is None:
-            from commlib.collectives.ways import Ways
+            from commlib.collectives.device.table import Ways
 
             ways = self._ways[device] = Ways(PATHS, self.group, self.station(device), self.peers(device))
         return ways

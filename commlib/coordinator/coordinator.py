@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from commlib import forks
 from commlib.coordinator.compressed_buckets import CompressedBuckets
 from commlib.coordinator.cycle import Cycle
 from commlib.coordinator.driver import Driver
@@ -42,6 +41,7 @@ from commlib.coordinator.unnamed import Unnamed
 from commlib.coordinator.wording import Ended, Wording
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
 from commlib.observe.flight import LAST
+from commlib.process import forks
 from commlib.runtime.recording import Recording
 
 log = logging.getLogger("commlib")
@@ -67,7 +67,7 @@ class Coordinator:
         self.restarts = 0
         """How often all ranks had restarted."""
         self.serials: dict[str, int] = {}
-        """How many sets of gradients were made under a name: see `commlib.horovod.by_name`."""
+        """How many sets of gradients were made under a name: see `commlib.named_gradients.by_name`."""
         config = comm.config
         self._recording: Recording = comm.runtime.recording
         self._records = Records(self._recording, comm.name)

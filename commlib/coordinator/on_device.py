@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from commlib.collectives.staged import deliver, fetch
-from commlib.collectives.station import Station
+from commlib.collectives.device.staged import deliver, fetch
+from commlib.collectives.device.staging_queue import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import readable, written
 from commlib.devices.protocol import Device, Event

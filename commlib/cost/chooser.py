@@ -127,7 +127,7 @@ def usual_machine() -> Machine:
 
 
 class Settings(Protocol):
-    """Name what a `Tuning` asks of the settings (`commlib.config.Config` has it)."""
+    """Name what a `Tuning` asks of the settings (`commlib.config.settings.Config` has it)."""
 
     @property
     def tuning_file(self) -> str: ...

@@ -1,6 +1,6 @@
 """Data parallelism without a framework: the GradientReducer that every adapter drives, and what it is made of."""
 
-from commlib.data_parallel.alone import Alone
+from commlib.comparison.parameter_check import check_agreement
 from commlib.data_parallel.buckets import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -13,8 +13,6 @@ from commlib.data_parallel.buckets import (
 from commlib.data_parallel.engine import Engine, MakePlan, Plan, Reducer
 from commlib.data_parallel.groups import Groups, place_groups, read_groups
 from commlib.data_parallel.options import Gradient, Options
-from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.data_parallel.ranks import InOrder, Ranks
 from commlib.data_parallel.reducer import GradientReducer
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
@@ -23,6 +21,8 @@ from commlib.data_parallel.slots import Slots
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.values import Values
+from commlib.group.overlap import cores_per_rank, overlap_pays
+from commlib.group.single_rank import Alone
 
 __all__ = [
     "BUCKET_CAP_MIB",

@@ -10,7 +10,7 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commlib.data_parallel.parameter_check import Gathers
+from commlib.comparison.parameter_check import Gathers
 
 log = logging.getLogger("commlib")
 

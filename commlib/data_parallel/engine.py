@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from commlib.comparison.parameter_check import Gathers
 from commlib.data_parallel.buckets import Bucket, Slot
 from commlib.data_parallel.memory import BucketMemory
-from commlib.data_parallel.parameter_check import Gathers
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.data_parallel.traces import Traces
 from commlib.dtypes import Array

@@ -1,7 +1,8 @@
 """Ranks: reduce gradients together, and launch their reductions in one order.
 
 `InOrder` launches on a communicator: every rank launches the same buckets in the same order, so nothing is agreed on.
-`commlib.horovod.by_name.ByName` launches operations by name: ranks may launch in any order, and may have joined.
+`commlib.named_gradients.by_name.ByName` launches operations by name: ranks may launch in any order and may have
+joined.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any, Protocol
 from commlib.compress import GradientCompression, Scheme
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.engine import Plan, Reducer
-from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
 from commlib.devices.arrays import device_named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.group.overlap import cores_per_rank, overlap_pays
 
 
 class Compression(Protocol):

@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from commlib.comparison.parameter_check import check_agreement, check_missing
 from commlib.data_parallel.bucket_order import ACTIVE, FLAGS, OTHERS_MISSING, SPARSE_FOUND, BucketOrder
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.compressed import CompressedPlans
 from commlib.data_parallel.course import Course, agree
 from commlib.data_parallel.engine import Engine, MakePlan
 from commlib.data_parallel.options import Gradient, Options
-from commlib.data_parallel.parameter_check import check_agreement, check_missing
 from commlib.data_parallel.ranks import Compression, Ranks
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
 from commlib.data_parallel.shards import Shards

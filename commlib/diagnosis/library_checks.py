@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from commlib.diagnosis.facts import Job
 from commlib.diagnosis.problem import NOTE, WARNING, Problem, is_by_srun, is_by_tcp, is_open_mpi, is_set
-from commlib.launcher_match import srun_command
+from commlib.launch.launcher_match import srun_command
 
 SLOW_START = 0.8  # seconds; without probing Open MPI takes 0.1 to 0.5
 

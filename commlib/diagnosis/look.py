@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import commlib
-from commlib import cuda_probe, launch, mpi_on_gpus
+from commlib import mpi_on_gpus
 from commlib.diagnosis import mpi as mpi_library
 from commlib.diagnosis.facts import Job, Network, Rank
 from commlib.diagnosis.problem import is_by_srun
 from commlib.diagnosis.process import read_rank, read_slurm
 from commlib.diagnosis.watch import Watch
 from commlib.errors import CommlibError, TransportError
-from commlib.launcher_match import check_before_start, check_launcher
-from commlib.launchers import find_launcher
+from commlib.launch import mpi_start
+from commlib.launch.launcher_match import check_before_start, check_launcher
+from commlib.launch.launchers import find_launcher
+from commlib.transport import cuda_probe
 
 SECONDS = 30.0  # for each step of MPI
 MEASURING = 4  # times as long: kernels may have to be compiled
@@ -67,15 +69,15 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
             check_before_start(found.library)
             watch.step("start MPI", seconds)
             own = replace(own, mpi=mpi_library.start_mpi())
-            check_launcher(launch.started_mpi())
+            check_launcher(mpi_start.started_mpi())
         except TransportError as error:  # every process is alone, and the first speaks for all
-            if not speaks and not launch.was_started() and launch.ends_with_the_first():
+            if not speaks and not mpi_start.was_started() and mpi_start.ends_with_the_first():
                 raise _refusal(own, error) from None  # said if the first has not ended the job: it may have another MPI
-            launch.finalize()
+            mpi_start.finalize()
             return Job((own,), failures=(str(error),)) if speaks else None
         job = _gather(own, watch, seconds)
         watch.step("end MPI", seconds)
-        launch.finalize()
+        mpi_start.finalize()
     return job
 
 
@@ -86,7 +88,7 @@ def _refusal(own: Rank, error: TransportError) -> TransportError:
 
 
 def _gather(own: Rank, watch: Watch, seconds: float) -> Job | None:
-    MPI = launch.started_mpi()
+    MPI = mpi_start.started_mpi()
     world = MPI.COMM_WORLD
     watch.step("gather what the ranks have found", seconds)
     reads, on_node = mpi_library.try_neighbour(MPI), mpi_library.count_node(MPI)

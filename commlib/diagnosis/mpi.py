@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commlib import launch
-from commlib.alone import ask, tell
 from commlib.diagnosis.facts import Mpi
 from commlib.errors import TransportError
+from commlib.launch import mpi_start
+from commlib.process.alone import ask, tell
 from commlib.transport.cuda_aware import ask_loaded
 
 _MARK = "commlib.diagnosis: "
@@ -36,7 +36,7 @@ class Tried:
 
 def find_mpi() -> Mpi:
     """Return the library that Python finds, without starting it. Raises TransportError if there is none."""
-    library, file = launch.find_library()
+    library, file = mpi_start.find_library()
     return Mpi(library, file, vendor(library), "", _prefix(file))
 
 
@@ -52,9 +52,9 @@ def vendor(library: str) -> str:
 
 def start_mpi() -> Mpi:
     """Start MPI in this process and describe it. Raises TransportError as `launch.load_mpi` does."""
-    library, file = launch.find_library()
+    library, file = mpi_start.find_library()
     began = time.perf_counter()
-    MPI = launch.load_mpi()
+    MPI = mpi_start.load_mpi()
     seconds = time.perf_counter() - began
     threads = {getattr(MPI, f"THREAD_{level}"): level for level in _LEVELS}
     answer = ask_loaded(MPI)

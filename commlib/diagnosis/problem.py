@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.diagnosis.facts import Job, Rank
 
 LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"

@@ -11,14 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import commlib
-from commlib.config import Config, Settings, variable
-from commlib.config_rows import value_text
+from commlib.config.file import find_settings
+from commlib.config.rows import value_text
+from commlib.config.settings import Config, Settings, variable
 from commlib.diagnosis.facts import Rank, Start
 from commlib.diagnosis.machine import read_host, read_limits
 from commlib.errors import UsageError
 from commlib.folders import user_cache
-from commlib.launchers import find_launcher
-from commlib.settings_file import find_settings
+from commlib.launch.launchers import find_launcher
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 

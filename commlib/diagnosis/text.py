@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.console.text import bytes_text, seconds_text
 from commlib.console.width import wrapped
 from commlib.diagnosis.facts import Job, Link, Mpi, Rank

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.devices.arrays import name_of_device
 from commlib.errors import PeerError, ShutdownError
 from commlib.expert.chosen import Chosen

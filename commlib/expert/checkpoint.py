@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import NUMPY, Array
 from commlib.errors import UsageError
 from commlib.expert.ranks import ExpertRanks
-from commlib.functional.agreement import together
 
 Layer = Mapping[str, Array]
 Path = str | PathLike[str]

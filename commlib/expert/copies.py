@@ -24,9 +24,9 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
+from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.activations import decode, encode
 from commlib.compress.codec import Codec
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.expert.exchange import Empty
 from commlib.expert.passage import Assigned, Passage

@@ -1,7 +1,7 @@
 """Kept: what layers have beside weights that may go into what they compute, as tables of random features do. [pure]
 
 Arrays, and numbers in lists, dicts and objects. A single number or text of a layer may say which rank this is, or what
-it prints: of those see `commlib.functional.likeness`.
+it prints: of those see `commlib.comparison.likeness`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commlib.data_parallel.parameter_check import Gathers
-from commlib.functional.agreement import digest_of
-from commlib.functional.contents import attributes_of, content_of, elements_of, items_of
-from commlib.functional.reached import is_users_kind
+from commlib.comparison.agreement import digest_of
+from commlib.comparison.parameter_check import Gathers
+from commlib.snapshot.contents import attributes_of, content_of, elements_of, items_of
+from commlib.snapshot.reached import is_users_kind
 
 _MOST = 100_000
 """Objects that are looked at."""

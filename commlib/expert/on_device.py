@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from commlib.communicator import Communicator
+from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codec import Codec
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array, name_of
 from commlib.errors import UsageError

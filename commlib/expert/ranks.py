@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.mesh_axes import data_axes
+from commlib.comparison.agreement import Agreement
 from commlib.errors import UsageError
 from commlib.expert.exchange import Empty
 from commlib.expert.placement import Placement
-from commlib.functional.agreement import Agreement
-from commlib.functional.axis import Axis
-from commlib.functional.shards import Shard
 from commlib.mesh_groups import Mesh
-from commlib.tensor.sharding import Nested, Scattered, Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.data_axes import data_axes
+from commlib.sharding.sharding import Nested, Scattered, Sharding
+from commlib.sharding.shards import Shard
 
 _T = TypeVar("_T")
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import digest_of
+from commlib.comparison.parameter_check import check_agreement
 from commlib.devices.host import HOST
 from commlib.dtypes import Array
-from commlib.functional.agreement import digest_of
 from commlib.kernels.host.segments import met
 
 NONE = -1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from commlib.comparison.whole_weights import print_of, tolerance_of
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
-from commlib.functional.axis import Axis
-from commlib.functional.whole_weights import print_of, tolerance_of
+from commlib.sharding.axis import Axis
 
 
 def check_same_tokens(name: str, tensor: Axis | None, logits: Array) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.comparison.whole_weights import tolerance_of, worst_of
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
 from commlib.expert.routing import Routing
-from commlib.functional.shards import Shard
-from commlib.functional.whole_weights import tolerance_of, worst_of
+from commlib.sharding.shards import Shard
 
 MIXTURES = "mixtures of experts"
 """What a communicator keeps of the mixtures whose experts are divided among its ranks."""

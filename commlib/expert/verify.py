@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from commlib.comparison.agreement import together
 from commlib.dtypes import Array
 from commlib.expert.ranks import ExpertRanks
 from commlib.expert.routing import Routing
-from commlib.functional.agreement import together
-from commlib.functional.axis import Axis
-from commlib.functional.differences import TOLERANCES, Pair, compare
-from commlib.functional.shards import Shard
+from commlib.sharding.axis import Axis
+from commlib.sharding.shards import Shard
+from commlib.tensor_parallel.checks.differences import TOLERANCES, Pair, compare
 
 ROUTERS = TOLERANCES["float32"]
 """Routers compute in float32 whatever else is computed in."""

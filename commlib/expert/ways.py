@@ -19,7 +19,7 @@ from commlib.expert.on_device import OnDevice
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from commlib.expert.regions import Regions
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
 
 
 @dataclass(slots=True)

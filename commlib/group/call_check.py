@@ -18,9 +18,9 @@ import numpy as np
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
 from commlib.execution.streaming import Region, execute
+from commlib.node.signature import signature
 from commlib.schedule import program
 from commlib.schedule.layout import even
-from commlib.signature import signature
 from commlib.transport.base import Request, Transport, WaitHook
 
 _TEXT_BYTES = 1024

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError
 from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
 from commlib.group.standing import Standing
 from commlib.group.waits import Waits, Watching
 from commlib.node.board import NodeBoard
-from commlib.signature import follow, signature
+from commlib.node.signature import follow, signature
 from commlib.transport.base import Transport
 
 

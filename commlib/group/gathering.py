@@ -11,10 +11,10 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region, execute
+from commlib.node.signature import signature
 from commlib.schedule import program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import even, uneven
-from commlib.signature import signature
 from commlib.topology import Topology
 from commlib.transport.base import Transport
 

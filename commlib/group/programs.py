@@ -11,9 +11,9 @@ from commlib.group.call_sequence import CallSequence
 from commlib.group.gathering import gather_objects
 from commlib.group.hierarchy import Hierarchy
 from commlib.group.waits import Watching
+from commlib.node.signature import signature
 from commlib.observe.journal import Journal
 from commlib.schedule.ir import Program
-from commlib.signature import signature
 from commlib.transport.base import Transport
 
 

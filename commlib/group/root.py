@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.arguments import integer
 from commlib.errors import UsageError
+from commlib.group.arguments import integer
 from commlib.group.group import Group
 
 

@@ -6,10 +6,10 @@ import logging
 from time import monotonic
 from typing import NoReturn, Protocol
 
-from commlib import forks
 from commlib.errors import CommlibError, MismatchError, ShutdownError
 from commlib.group.call_check import StallCheck
 from commlib.node.board import LEFT, NodeBoard
+from commlib.process import forks
 from commlib.runtime.process import PARTING
 
 log = logging.getLogger("commlib")

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.arguments import integer
 from commlib.buffers.views import address_of
 from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device, OutOfReachError
 from commlib.dtypes import name_of, numpy_dtype
 from commlib.errors import UsageError
+from commlib.group.arguments import integer
 from commlib.group.group import Group
 from commlib.group.operation import Operation
 

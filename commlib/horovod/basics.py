@@ -12,7 +12,7 @@ import commlib
 from commlib.errors import TransportError, UsageError
 from commlib.horovod import environment
 from commlib.horovod.process_sets import ProcessSet, global_process_set, registry, running
-from commlib.launch import load_mpi
+from commlib.launch.mpi_start import load_mpi
 
 log = logging.getLogger("commlib")
 

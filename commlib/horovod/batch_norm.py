@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.horovod.broadcast import NamedRanks
 from commlib.horovod.operations import start_allgather

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import commlib
-from commlib.collectives.objects import all_gather_object
+from commlib.collectives.host.objects import all_gather_object
 from commlib.coordinator import Pending
 from commlib.data_parallel.reducer import abandon_all
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, TransportError, UsageError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from commlib.config import load
+from commlib.config.settings import load
 from commlib.errors import TransportError, UsageError
 
 Number = TypeVar("Number", int, float)

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Any
 
+from commlib.autodiff import HOROVOD, find_rule
 from commlib.errors import UsageError
-from commlib.functional import HOROVOD, find_rule
 from commlib.horovod.process_sets import ProcessSet, process_set_of
 
 

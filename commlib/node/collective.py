@@ -19,9 +19,9 @@ from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host import node as kernels
 from commlib.kernels.host import placed
 from commlib.node.context import NodeContext
+from commlib.node.signature import signature
 from commlib.runtime.compiled import Compiled, Plan
 from commlib.schedule.layout import Layout
-from commlib.signature import signature
 
 # Up to here one meeting and P reads beat two meetings and one share each.
 SMALL_BYTES = 4096

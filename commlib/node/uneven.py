@@ -15,8 +15,8 @@ from commlib.kernels.host import node, uneven
 from commlib.node.collective import ARRAYS_ARE_WHERE_EXPECTED, leaving_the_core
 from commlib.node.context import NodeContext
 from commlib.node.counts import unequal, unfit
+from commlib.node.signature import signature
 from commlib.runtime.compiled import Compiled, Plan
-from commlib.signature import signature
 
 _run, _run_on_arrays = node.entry_point(uneven.run), node.entry_point(uneven.run_on_arrays, 3)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from commlib.config import ranks_text
+from commlib.config.settings import ranks_text
 from commlib.observe.dump import Dump
 from commlib.observe.job_dumps import JobDumps, worded, worded_name
 

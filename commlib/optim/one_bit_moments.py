@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codecs.sign import Sign
 from commlib.compress.feedback import is_finite
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.scheme import Part, Scheme, State
 from commlib.compress.schemes.all_to_all import AllToAll
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.devices.arrays import device_of
 from commlib.devices.host import HOST
 from commlib.dtypes import Array

@@ -6,8 +6,8 @@ import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from commlib.node.signature import signature
 from commlib.p2p.mailbox import Mailbox
-from commlib.signature import signature
 from commlib.transport.base import Space
 
 if TYPE_CHECKING:

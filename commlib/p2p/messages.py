@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from commlib import forks
-from commlib.arguments import integer
 from commlib.buffers.views import contiguous
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import overlap, viewed, written
 from commlib.devices.protocol import Event
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.group.arguments import integer
 from commlib.observe.recorder import MESSAGES
-from commlib.p2p.on_device import Incoming, Outgoing, await_device
+from commlib.p2p.lanes.staging import Incoming, Outgoing, await_device
 from commlib.p2p.post import Post, have_moved
+from commlib.process import forks
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
 

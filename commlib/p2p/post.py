@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from numpy import ndarray
 
 from commlib.errors import ShutdownError
+from commlib.p2p.lanes.loading import load
+from commlib.p2p.lanes.rings import Rings
 from commlib.p2p.letters import Letters
-from commlib.p2p.loading import load
 from commlib.p2p.mailbox import Address
-from commlib.p2p.rings import Rings
 from commlib.transport.base import ProbedReceive, Request, WaitHook
 from commlib.transport.polling import poll
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
-    from commlib.p2p.arriving import Landed
-    from commlib.p2p.lane_in import LaneIn
-    from commlib.p2p.lane_out import LaneOut
-    from commlib.p2p.leaving import Copied
+    from commlib.p2p.lanes.receive_pieces import Landed
+    from commlib.p2p.lanes.receiver import LaneIn
+    from commlib.p2p.lanes.send_pieces import Copied
+    from commlib.p2p.lanes.sender import LaneOut
 
 
 def is_by_lane(request: Request) -> bool:
@@ -120,7 +120,7 @@ class Post:
         """
         if not self.has_lane(peer):
             return self._transport.recv_probed(peer, tag, into)
-        from commlib.p2p.lane_receive import LaneReceive
+        from commlib.p2p.lanes.lane_receive import LaneReceive
 
         return LaneReceive(self._lane_in(peer), int(tag), into, landed)
 
@@ -154,8 +154,8 @@ class Post:
         self._refuse_the_end()
         if (lane := self._out.get(peer)) is None:
             group, mailbox = self._begin()
-            from commlib.p2p.lane_in import LETTER
-            from commlib.p2p.lane_out import LaneOut, has_moved, put
+            from commlib.p2p.lanes.receiver import LETTER
+            from commlib.p2p.lanes.sender import LaneOut, has_moved, put
 
             self._put, self._has_moved = put, has_moved
             assert self._rings is not None
@@ -172,8 +172,8 @@ class Post:
         self._refuse_the_end()
         if (lane := self._in.get(peer)) is None:
             group, mailbox = self._begin()
-            from commlib.p2p.lane_in import LaneIn, take
-            from commlib.p2p.lane_out import has_moved
+            from commlib.p2p.lanes.receiver import LaneIn, take
+            from commlib.p2p.lanes.sender import has_moved
 
             self._take, self._has_moved = take, has_moved
             lane = self._in.setdefault(peer, LaneIn(self._transport, mailbox, peer, group.runtime.spins))

@@ -16,7 +16,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.copies import brought
 from commlib.dtypes import numpy_dtype
 from commlib.errors import TransportError
-from commlib.p2p.device_channel import DeviceChannel
+from commlib.p2p.channels.device_channel import DeviceChannel
 from commlib.pipeline.message import Terms
 from commlib.pipeline.stage import Tensors, Values
 from commlib.pipeline.ways import NOTHING, Agreed

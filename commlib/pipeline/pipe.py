@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import ShutdownError, UsageError, line
 from commlib.pipeline.batch import NONE, Given, difference, wants_x
 from commlib.pipeline.runner import Runner

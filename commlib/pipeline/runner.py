@@ -11,8 +11,8 @@ from typing import Any
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.errors import PeerError, UsageError, line
-from commlib.p2p.channel import Channel
-from commlib.p2p.device_channel import DeviceChannel
+from commlib.p2p.channels.channel import Channel
+from commlib.p2p.channels.device_channel import DeviceChannel
 from commlib.pipeline.device_ways import DeviceReceiver, DeviceSender
 from commlib.pipeline.message import HEAD
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Weights

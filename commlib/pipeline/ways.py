@@ -11,7 +11,7 @@ from commlib.compress.activations import decode, encode
 from commlib.compress.codec import Codec
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import TransportError
-from commlib.p2p.channel import Channel
+from commlib.p2p.channels.channel import Channel
 from commlib.pipeline.message import HEAD, NUMBER, TEXT_BYTES, Terms
 from commlib.pipeline.stage import Tensors, Values
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from commlib.data_parallel.parameter_check import Gathers
+from commlib.comparison.parameter_check import Gathers
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.differences import difference
+from commlib.tensor_parallel.checks.differences import difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def compare_with_whole(
     whole: of a whole model, the same on all ranks. own: of the stages, as far as this rank knows them. What is
     compared, in this order, are values, gradients and state; the first that differs is named, with its stage, by how
     much, and on which ranks. when: how they ran, such as "in training". tolerance: relative to the largest element; by
-    default that of `commlib.functional.differences.TOLERANCES` for the dtype. every: raise, too, if some value of the
-    whole model is known to no rank. hint: what may be the reason, in words, the same on all ranks.
+    default that of `commlib.tensor_parallel.checks.differences.TOLERANCES` for the dtype. every: raise, too, if some
+    value of the whole model is known to no rank. hint: what may be the reason, in words, the same on all ranks.
     """
     found: tuple[int, str] | None = None
     for at, (what, said) in enumerate(_differences(whole, own, tolerance)):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.observe.diagnosis import diagnose
 from commlib.observe.dump import Dump, ProcessState
 from commlib.observe.hang_folder import HangFolder

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.cost.chooser import Chooser
 from commlib.runtime.poller import MessagePoller
 from commlib.runtime.recording import Recording

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from commlib import forks
 from commlib.errors import CommlibError, ShutdownError, UsageError
 from commlib.observe.flight import new_flight
 from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
+from commlib.process import forks
 from commlib.runtime.begun import Begun
 from commlib.runtime.claims import is_claimed_here
 from commlib.runtime.failures import Failures

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import UsageError
 from commlib.observe.clocks import clock_id, note_clock
 from commlib.observe.counters import Counters

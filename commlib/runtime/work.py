@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from commlib import forks
 from commlib.errors import StallError
 from commlib.observe.recorder import Record
+from commlib.process import forks
 
 
 class Work:

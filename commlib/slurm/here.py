@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commlib import launch
 from commlib.errors import TransportError, UsageError
+from commlib.launch import mpi_start
 from commlib.slurm.job import LAUNCHERS
 
 
@@ -19,7 +19,7 @@ def venv() -> str | None:
 def mpi() -> str:
     """Return which of LAUNCHERS fits the MPI library that this Python loads. Raises UsageError if it loads none."""
     try:
-        library, _ = launch.find_library()
+        library, _ = mpi_start.find_library()
     except TransportError as error:
         raise UsageError(
             f"mpi is not given, and no MPI library is found here that would tell: {error}. Expected one of "
@@ -36,7 +36,7 @@ def environment(mpi: str, venv: str | None) -> dict[str, str]:
     if mpi != "pmix" or venv != sys.prefix:
         return {}
     try:
-        library, files = launch.find_library()
+        library, files = mpi_start.find_library()
     except TransportError:
         return {}  # another MPI is there when the job runs
     is_wheel = "Open MPI" in library and files.startswith(f"{sys.prefix}/lib/")

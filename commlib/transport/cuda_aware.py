@@ -1,4 +1,4 @@
-"""CUDA-aware MPI: ask an MPI library whether it takes memory of GPUs. That is a claim: `commlib.cuda_probe` tries it.
+"""CUDA-aware MPI: ask an MPI library whether it takes memory of GPUs. A claim: `commlib.transport.cuda_probe` tries it.
 
 Each library is asked in its own words: some have a function for it, and others go by settings alone.
 """

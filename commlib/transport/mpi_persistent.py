@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from commlib import forks
 from commlib.dtypes import Array
 from commlib.errors import TransportError
+from commlib.process import forks
 from commlib.transport.base import MessageFunctions, WaitHook
 from commlib.transport.polling import EAGER, poll
 

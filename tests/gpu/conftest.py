@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from commlib.communicator import Communicator
     from tests.cuda.gpu import Gpu
 
-pytest_plugins = ["tests.multirank"]
+pytest_plugins = ["tests.plugins.multirank"]
 
 # What a machine with a GPU must have, lest it test the stand-in and nobody sees.
 REAL = os.environ.pop("COMMLIB_TEST_GPU", "") == "real"
@@ -35,7 +35,7 @@ def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
     """All ranks; their GPUs reach each other's memory, or memory of the host between them, or all goes through that."""
     import commlib
     from commlib.communicator import Communicator
-    from commlib.config import Config
+    from commlib.config.settings import Config
     from commlib.runtime.process import Runtime
     from commlib.transport.mpi import MpiTransport
 

@@ -12,7 +12,7 @@ from commlib.kernels.host import sparse as host_sparse
 from commlib.kernels.host.table import VALUES, HostKernels
 from commlib.kernels.protocol import Code
 from tests.cuda.hard import values
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 from tests.unit.kernels.cuda.test_arithmetic import CASTS, convertible
 from tests.unit.kernels.cuda.test_blocks import between_orders
 from tests.unit.kernels.cuda.test_codes import CASES as QUANTISED

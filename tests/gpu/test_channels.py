@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
-from commlib.p2p import given_up
+from commlib.p2p.device import deferred_free as given_up
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import chain, make
-from tests import device_channels
-from tests.pipelines import ArrayStage, ArraysThere, batch_of, expected
+from tests.bodies import device_channels
+from tests.bodies.pipelines import ArrayStage, ArraysThere, batch_of, expected
 
 pytestmark = pytest.mark.ranks(min=2)
 

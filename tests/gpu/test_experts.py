@@ -13,9 +13,9 @@ from commlib.devices.arrays import readable
 from commlib.devices.cuda import peers
 from commlib.expert.placement import Placement
 from commlib.expert.ways import exchange_over
-from commlib.functional.axis import Axis
-from tests import experts_there
-from tests.experts_there import EXPERTS, fetch, table
+from commlib.sharding.axis import Axis
+from tests.bodies import experts_there
+from tests.bodies.experts_there import EXPERTS, fetch, table
 from tests.gpu.ways import EACH_WAY
 from tests.unit.expert.test_exchange import assign
 

@@ -9,7 +9,7 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 import commlib
-from commlib.collectives import nccl
+from commlib.collectives.device import nccl
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.devices.cuda.nccl import DTYPES as KNOWN
 from commlib.devices.cuda.nccl import SHARES_GPUS, NcclRanks, library, place, unique_id
 from commlib.dtypes import DTYPES, NUMPY, accumulator_dtype
 from commlib.errors import ShutdownError, StallError, TransportError, UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import checks
+from tests.bodies import checks
 from tests.cuda import nccl_standin
 from tests.late import OnDevice
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 SHAPES = ((), (0,), (5, 3), (70_001,))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import DTYPES
-from tests import checks
+from tests.bodies import checks
 from tests.late import OnDevice
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 SHAPES = ((), (0,), (5, 3), (3000,), (70_001,))
 

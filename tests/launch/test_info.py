@@ -101,8 +101,8 @@ def test_a_start_that_hangs(launch_environment):
     """A launcher is said to be there, and its daemon does not answer."""
     program = """
 import runpy, sys, time
-from commlib import launch
-launch.load_mpi = lambda: time.sleep(100)
+from commlib.launch import mpi_start
+mpi_start.load_mpi = lambda: time.sleep(100)
 sys.argv = ["commlib", "info", "--timeout", "1"]
 runpy.run_module("commlib", run_name="__main__")
 """
@@ -143,10 +143,10 @@ def test_json_is_all_that_comes_to_standard_output(mpirun):
         2,
         """
 import os, sys
-from commlib import launch
-load, end = launch.load_mpi, launch.finalize
-launch.load_mpi = lambda: (os.write(1, b"a library begins\\n"), load())[1]
-launch.finalize = lambda: (os.write(1, b"a library ends\\n"), end())
+from commlib.launch import mpi_start
+load, end = mpi_start.load_mpi, mpi_start.finalize
+mpi_start.load_mpi = lambda: (os.write(1, b"a library begins\\n"), load())[1]
+mpi_start.finalize = lambda: (os.write(1, b"a library ends\\n"), end())
 sys.argv = ["commlib", "info", "--json"]
 from commlib.cli.app import app
 app()

@@ -41,7 +41,7 @@ def test_messages_of_a_rank_that_has_left(mpirun, end):
 
 
 GROUPS = """
-from tests.held import held
+from tests.oracles.held import held
 
 x, peer = np.ones(300), 1 - comm.rank
 def cycle(step):

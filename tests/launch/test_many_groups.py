@@ -52,7 +52,7 @@ def test_groups_that_are_no_longer_used_are_freed(mpirun, program):
 
 
 CLOSED = """
-from tests.held import held, resident_bytes
+from tests.oracles.held import held, resident_bytes
 
 comm = commlib.init()
 def cycle(step):
@@ -82,7 +82,7 @@ def test_closed_groups_give_everything_back(mpirun):
 
 
 UNUSED = """
-from tests.held import mappings
+from tests.oracles.held import mappings
 
 comm = commlib.init()
 before = mappings()

@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
 import commlib
-from tests import checks
+from tests.bodies import checks
 
 comm = commlib.init()
 for count in (5, 30_000):

@@ -1,4 +1,4 @@
-"""tests/multirank.py does what it says: every test here runs a small suite of its own on two ranks."""
+"""tests/plugins/multirank.py does what it says: every test here runs a small suite of its own on two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_suite(tmp_path: Path, mpirun: RunSuite) -> RunSuite:
         (suite / "pytest.ini").write_text(
             f"[pytest]\nfaulthandler_timeout = {seconds}\nfaulthandler_exit_on_timeout = true\n"
         )
-        (suite / "conftest.py").write_text('pytest_plugins = ["tests.multirank"]\n')
+        (suite / "conftest.py").write_text('pytest_plugins = ["tests.plugins.multirank"]\n')
         (suite / "test_it.py").write_text(PREAMBLE + text)
         arguments = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", str(suite)]
         return mpirun(n, arguments, env={"CI": ci, "BUILD_NUMBER": ""})  # pytest shortens its summary without them

@@ -78,7 +78,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import commlib
-from tests.every_verb import calls
+from tests.bodies.every_verb import calls
 
 comm = commlib.init()
 from mpi4py import MPI
@@ -190,15 +190,18 @@ def test_a_training(run: Run, mpi: str) -> None:
     assert done.stdout.count("weights ") == 1, done.stdout
 
 
-# mpi4py does not find Debian's MPICH by itself: see commlib/launch.py.
-PYTEST = "import sys; from commlib import launch; launch.load_mpi(); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+# mpi4py does not find Debian's MPICH by itself: see commlib/launch/mpi_start.py.
+PYTEST = (
+    "import sys; from commlib.launch import mpi_start; mpi_start.load_mpi()\n"
+    "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["verbs", "native", "messages", "groups"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_tests_of(run: Run, mpi: str, name: str) -> None:
-    options = ["-q", "-x", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "tests.moving"]
+    options = ["-q", "-x", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "tests.plugins.moving"]
     done = run(mpi, 2, "-c", PYTEST, *options, str(ROOT / f"tests/mpi/test_{name}.py"), timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
 
-pytest_plugins = ["tests.multirank"]
+pytest_plugins = ["tests.plugins.multirank"]
 
 
 @pytest.fixture(scope="module", params=["staged", "direct"])
@@ -21,7 +21,7 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     """
     import commlib
     from commlib.communicator import Communicator
-    from commlib.config import Config
+    from commlib.config.settings import Config
     from commlib.runtime.process import Runtime
     from commlib.transport.mpi import MpiTransport
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, PeerError, StallError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import uneven
+from tests.bodies import uneven
 
 WAYS: dict[str, dict[str, Any]] = {
     "reads": {},

@@ -17,7 +17,7 @@ from commlib.bench.verbs import VERBS
 from commlib.buffers.views import address_of
 from commlib.dtypes import DTYPES, OPERATIONS
 from commlib.errors import UsageError
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
 

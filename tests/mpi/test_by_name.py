@@ -12,7 +12,7 @@ from commlib import horovod as hvd
 from commlib.data_parallel import Gradient, Options
 from commlib.dtypes import NUMPY
 from commlib.errors import MismatchError
-from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
+from commlib.named_gradients.gradients import Call, NamedGradients, NamedReduction
 
 NAMES = ["a", "b", "c"]
 SHAPES: list[tuple[int, ...]] = [(5,), (40, 20), ()]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from commlib.transport.mpi_requests import under_way
-from tests import channels
-from tests.alarm import Alarm, alarm
-from tests.poison import poisoned
+from tests.bodies import channels
+from tests.bodies.alarm import Alarm, alarm
+from tests.oracles.poison import poisoned
 
 pair = pytest.mark.ranks(min=2)
 PATHS = ["as it is", "messages"]

@@ -11,7 +11,7 @@ from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import TopK
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.devices.arrays import readable
-from tests import compressing
+from tests.bodies import compressing
 from tests.late import LATE
 
 pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]

@@ -12,12 +12,12 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import channels, device_channels
-from tests.alarm import Alarm, alarm
+from tests.bodies import channels, device_channels
+from tests.bodies.alarm import Alarm, alarm
 from tests.late import LATE
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]

@@ -10,15 +10,15 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import StallError
 from commlib.expert.placement import Placement
 from commlib.expert.ways import exchange_over
-from commlib.functional.axis import Axis
 from commlib.runtime.process import Runtime
+from commlib.sharding.axis import Axis
 from commlib.transport.mpi import MpiTransport
-from tests import experts_there
-from tests.experts_there import EXPERTS, fetch
+from tests.bodies import experts_there
+from tests.bodies.experts_there import EXPERTS, fetch
 from tests.late import LATE
 from tests.unit.expert.test_exchange import assign
 

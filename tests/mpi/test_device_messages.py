@@ -14,15 +14,15 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.dtypes import DTYPES
 from commlib.errors import MismatchError, StallError, UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import checks
-from tests.device_ways import count
+from tests.bodies import checks
+from tests.bodies.device_ways import count
 from tests.late import LATE, OnDevice
-from tests.poison import poisoned
+from tests.oracles.poison import poisoned
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks]
 
@@ -292,7 +292,7 @@ def test_a_missing_wait_is_seen(comm, monkeypatch, what):
         assert not np.array_equal(work.wait().numpy(), there)
 
     monkeypatch.setattr(LATE, "delay", 0.2)
-    monkeypatch.setattr("commlib.p2p.on_device.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.p2p.lanes.staging.wait_for", lambda event, on_wait: None)
     ping(comm, check)
 
 

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
-    monkeypatch.setattr("commlib.collectives.staged.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.collectives.device.staged.wait_for", lambda event, on_wait: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))
         (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()

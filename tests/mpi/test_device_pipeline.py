@@ -10,15 +10,15 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import PeerError
-from commlib.p2p.device_channel import DeviceChannel
+from commlib.p2p.channels.device_channel import DeviceChannel
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import Link, Schedule, chain, make, table
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
+from tests.bodies.pipelines import ArrayStage, ArraysThere, ArrayTensors, batch_of, expected, random_schedule
 from tests.late import LATE
-from tests.pipelines import ArrayStage, ArraysThere, ArrayTensors, batch_of, expected, random_schedule
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks]
 

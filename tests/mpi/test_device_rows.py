@@ -10,12 +10,12 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import checks
-from tests.device_ways import count
+from tests.bodies import checks
+from tests.bodies.device_ways import count
 from tests.late import LATE, LateArray, OnDevice
 
 pytestmark = pytest.mark.usefixtures("no_races")

@@ -7,12 +7,12 @@ import pytest
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests import checks
-from tests.device_ways import count
+from tests.bodies import checks
+from tests.bodies.device_ways import count
 from tests.late import LATE, LateArray, OnDevice
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_mpi, pytest.mark.any_ranks]
@@ -133,7 +133,7 @@ def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
         with pytest.raises(UsageError, match="'late', which this rank has not"):
             comm.scatter()
     elif last:
-        monkeypatch.setattr("commlib.collectives.scatter.streams", dict)
+        monkeypatch.setattr("commlib.collectives.verbs.scatter.streams", dict)
         with pytest.raises(UsageError, match="which this rank had not when it called scatter"):
             comm.scatter()
     else:

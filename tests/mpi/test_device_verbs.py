@@ -16,9 +16,9 @@ from commlib.errors import TransportError, UsageError
 from commlib.schedule import algorithms
 from commlib.transport.base import Space
 from commlib.transport.mpi import MpiTransport
-from tests import checks
+from tests.bodies import checks
 from tests.late import LATE, LateArray, OnDevice
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_mpi, pytest.mark.any_ranks]
 
@@ -92,7 +92,7 @@ def test_native_waits_for_the_device(comm, monkeypatch):
         np.testing.assert_array_equal(LATE.wrap(result, "x").copy().owner.numpy(), expected)
         started = comm.all_reduce_async(LATE.put(np.ones(600)), algorithm="native").wait()
         np.testing.assert_array_equal(LATE.wrap(started, "x").copy().owner.numpy(), expected)
-        monkeypatch.setattr("commlib.collectives.native.wait_for", lambda event, on_wait: None)
+        monkeypatch.setattr("commlib.collectives.host.native.wait_for", lambda event, on_wait: None)
         result = comm.all_reduce(LATE.put(np.ones(600)), algorithm="native")
         assert not np.array_equal(result.numpy(), expected)
 

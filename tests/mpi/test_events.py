@@ -12,7 +12,7 @@ import commlib
 from commlib import Phase
 from commlib import horovod as hvd
 from commlib.errors import MismatchError, UsageError
-from tests.every_verb import calls, check_one_call, phases
+from tests.bodies.every_verb import calls, check_one_call, phases
 
 pytestmark = pytest.mark.any_ranks
 
@@ -45,7 +45,7 @@ def test_every_verb_in_every_way(comm: Any) -> None:
 def test_every_verb_by_messages(comm: Any) -> None:
     """The same where ranks share no memory, as between nodes, and by MPI's own all-reduce."""
     from commlib.communicator import Communicator
-    from commlib.config import Config
+    from commlib.config.settings import Config
     from commlib.runtime.process import Runtime
     from commlib.transport.mpi import MpiTransport
 

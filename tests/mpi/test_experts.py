@@ -16,8 +16,8 @@ from commlib.expert.hierarchical import Hierarchical
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from commlib.expert.ways import exchange_over
-from commlib.functional.axis import Axis
 from commlib.group.group import Group
+from commlib.sharding.axis import Axis
 from tests.unit.expert.test_exchange import assign, expected_rows
 
 EXPERTS, WIDTH = 8, 33

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from tests import checks
+from tests.bodies import checks
 
 
 def exercise(group):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from commlib.errors import PeerError, ShutdownError, UsageError
-from tests.alarm import Alarm, alarm
-from tests.poison import poisoned
+from tests.bodies.alarm import Alarm, alarm
+from tests.oracles.poison import poisoned
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.at_each_call import raise_at
-from tests.poison import poisoned
+from tests.bodies.at_each_call import raise_at
+from tests.oracles.poison import poisoned
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks, pytest.mark.any_mpi]
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.poison import poisoned
+from tests.oracles.poison import poisoned
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from commlib.errors import PeerError, ShutdownError
-from tests import lanes
-from tests.alarm import Alarm, alarm
+from tests.bodies import lanes
+from tests.bodies.alarm import Alarm, alarm
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 

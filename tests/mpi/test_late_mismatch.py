@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import CommlibError, MismatchError, PeerError, StallError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport

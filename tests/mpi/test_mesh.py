@@ -9,7 +9,7 @@ import pytest
 
 import commlib
 from commlib import MismatchError, UsageError
-from tests import checks
+from tests.bodies import checks
 
 
 def exercise(comm, group, expected):

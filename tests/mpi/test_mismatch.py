@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import MismatchError
-from tests import checks
+from tests.bodies import checks
 
 pytestmark = pytest.mark.ranks(min=2)
 

@@ -8,9 +8,9 @@ from mpi4py import MPI
 
 from commlib.dtypes import accumulator_dtype
 from commlib.errors import UsageError
-from tests import checks
-from tests.oracle import REDUCIBLE, values
-from tests.reducible import pairs
+from tests.bodies import checks
+from tests.oracles.oracle import REDUCIBLE, values
+from tests.oracles.reducible import pairs
 
 NATIVE = [(dtype, op) for dtype, op in REDUCIBLE if accumulator_dtype(dtype, op) == dtype]
 REFUSED = [case for case in REDUCIBLE if case not in NATIVE]

@@ -10,7 +10,7 @@ import pytest
 from commlib.errors import MismatchError
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import Link, Schedule, chain, make, simulate, table
-from tests.pipelines import ArrayStage, ArrayTensors, batch_of, expected, random_schedule
+from tests.bodies.pipelines import ArrayStage, ArrayTensors, batch_of, expected, random_schedule
 
 
 def start(comm: Any, schedule: Schedule, links: tuple[Link, ...], **options: Any) -> tuple[Pipe, dict[int, ArrayStage]]:

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms
-from tests import checks
-from tests.oracle import REDUCIBLE
-from tests.reducible import pairs
+from tests.bodies import checks
+from tests.oracles.oracle import REDUCIBLE
+from tests.oracles.reducible import pairs
 
 SHAPES = ((), (0,), (5, 3), (3000,))
 

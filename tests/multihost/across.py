@@ -18,8 +18,8 @@ from mpi4py import MPI
 from commlib import horovod as hvd
 from commlib.compress import GradientCompression, Part, scheme_of
 from commlib.errors import MismatchError
-from tests import checks
-from tests.oracle import assert_same, combined
+from tests.bodies import checks
+from tests.oracles.oracle import assert_same, combined
 
 LAYOUT = [int(ranks) for ranks in os.environ["RANKS_PER_HOST"].split(",")]
 

@@ -11,8 +11,8 @@ import pytest
 import commlib
 from commlib.dtypes import OPERATIONS
 from commlib.errors import MismatchError, StallError
-from tests import checks
-from tests.oracle import REDUCIBLE
+from tests.bodies import checks
+from tests.oracles.oracle import REDUCIBLE
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool", "complex64"]
 SHAPES = ((), (0,), (1,), (5, 3), (3000,))

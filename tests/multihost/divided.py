@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib import Communicator, Mesh
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow import tensor as tft
 from commlib_torch import DistributedOptimizer, gather_state_dict, parallelize
 from tests.tensorflow_adapter import test_tensor_context as keras_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests import checks
+from tests.bodies import checks
 from tests.cuda import standin
 from tests.cuda.gpu import Gpu
 from tests.cuda.gpu import gpu as find

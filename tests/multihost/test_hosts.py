@@ -25,7 +25,7 @@ def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
     """Run pytest on ranks on several hosts; fail with what it printed unless all tests passed there."""
     layout = ",".join(map(str, ranks_per_host))
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.multirank", *(f"--deselect={test}" for test in ONE_HOST), *tests]
+    command += ["-p", "tests.plugins.multirank", *(f"--deselect={test}" for test in ONE_HOST), *tests]
     with Hosts(len(ranks_per_host)) as hosts:
         try:
             done = hosts.run(

@@ -18,8 +18,8 @@ import commlib
 from commlib import Communicator
 from commlib.dtypes import kernel_operation
 from commlib.kernels.host.reduce import reduce_function
-from tests import checks
-from tests.oracle import REDUCIBLE
+from tests.bodies import checks
+from tests.oracles.oracle import REDUCIBLE
 from tests.soak.calls import Seat
 from tests.soak.player import Player
 from tests.soak.resources import Usage, growth, keep_no_free_memory, measure

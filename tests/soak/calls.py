@@ -11,7 +11,7 @@ import numpy as np
 
 from commlib import Communicator, Plan, Work
 from commlib.dtypes import NUMPY
-from tests.oracle import assert_same, combined, values
+from tests.oracles.oracle import assert_same, combined, values
 from tests.soak.script import ROOTED, SYMMETRIC, Step
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 # How often each verb is drawn. Those that make or free memory or groups are slow, and rarer in real programs, too.
 WEIGHTS = {

@@ -7,13 +7,13 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.again import leaves_out, mark_adapter
+from tests.plugins.again import leaves_out, mark_adapter
 
 # Ranks are the parallelism here, and every thread more is one that 4 ranks compete with.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
-pytest_plugins = ["tests.multirank"]
+pytest_plugins = ["tests.plugins.multirank"]
 
 
 @pytest.fixture(scope="session", autouse=True)

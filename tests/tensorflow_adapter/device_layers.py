@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 import commlib_tensorflow as ct
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
+from commlib.context_parallel import Layout
+from commlib.sharding.axis import Axis
 from commlib_tensorflow.tensor.context import attention
 
 Found = dict[str, Any]

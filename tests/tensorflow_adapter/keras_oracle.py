@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.horovod import by_name
+from commlib.named_gradients import by_name
 
 ROWS = 4  # of a batch, per rank
 FEATURES = 3

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter
-from tests.keras_pipelines import filled, in_float64
+from tests.inputs.keras_pipelines import filled, in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

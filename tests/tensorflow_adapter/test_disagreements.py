@@ -11,7 +11,7 @@ import pytest
 
 from commlib.errors import MismatchError
 from commlib.expert.experts import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow import SyncBatchNormalization
 from commlib_tensorflow.expert import MoE
 from commlib_tensorflow.tensor import ColumnDense, ParallelMLP, VocabularyEmbedding, parallelize

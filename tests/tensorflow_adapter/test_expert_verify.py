@@ -11,7 +11,7 @@ import pytest
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib_tensorflow.expert import MoE, expertize, verify
-from tests.keras_pipelines import in_float64
+from tests.inputs.keras_pipelines import in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib.horovod import by_name
+from commlib.named_gradients import by_name
 from commlib_tensorflow.gradients import Gradients
 from tests.tensorflow_adapter.oracle import (
     MODES,

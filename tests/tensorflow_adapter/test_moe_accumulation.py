@@ -13,7 +13,7 @@ from commlib import Communicator, Mesh
 from commlib.expert import Experts
 from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, gather_weights, pipeline
 from commlib_tensorflow.expert import MoE
-from tests.keras_pipelines import in_float64
+from tests.inputs.keras_pipelines import in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

@@ -15,7 +15,8 @@ from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.pipeline.schedule import Kind, make, simulate, table
 from commlib.pipeline.schedule.versions import versions
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import (
+from tests.bodies.pipelines import assert_a_failing_loss_is_told
+from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
     assert_gradients,
@@ -27,7 +28,6 @@ from tests.keras_pipelines import (
     layers,
     near,
 )
-from tests.pipelines import assert_a_failing_loss_is_told
 
 __all__ = ["in_float64"]  # which pytest uses
 

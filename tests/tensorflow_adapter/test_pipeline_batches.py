@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import CommlibError, UsageError
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import WIDTH, Alone, assert_gradients, batch, filled, in_float64, key, layers, near
+from tests.inputs.keras_pipelines import WIDTH, Alone, assert_gradients, batch, filled, in_float64, key, layers, near
 
 __all__ = ["in_float64"]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import EXACT, WIDTH, batch, filled, in_float64, layers, near
+from tests.inputs.keras_pipelines import EXACT, WIDTH, batch, filled, in_float64, layers, near
 
 __all__ = ["in_float64"]
 

@@ -15,9 +15,10 @@ import tensorflow as tf
 
 import commlib_tensorflow
 from commlib.errors import UsageError
-from commlib_tensorflow import SyncBatchNormalization, _functions, pipeline
-from commlib_tensorflow._selective import products_so_far, without_products
-from tests.keras_pipelines import (
+from commlib_tensorflow import SyncBatchNormalization, pipeline
+from commlib_tensorflow.pipelines import _functions
+from commlib_tensorflow.pipelines._selective import products_so_far, without_products
+from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
     assert_gradients,
@@ -256,9 +257,9 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
 
 def test_what_a_unit_keeps() -> None:
     """In bytes: the result of tanh, of which its gradient is made, and the input of a product, of which weights' is."""
-    from commlib_tensorflow._measured import layer_costs
-    from commlib_tensorflow._parts import cut, functional
-    from commlib_tensorflow._split import Nodes
+    from commlib_tensorflow.pipelines._measured import layer_costs
+    from commlib_tensorflow.pipelines._parts import cut, functional
+    from commlib_tensorflow.pipelines._split import Nodes
 
     model = [
         keras.Input((WIDTH,)), keras.layers.Dense(100, activation="tanh"), keras.layers.Activation("linear"),

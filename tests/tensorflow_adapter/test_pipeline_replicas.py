@@ -15,11 +15,11 @@ from commlib.data_parallel import GradientReducer
 from commlib.errors import PeerError, UsageError
 from commlib.pipeline.schedule import table
 from commlib_tensorflow import DistributedOptimizer, pipeline
-from commlib_tensorflow._replicas import StageReduction
-from commlib_tensorflow._stages import TensorflowStage
 from commlib_tensorflow.keras import DistributedOptimizer as KerasDistributedOptimizer
 from commlib_tensorflow.keras.callbacks import MetricAverageCallback
-from tests.keras_pipelines import (
+from commlib_tensorflow.pipelines._replicas import StageReduction
+from commlib_tensorflow.pipelines._stages import TensorflowStage
+from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
     assert_gradients,

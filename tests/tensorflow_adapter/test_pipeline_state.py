@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from commlib.errors import PeerError, UsageError
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import (
+from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
     assert_gradients,

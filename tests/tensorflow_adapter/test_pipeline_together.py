@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import WIDTH, Alone, assert_weights, batch, filled, in_float64, layers, near
+from tests.inputs.keras_pipelines import WIDTH, Alone, assert_weights, batch, filled, in_float64, layers, near
 
 __all__ = ["in_float64"]  # which pytest uses
 

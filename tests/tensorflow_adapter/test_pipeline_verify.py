@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow import pipeline
-from commlib_tensorflow._parts import Part
-from tests.keras_pipelines import WIDTH, batch, filled, in_float64, layers, near
+from commlib_tensorflow.pipelines._parts import Part
+from tests.inputs.keras_pipelines import WIDTH, batch, filled, in_float64, layers, near
 
 __all__ = ["in_float64"]  # which pytest uses
 

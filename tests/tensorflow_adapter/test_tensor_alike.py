@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import parallelize
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, Row, Sequence, Vocabulary
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import ParallelAttention, ParallelMLP, gather, parallelize, scatter
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import EXACT, in_float64, near, same, values, words
 
 __all__ = ["in_float64"]

@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow.keras as ctk
+from commlib.context_parallel import Layout
 from commlib.errors import MismatchError, PeerError, UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
+from commlib.sharding.axis import Axis
 from commlib_tensorflow.tensor import context as cp
 
 METHODS = ["ring", "all_to_all"]

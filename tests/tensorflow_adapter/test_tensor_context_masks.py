@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from commlib.context_parallel import Layout
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor.context import Layout
 from commlib_tensorflow.tensor import context as cp
 from commlib_tensorflow.tensor import streams
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import gather, parallelize, scatter
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 

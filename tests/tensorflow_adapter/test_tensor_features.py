@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Sequence
+from commlib.tensor_parallel import Column, Row, Sequence
 from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import (
     ColumnDense,
     ParallelAttention,

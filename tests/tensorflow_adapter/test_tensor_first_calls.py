@@ -16,9 +16,9 @@ from keras import ops
 from tensorflow import executing_eagerly
 
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import checking, parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
 __all__ = ["in_float64"]  # which pytest uses

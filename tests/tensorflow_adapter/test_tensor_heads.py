@@ -9,9 +9,9 @@ import pytest
 from keras import ops
 
 from commlib import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize, set_weights
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, same, values
 
 __all__ = ["in_float64"]

@@ -14,10 +14,10 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow import tensor as tp
 from commlib_tensorflow.tensor import parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, sequential, values
 
 __all__ = ["in_float64"]  # which pytest uses

@@ -14,10 +14,10 @@ import tensorflow as tf
 from keras import ops
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import checking, parallelize
 from commlib_tensorflow.tensor.checking import kind_of_call  # type: ignore[attr-defined]
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
 __all__ = ["in_float64"]  # which pytest uses

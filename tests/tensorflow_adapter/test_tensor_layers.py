@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow.tensor import parallelize
 from tests.tensorflow_adapter.tensor_oracle import in_float64, same, sequential, values, words
 

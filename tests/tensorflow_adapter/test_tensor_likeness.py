@@ -11,7 +11,7 @@ import pytest
 from keras import ops
 
 from commlib.errors import MismatchError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_tensorflow.tensor import parallelize
 from tests.tensorflow_adapter.tensor_oracle import in_float64, values
 

@@ -9,10 +9,10 @@ import keras
 import pytest
 
 from commlib.errors import MismatchError
-from commlib.tensor import Column, Row, Vocabulary
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, run, sequential, values, words
 
 __all__ = ["in_float64"]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Vocabulary
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, gather_model, pipeline
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter

@@ -14,7 +14,7 @@ import tensorflow as tf
 import commlib_tensorflow as ct
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.keras import callbacks
 from commlib_tensorflow.tensor import parallelize
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 from keras import ops
 
 from commlib import UsageError
-from commlib.tensor import Column, PerRank, Row
+from commlib.tensor_parallel import Column, PerRank, Row
 from commlib_tensorflow.tensor import gather_model, parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, near_shard, run, same, values
 
 __all__ = ["in_float64"]

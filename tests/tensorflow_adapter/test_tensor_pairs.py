@@ -21,7 +21,7 @@ from commlib_tensorflow import (
     pipeline,
     vocabulary_cross_entropy,
 )
-from tests.keras_pipelines import in_float64
+from tests.inputs.keras_pipelines import in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

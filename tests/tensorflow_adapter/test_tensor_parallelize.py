@@ -12,11 +12,11 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib.tensor import Column, Replicate, Row, Sequence
+from commlib.tensor_parallel import Column, Replicate, Row, Sequence
 from commlib_tensorflow._shards import shards_in
 from commlib_tensorflow.expert import MoE
 from commlib_tensorflow.tensor import ColumnDense, RowDense, gather_model, parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, near_shard, same, sequential, values
 
 __all__ = ["in_float64"]

@@ -14,7 +14,7 @@ from keras import layers, ops
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_tensorflow.tensor import gather, parallelize, scatter, verify
 from tests.tensorflow_adapter.tensor_oracle import alone
 

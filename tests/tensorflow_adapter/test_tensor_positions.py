@@ -12,9 +12,9 @@ from keras import ops
 
 import commlib_tensorflow as hvd
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_tensorflow.tensor import parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
 __all__ = ["in_float64"]

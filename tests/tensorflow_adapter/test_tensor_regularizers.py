@@ -11,7 +11,7 @@ from keras import ops
 from keras.regularizers import L1, L1L2, L2
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row, Sequence
+from commlib.tensor_parallel import Column, Replicate, Row, Sequence
 from commlib_tensorflow.tensor import gather_weights, parallelize
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, sequential, values
 

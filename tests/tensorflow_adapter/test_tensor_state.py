@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow import pipeline
 from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize, set_weights
 from tests.tensorflow_adapter.tensor_oracle import alone

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Sequence
+from commlib.tensor_parallel import Column, Row, Sequence
 from commlib_tensorflow.tensor import dropout, parallelize, seed
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from commlib_tensorflow.tensor.tracing import attempted
-from tests.traces import holds
+from tests.inputs.traces import holds
 
 
 @pytest.mark.ranks(max=1)

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from commlib.tensor import Vocabulary
+from commlib.tensor_parallel import Vocabulary
 from commlib_tensorflow.tensor import parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, near_shard, run, same, words
 
 __all__ = ["in_float64"]

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras import ops
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_tensorflow.tensor import copy, parallelize
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, same, sequential, values
 
 __all__ = ["in_float64"]

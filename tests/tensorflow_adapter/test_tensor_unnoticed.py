@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import parallelize, verify
 
 PLAN: Any = {"up": Column(), "down": Row()}

@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import MismatchError, UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import Column, Row, Vocabulary
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow.tensor import VocabularyCrossEntropy, gather, parallelize, scatter, vocabulary_cross_entropy
-from tests.keras_pipelines import filled
+from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values, words
 
 __all__ = ["in_float64"]

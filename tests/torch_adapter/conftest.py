@@ -1,8 +1,8 @@
 import pytest
 
-from tests.again import leaves_out, mark_adapter
+from tests.plugins.again import leaves_out, mark_adapter
 
-pytest_plugins = ["tests.multirank"]
+pytest_plugins = ["tests.plugins.multirank"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib_torch as ct
-from commlib.tensor.context import Layout
+from commlib.context_parallel import Layout
 from commlib_torch.tensor.context import attention
 from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
 from tests.torch_adapter.place import Place

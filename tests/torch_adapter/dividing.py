@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commlib import Communicator
 from commlib.schedule.layout import even
-from commlib.tensor import Plan
+from commlib.tensor_parallel import Plan
 from commlib_torch.tensor import parallelize, shard_of
 
 TOLERANCE = 1e-12

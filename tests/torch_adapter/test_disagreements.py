@@ -11,7 +11,7 @@ from torch import nn
 
 from commlib.errors import MismatchError
 from commlib.expert.experts import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch import DataParallel, DistributedOptimizer, SyncBatchNorm, init
 from commlib_torch.expert import MoE, expertize
 from commlib_torch.tensor import (

@@ -10,14 +10,14 @@ import torch
 
 import commlib
 from commlib.communicator import Communicator
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from commlib_torch.tensor.context import attention
-from tests.device_ways import kinds_gathered
+from tests.bodies.device_ways import kinds_gathered
 from tests.late import LATE
 from tests.torch_adapter import device_gradients, device_layers, device_training, device_verbs, values
 from tests.torch_adapter.late import HostStream, HostTensors, late

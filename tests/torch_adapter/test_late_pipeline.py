@@ -13,8 +13,8 @@ from torch import nn
 import commlib
 import commlib_torch as ct
 from commlib.communicator import Communicator
-from commlib.config import Config
-from commlib.p2p.device_channel import DeviceChannel
+from commlib.config.settings import Config
+from commlib.p2p.channels.device_channel import DeviceChannel
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests.late import LATE

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from commlib import Communicator, Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch import (
     DistributedOptimizer,
     allreduce,

@@ -15,7 +15,7 @@ import commlib_torch as ct
 from commlib.errors import MismatchError, UsageError
 from commlib.pipeline.schedule import simulate, table
 from commlib_torch import pipeline
-from tests.pipelines import assert_a_failing_loss_is_told
+from tests.bodies.pipelines import assert_a_failing_loss_is_told
 
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
 WIDTH = 6

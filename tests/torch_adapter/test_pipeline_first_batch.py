@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib_torch import pipeline
-from tests.torch_pipelines import WIDTH, batch, in_float64
+from tests.inputs.torch_pipelines import WIDTH, batch, in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
 from commlib_torch import pipeline
-from commlib_torch._parts import Layers
-from tests.torch_pipelines import WIDTH, batch, in_float64
+from commlib_torch.pipelines._parts import Layers
+from tests.inputs.torch_pipelines import WIDTH, batch, in_float64
 
 __all__ = ["in_float64"]  # which pytest uses
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor import Column, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, Row, Sequence, Vocabulary
 from commlib_torch import tensor as tp
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor import parallelize

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_torch.tensor import ColumnAttention, ParallelAttention, parallelize
 from tests.torch_adapter.dividing import Pair, assert_equal, assert_same_gradients, check, own_head, pair, random
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_torch.tensor import parallelize
 from commlib_torch.tensor.sequences import shard_sequence
 from tests.torch_adapter.dividing import assert_equal, random, shard

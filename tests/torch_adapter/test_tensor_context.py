@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from commlib.context_parallel import Layout
 from commlib.errors import MismatchError, UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
+from commlib.sharding.axis import Axis
 from commlib_torch.tensor.context import attention
 
 METHODS = ["ring", "all_to_all"]

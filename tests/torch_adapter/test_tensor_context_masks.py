@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import commlib_torch as ct
+from commlib.context_parallel import Layout
+from commlib.context_parallel.dropping import hashed, hashed_key, least_kept, started
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor.context import Layout
-from commlib.tensor.context.dropping import hashed, hashed_key, least_kept, started
 from commlib_torch.tensor.context import attention
 
 METHODS = ["ring", "all_to_all"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Sequence
+from commlib.tensor_parallel import Column, Row, Sequence
 from commlib_torch import SyncBatchNorm, broadcast_parameters, convert_sync_batchnorm
 from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, load_optimizer_state, parallelize, shard_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch.tensor import checking, parallelize, verify
 
 PLAN: Any = {"up": Column(), "down": Row()}

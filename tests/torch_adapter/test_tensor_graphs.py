@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Vocabulary
+from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import Mlp, is_right
 from tests.torch_adapter.test_tensor_unknown import made, rows

@@ -18,7 +18,7 @@ from torch import Tensor
 import commlib
 import commlib_torch
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row, Style
+from commlib.tensor_parallel import Column, Row, Style
 from commlib_torch.tensor import gather_state_dict, parallelize, shard_of
 from tests.torch_adapter.dividing import Pair, assert_equal
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row
+from commlib.tensor_parallel import Column, Replicate, Row
 from commlib_torch import tensor as tp
 from commlib_torch.tensor import parallelize, verify
 

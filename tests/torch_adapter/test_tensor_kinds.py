@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.checks import check_first_call
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
+from commlib.tensor_parallel.checks.checks import check_first_call
 from commlib_torch.tensor import checking, parallelize
 
 PLAN: Any = {"up": Column(), "down": Row()}

@@ -13,7 +13,7 @@ from torch import nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Replicate, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Replicate, Row, Sequence
 from commlib_torch.tensor import ColumnConv2d, ParallelMLP, RowConv1d, parallelize
 from tests.torch_adapter.dividing import Pair, assert_equal, check, own_head, pair, random
 

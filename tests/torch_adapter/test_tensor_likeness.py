@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import MismatchError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_torch.tensor import parallelize
 
 PLAN: Plan = {"0": Column(), "2": Row()}

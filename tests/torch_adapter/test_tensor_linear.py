@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from commlib import Mesh
 from commlib.errors import MismatchError, UsageError
-from commlib.tensor import Column, Replicate, Row
+from commlib.tensor_parallel import Column, Replicate, Row
 from commlib_torch._shards import shard_of, shards_in
 from commlib_torch.tensor import ColumnLinear, RowLinear, gather, gather_state_dict, parallelize, scatter
 

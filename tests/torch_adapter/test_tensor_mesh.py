@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.expert import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch import DistributedOptimizer, GradScaler, pipeline
-from commlib_torch._traced import Traced
 from commlib_torch.expert import MoE
+from commlib_torch.pipelines._traced import Traced
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 WIDTH = 6

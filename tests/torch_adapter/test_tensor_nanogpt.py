@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 WIDTH, HEADS, LONGEST = 16, 4, 8

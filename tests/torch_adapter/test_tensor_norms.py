@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from commlib import Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.expert.experts import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch import DataParallel, DistributedOptimizer, broadcast_parameters, clip_grad_norm_
 from commlib_torch.expert import MoE
 from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, parallelize

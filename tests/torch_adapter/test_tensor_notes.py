@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
-from commlib.tensor import Column, Row, Vocabulary
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_torch import DataParallel, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.expert import MoE
 from commlib_torch.tensor import gather_state_dict, parallelize, shard_of

@@ -14,7 +14,7 @@ from torch import nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_torch.tensor import ColumnLinear, gather, parallelize, scatter, verify
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5

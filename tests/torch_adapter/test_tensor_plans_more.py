@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import commlib
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.tensor import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
+from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.tensor import (
     gather_optimizer_state,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_torch.tensor import parallelize, reduce
 
 PLAN: Plan = {"own": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}

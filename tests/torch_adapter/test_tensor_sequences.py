@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from commlib.context_parallel import Layout
 from commlib.errors import CommlibError, MismatchError, PeerError, UsageError
-from commlib.tensor.context import Layout
 from commlib_torch.tensor import context as cp
 
 LAYOUTS = ["balanced", "contiguous"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch import clip_grad_norm_
 from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, load_optimizer_state, parallelize
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, Plan, Row, Sequence, Vocabulary
 from commlib_torch.tensor import ParallelAttention, parallelize, scatter, streams, vocabulary_cross_entropy
 from tests.torch_adapter.dividing import assert_equal, own_head, random
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from commlib_torch.tensor.tracing import attempted
-from tests.traces import holds
+from tests.inputs.traces import holds
 
 
 @pytest.mark.ranks(max=1)

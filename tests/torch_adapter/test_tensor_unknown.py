@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import commlib
 import commlib_torch
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
+from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_torch.tensor import ParallelMLP, parallelize, reduce, shard_of
 from tests.torch_adapter.pairs import Mlp, Two, is_right
 

@@ -13,7 +13,7 @@ from torch import nn
 import commlib
 from commlib.errors import MismatchError, UsageError
 from commlib.schedule.layout import even
-from commlib.tensor import Column, Plan, Row, Vocabulary
+from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import (
     ColumnEmbedding,
     VocabularyEmbedding,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor_parallel import Column, Plan, Row
 from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import is_right
 

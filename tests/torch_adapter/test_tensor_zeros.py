@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 PLAN: Any = {"up": Column(), "down": Row()}

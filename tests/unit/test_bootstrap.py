@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from commlib import bootstrap
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, UsageError
 from commlib.transport.loopback import transports
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, NUMPY, kernel_operation
 from commlib.errors import UsageError
 from commlib.kernels.host.reduce import reduce_function
 from commlib.schedule import algorithms
-from tests import checks
-from tests.loopback import run
-from tests.oracle import REDUCIBLE
+from tests.bodies import checks
+from tests.bodies.loopback import run
+from tests.oracles.oracle import REDUCIBLE
 
 # Ranks, and the node of each.
 ONE_NODE = [[0] * size for size in range(1, 6)]

@@ -10,9 +10,9 @@ import pytest
 
 import commlib
 from commlib import errors
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ import commlib
 from commlib import metrics
 from commlib.errors import UsageError
 from commlib.transport.loopback import transports
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import threading
 
 import pytest
 
-from commlib import cuda_probe, mpi_on_gpus
-from commlib.config import Config
-from commlib.cuda_probe import Found
+from commlib import mpi_on_gpus
+from commlib.config.settings import Config
 from commlib.mpi_on_gpus import agree, kinds, may_have_gpu, tell
+from commlib.transport import cuda_probe
 from commlib.transport.cuda_aware import Answer
+from commlib.transport.cuda_probe import Found
 from commlib.transport.loopback import transports
 
 

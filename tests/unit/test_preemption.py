@@ -13,7 +13,7 @@ import pytest
 from commlib import Preemption
 from commlib.errors import UsageError
 from commlib.preemption import requeue, slurm_job
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 

@@ -10,7 +10,7 @@ import pytest
 from commlib.communicator import Communicator
 from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms, verbs
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 from tests.soak.calls import MAKERS
 from tests.soak.script import WEIGHTS, Script, splits, teams
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from commlib import Mesh
 from commlib.bench.steps.contract import Contenders, Sizes, Step, layers_of_stages
 from commlib.expert import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.bench_step.model import (
     Embed,
     batch_of,
@@ -24,7 +24,7 @@ from commlib_tensorflow.bench_step.model import (
 )
 from commlib_tensorflow.expert import expertize
 from commlib_tensorflow.optimizer import DistributedOptimizer
-from commlib_tensorflow.pipeline import pipeline
+from commlib_tensorflow.pipelines.pipeline import pipeline
 from commlib_tensorflow.tensor import parallelize
 
 

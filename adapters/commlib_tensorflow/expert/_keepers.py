@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from commlib_tensorflow._keras_reduction import replace
-from commlib_tensorflow._updates import lists_of
+from commlib_tensorflow.pipelines._updates import lists_of
 
 _seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import ExpertRanks, shard_for
-from commlib.functional.axis import Axis
-from commlib.functional.shards import Shard, part
-from commlib.tensor.sharding import Nested
-from commlib.tensor.streams import fold
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Nested
+from commlib.sharding.shards import Shard, part
+from commlib.tensor_parallel.streams import fold
 from commlib_tensorflow._shards import mark
 from commlib_tensorflow.expert._after_step import watch_updates
 from commlib_tensorflow.expert._keepers import watch_steps

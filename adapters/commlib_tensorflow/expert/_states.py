@@ -14,8 +14,8 @@ import numpy as np
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.checkpoint import FIRST, LARGEST, SECOND, UPDATE, momentum
-from commlib_tensorflow._updates import lists_of, singles_of
 from commlib_tensorflow.expert._keepers import within
+from commlib_tensorflow.pipelines._updates import lists_of, singles_of
 
 _COMMON: tuple[tuple[type, Mapping[str, str]], ...] = (
     (keras.optimizers.Adam, {"_momentums": FIRST, "_velocities": SECOND, "_velocity_hats": LARGEST}),

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from commlib.comparison.whole_weights import EVERY, MOST, is_due, print_of
 from commlib.expert.shared_gradients import check_step, has_experts
-from commlib.functional.whole_weights import EVERY, MOST, is_due, print_of
 from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered

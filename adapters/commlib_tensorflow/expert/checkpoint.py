@@ -16,7 +16,7 @@ from commlib.expert.checkpoint import STEP
 from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
 from commlib_tensorflow.expert._states import States
 from commlib_tensorflow.expert.moe import MoE
-from commlib_tensorflow.pipeline import Pipeline
+from commlib_tensorflow.pipelines.pipeline import Pipeline
 
 
 def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import agree_on_call, lines_of, options_of, said, together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError, line
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import agree_on_call, lines_of, options_of, said, together
 from commlib.mesh_groups import Mesh
-from commlib.tensor.plan import resolve
+from commlib.tensor_parallel.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.expert._kept import kept_of_rank_0

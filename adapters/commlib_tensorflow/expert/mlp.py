@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
 from commlib_tensorflow.tensor.moves import copy, reduce
 
 

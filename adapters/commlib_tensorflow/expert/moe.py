@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from commlib.comparison.agreement import options_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
@@ -18,8 +19,7 @@ from commlib.expert.placement import Placement
 from commlib.expert.ranks import ExpertRanks, Ranks, placed
 from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
-from commlib.functional.agreement import options_of
-from commlib.tensor.streams import fold
+from commlib.tensor_parallel.streams import fold
 from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 from commlib_tensorflow._shards import mark, shard_of

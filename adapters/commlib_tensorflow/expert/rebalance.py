@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.moving import moved
 from commlib.expert.placement import Placement
-from commlib.functional.agreement import together
 from commlib_tensorflow.expert._keepers import kept_for
 from commlib_tensorflow.expert.moe import MoE
 

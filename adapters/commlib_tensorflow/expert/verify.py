@@ -12,8 +12,8 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.verify import DenseRun, compare_dense, mask_of
-from commlib.functional.runs import WHOLE
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.checks.runs import WHOLE
+from commlib.tensor_parallel.recording import replaced
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.expert._padding import kept, without

@@ -1,6 +1,6 @@
 """Operations by name on tensors, with their gradients: operations by name themselves.
 
-What runs on gradients, and by what they are multiplied, `commlib.functional` says for both adapters. Tensors and names
+What runs on gradients, and by what they are multiplied, `commlib.autodiff` says for both adapters. Tensors and names
 are taken as they are. What is on a GPU stays there (see `_on_device`).
 """
 

@@ -25,7 +25,7 @@ from commlib.communicator import Communicator
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
-from commlib.tensors import check_ordered, choose_root
+from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import FunctionT, Spec, call, no_autograph, operation_name, ordered, refuse_vectorized
 from commlib_tensorflow.collectives import run, verbs

@@ -13,9 +13,9 @@ from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarm
 from commlib_tensorflow import _keras_optimizers as optimizers
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import key_of
-from commlib_tensorflow._updates import kept_for_local
 from commlib_tensorflow.broadcast import broadcast_variables
 from commlib_tensorflow.keras._preemption import PreemptedFit
+from commlib_tensorflow.pipelines._updates import kept_for_local
 
 
 class BroadcastGlobalVariables:

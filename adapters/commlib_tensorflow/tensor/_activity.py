@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor.moves import REDUCE
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow.tensor._gathering import is_sum
 from commlib_tensorflow.tensor.moves import moved

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from commlib.context_parallel import Layout
+from commlib.context_parallel.attention import Attention
+from commlib.context_parallel.sequences import Terms, settle_with
 from commlib.errors import UsageError
-from commlib.functional.attention import Attention
-from commlib.functional.axis import Axis
-from commlib.functional.sequences import Terms, settle_with
-from commlib.tensor.context import Layout
+from commlib.sharding.axis import Axis
 from commlib_tensorflow._graph import Spec, call_in_order, ordered
 
 

@@ -1,4 +1,4 @@
-"""Noting what ranks must have alike around divided layers of Keras: see `commlib.functional.alike`.
+"""Noting what ranks must have alike around divided layers of Keras: see `commlib.tensor_parallel.checks.alike`.
 
 Eagerly values are noted; in a graph, tensors are, and nothing is computed of them but in steps that compare.
 """
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.alike import Note, Watch, noted, whole_shape
-from commlib.functional.axis import Axis
-from commlib.functional.whole_weights import MOST
+from commlib.comparison.whole_weights import MOST
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.alike import Note, Watch, noted, whole_shape
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import records
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
 from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._forward import numbers_of
 from commlib_tensorflow.tensor.moves import gather, scatter
 
 
 def apart(axis: Axis, call: Call, dims: Mapping[int, int], *, is_part: bool) -> tuple[Call, Call]:
-    """Return calls as `commlib.functional.numbers.Runs` says. Collective."""
+    """Return calls as `commlib.tensor_parallel.checks.numbers.Runs` says. Collective."""
     with tf.init_scope():
         given = list(numbers_of(call).tensors)
         if is_part:  # what has no numbers gets others on each rank

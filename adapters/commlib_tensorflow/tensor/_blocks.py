@@ -1,6 +1,6 @@
 """Attention of some queries to some keys, and its gradients, in the dtype of sums: float32, or float64 for float64.
 
-Stats of scores are those of `commlib.functional.ring`: what is seen is asked of a `Sight`.
+Stats of scores are those of `commlib.context_parallel.ring`: what is seen is asked of a `Sight`.
 """
 
 from __future__ import annotations

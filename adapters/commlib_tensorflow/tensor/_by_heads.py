@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.functional.attention import Attention
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Block, Layout
-from commlib.tensor.moves import Move, gather
+from commlib.context_parallel import Block, Layout
+from commlib.context_parallel.attention import Attention
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import Move, gather
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow.tensor._blocks import attend, batch_of
 from commlib_tensorflow.tensor._ring import Way, ring_attention

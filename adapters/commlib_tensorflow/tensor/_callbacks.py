@@ -15,11 +15,11 @@ import keras
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.comparison.agreement import together
 from commlib.errors import UsageError
-from commlib.functional.agreement import together
-from commlib.functional.shards import world_ranks
 from commlib.horovod.callbacks import BestModel
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.shards import world_ranks
 from commlib_tensorflow._keras_reduction import Distributed, replace
 from commlib_tensorflow._shards import shards_in
 from commlib_tensorflow.tensor.state import gather_model

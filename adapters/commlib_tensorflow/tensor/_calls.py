@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.kinds import Holding, Same, kind_of
+from commlib.tensor_parallel.checks.kinds import Holding, Same, kind_of
 from commlib_tensorflow.tensor._call_context import current_call
 
 

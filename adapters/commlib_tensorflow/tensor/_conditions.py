@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.recording import replaced
 
 BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 LOOPS = frozenset(("While", "StatelessWhile"))

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.shards import part
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.shards import part
 
 _NORMS = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
 _SCALES = (1e-3, 1, 1e3, 1e6)

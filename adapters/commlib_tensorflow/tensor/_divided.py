@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from commlib.comparison.agreement import Agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import Agreement
-from commlib.functional.axis import Axis
-from commlib.functional.sharers import Sharers, sharers_of
-from commlib.tensor import moves
-from commlib.tensor.moves import REDUCE
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.sharers import Sharers, sharers_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._dividing import as_whole, divide
 from commlib_tensorflow.tensor._in_files import InFiles, refuse_configuration

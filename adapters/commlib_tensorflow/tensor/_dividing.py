@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from commlib.functional.alike import begin
-from commlib.functional.axis import Axis
-from commlib.functional.division import Division
-from commlib.functional.shards import Shard
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.shards import Shard
+from commlib.tensor_parallel.checks.alike import begin
+from commlib.tensor_parallel.run.division import Division
 from commlib_tensorflow._shards import mark, shard_of, whole_shape
 from commlib_tensorflow.tensor._constraints import check_constraint
 from commlib_tensorflow.tensor._exporting import watch_exports

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.recording import replaced
 
 _BY_NAME = (tf.inside_function, tf.is_symbolic_tensor)
 """What else tells it; `tf.executing_eagerly` is told by whatever name somebody has it."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.moves import COPY
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import COPY
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._call_context import current_call
 from commlib_tensorflow.tensor.moves import moved

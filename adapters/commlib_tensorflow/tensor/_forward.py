@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.guide import Guide, is_guided
-from commlib.functional.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
-from commlib.functional.runs import Run
-from commlib.functional.seen_weights import seen_weights
-from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.guide import Guide, is_guided
+from commlib.tensor_parallel.checks.runs import Run
+from commlib.tensor_parallel.checks.seen_weights import seen_weights
+from commlib.tensor_parallel.run.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
+from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call
 from commlib_tensorflow.tensor._guided import Guided
@@ -42,7 +42,7 @@ def forward(
     training: bool = False,
     stands_in: bool,
 ) -> Run:
-    """Run a model without gradients, as `commlib.functional.numbers.Runs` says, in evaluation mode or in training.
+    """Run a model without gradients, in evaluation or training mode: see `commlib.tensor_parallel.checks.numbers.Runs`.
 
     given: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks. stands_in:
     with other numbers for weights that are zeros.

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.functional.shards import Shard
-from commlib.functional.sharers import sharers_of
-from commlib.tensor import moves
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.shards import Shard
+from commlib.sharding.sharers import sharers_of
+from commlib.tensor_parallel import moves
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow.tensor._sharing import for_sharers
 from commlib_tensorflow.tensor.moves import moved

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.guide import Guide
-from commlib.tensor.trace import Step
+from commlib.tensor_parallel.checks.guide import Guide
+from commlib.tensor_parallel.trace import Step
 
 
 class Guided:

@@ -32,7 +32,7 @@ _LIBRARIES = ("tensorflow", "commlib", "commlib_tensorflow")
 """Packages whose objects hold tensors of graphs, such as what a branch captures, and are no users'."""
 _OF_KERAS = ("keras.src.backend", "keras.src.utils", "keras.src.ops")
 """The same of Keras, whose layers and metrics are as good as a user's."""
-_OF_A_LOOK = "commlib.functional.unnoticed"
+_OF_A_LOOK = "commlib.snapshot.unnoticed"
 """Who has what will be put back, and so is a user's."""
 _VALUES = (tf.Tensor, tf.Variable, keras.Variable)
 """What users hang attributes on, as TensorFlow and Keras do, too."""

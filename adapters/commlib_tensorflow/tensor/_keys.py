@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
-from commlib.tensor.moves import gather
+from commlib.context_parallel import Layout
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import gather
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow.tensor._taken import taken
 from commlib_tensorflow.tensor.moves import moved

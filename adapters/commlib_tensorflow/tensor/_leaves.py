@@ -7,11 +7,11 @@ from typing import Any
 import keras
 from keras import layers
 
-from commlib.functional.axis import Axis
-from commlib.tensor import equations
-from commlib.tensor.einsum import Einsum
-from commlib.tensor.equations import Equation
-from commlib.tensor.styles import Style
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.einsum import Einsum
+from commlib.tensor_parallel.equations import Equation
+from commlib.tensor_parallel.styles import Style
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._operations import shape_of
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.agreement import digest_of
-from commlib.functional.likeness import Likeness, is_function, is_plain, own_settings
+from commlib.comparison.agreement import digest_of
+from commlib.comparison.likeness import Likeness, is_function, is_plain, own_settings
 
 _AROUND = ("name", "seed", "dtype", "build", "quantize", "built", "supports_masking", "supports_jit", "autocast")
 """What Keras keeps of each layer, and what differs rightly: names count what a process has made before."""

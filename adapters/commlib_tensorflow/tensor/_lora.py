@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
 from commlib_tensorflow._shards import shard_of, whole_shape
 from commlib_tensorflow.tensor._dividing import Shardings
 from commlib_tensorflow.tensor._sharing import for_sharers

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.moves import Move
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import Move
 from commlib_tensorflow.tensor.moves import moved
 
 

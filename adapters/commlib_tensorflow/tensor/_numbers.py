@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from commlib.functional.per_rank import Number, changed_numbers, numbers_of, whole_numbers_of
-from commlib.tensor.styles import Style
+from commlib.tensor_parallel.run.per_rank import Number, changed_numbers, numbers_of, whole_numbers_of
+from commlib.tensor_parallel.styles import Style
 from commlib_tensorflow.tensor._leaves import is_leaf
 
 _OF_WHOLE = ("get_config", "compute_output_shape")

@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import UNTRIED, refuse_move, tried
-from commlib.tensor import styles
-from commlib.tensor.equations import along
-from commlib.tensor.recording import replaced
-from commlib.tensor.styles import Style
+from commlib.tensor_parallel import styles
+from commlib.tensor_parallel.checks.on_parts import UNTRIED, refuse_move, tried
+from commlib.tensor_parallel.equations import along
+from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.styles import Style
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import moves
 from commlib_tensorflow.tensor._guided import exchanged

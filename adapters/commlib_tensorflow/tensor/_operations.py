@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.tensor_util import try_evaluate_constant
 
-from commlib.tensor import equations
-from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
-from commlib.tensor.lengths import Length
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.equations import UNKNOWN_LENGTH, Equation, Shape
+from commlib.tensor_parallel.lengths import Length
 from commlib_tensorflow._graph import NODES
 
 CALLS = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))

@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.functional.shards import Shard
-from commlib.tensor.moves import REDUCE
+from commlib.sharding.axis import Axis
+from commlib.sharding.shards import Shard
+from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import counted, shard_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow._updates import lists_of
+from commlib_tensorflow.pipelines._updates import lists_of
 from commlib_tensorflow.tensor._in_files import Parts
 
 _LOAD = "load_own_variables"

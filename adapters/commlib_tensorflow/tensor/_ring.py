@@ -1,4 +1,4 @@
-"""Ring attention for TensorFlow: the blocks of `commlib.functional.ring`, and the custom gradient around it."""
+"""Ring attention for TensorFlow: the blocks of `commlib.context_parallel.ring`, and the custom gradient around it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from commlib.context_parallel import Block, Layout
+from commlib.context_parallel.attention import Attention
+from commlib.context_parallel.ring import pass_on
 from commlib.errors import UsageError
-from commlib.functional.attention import Attention
-from commlib.functional.ring import pass_on
-from commlib.tensor.context import Block, Layout
 from commlib_tensorflow._graph import Spec
 from commlib_tensorflow._on_device import array_of, call_on_device, tensors_of
 from commlib_tensorflow._placement import Place, place_of

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.functional.runs import Outputs, Run
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.checks.runs import Outputs, Run
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor._calls import Call

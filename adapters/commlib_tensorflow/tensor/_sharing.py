@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.functional.sharers import Sharers
+from commlib.sharding.sharers import Sharers
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow.tensor.moves import copy
 

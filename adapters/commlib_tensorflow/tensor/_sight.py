@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from commlib.functional.attention import Attention
-from commlib.functional.sequences import positions
-from commlib.tensor.context import Block, Layout
-from commlib.tensor.context.dropping import hashed, hashed_key, least_kept, started
+from commlib.context_parallel import Block, Layout
+from commlib.context_parallel.attention import Attention
+from commlib.context_parallel.dropping import hashed, hashed_key, least_kept, started
+from commlib.context_parallel.sequences import positions
 
 
 class Bits(NamedTuple):

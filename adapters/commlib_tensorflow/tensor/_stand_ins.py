@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib.functional.stand_ins import stand_in
+from commlib.tensor_parallel.checks.stand_ins import stand_in
 from commlib_tensorflow._shards import own_of, whole_shape
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.shards import others_of, world_ranks
+from commlib.sharding.shards import others_of, world_ranks
 from commlib_tensorflow._shards import shard_of
 
 

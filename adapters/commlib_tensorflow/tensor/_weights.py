@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.seen_weights import Seen, SeenWeights
-from commlib.tensor.recording import replaced
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Row, Sequence, Style, Vocabulary
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
+from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor.layers import find_layer, shardings_of
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.heads import units_of_queries
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.heads import units_of_queries
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._activity import regularize_activity
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain
@@ -29,7 +29,7 @@ class ColumnAttention:
     """A `MultiHeadAttention` or `GroupQueryAttention` of Keras whose heads are divided, those of K and V as units.
 
     Each rank has some heads of all projections, and adds its part of the output. Heads of K and V that are fewer than
-    the ranks are shared: see `commlib.tensor.heads`. Arguments and results are Keras'.
+    the ranks are shared: see `commlib.tensor_parallel.heads`. Arguments and results are Keras'.
     Inputs are whole on every rank, or divided along `sequence` of the style; so is the output. Masks that are given are
     those of whole sequences, and may have a dimension of all heads; those that Keras sends along with tensors are
     divided as these are. Scores that are returned are those of all heads.

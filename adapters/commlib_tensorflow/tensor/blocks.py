@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from commlib.comparison.agreement import Agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import Agreement
 from commlib.schedule.layout import even
-from commlib.tensor.styles import Column, Row
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._divided import is_elementwise
 from commlib_tensorflow.tensor._in_files import refuse_configuration
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense

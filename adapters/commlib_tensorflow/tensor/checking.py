@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.checks import (
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.checks import (
     called_outside,
     check_first_call,
     check_parts,
@@ -27,13 +27,13 @@ from commlib.functional.checks import (
     not_checked,
     too_many_kinds,
 )
-from commlib.functional.division import Division
-from commlib.functional.guide import Guide
-from commlib.functional.kinds import KINDS, Kinds
-from commlib.functional.runs import Outputs, Run
-from commlib.functional.seen_weights import seen_weights
-from commlib.tensor.styles import Style
-from commlib.tensor.trace import Trace
+from commlib.tensor_parallel.checks.guide import Guide
+from commlib.tensor_parallel.checks.kinds import KINDS, Kinds
+from commlib.tensor_parallel.checks.runs import Outputs, Run
+from commlib.tensor_parallel.checks.seen_weights import seen_weights
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.styles import Style
+from commlib.tensor_parallel.trace import Trace
 from commlib_tensorflow._again import Recomputation, recomputation
 from commlib_tensorflow.tensor._apart import apart
 from commlib_tensorflow.tensor._call_context import call_of_its_own, current_call, is_running
@@ -50,7 +50,7 @@ from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, style
 
 
 class Traced:
-    """A model of Keras for `commlib.functional.checks`: a call is one value, or a `Call`, or specs of that.
+    """A model of Keras for `commlib.tensor_parallel.checks.checks`: a call is one value, or a `Call`, or specs of that.
 
     training: it is called so. Its numbers are, too, unless it draws random ones then.
     """

@@ -19,9 +19,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from commlib.comparison.agreement import or_refused
+from commlib.context_parallel.attention import WHAT, Attention, Given, Options
 from commlib.errors import UsageError
-from commlib.functional.agreement import or_refused
-from commlib.functional.attention import WHAT, Attention, Given, Options
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._graph import no_autograph, refuse_vectorized
 from commlib_tensorflow._placement import place_of

@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (

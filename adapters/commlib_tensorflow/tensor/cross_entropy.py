@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by words: see `commlib.tensor.vocabulary` for the recipe."""
+"""Cross-entropy of logits that are divided by words: see `commlib.tensor_parallel.vocabulary` for the recipe."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import digest_of, or_refused
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.functional.agreement import digest_of, or_refused
-from commlib.functional.axis import Axis
-from commlib.functional.whole_logits import ROWS, refuse_whole, stride
-from commlib.tensor.moves import REDUCE
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.run.whole_logits import ROWS, refuse_whole, stride
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, refuse_vectorized
 from commlib_tensorflow.tensor.moves import On, axis_of, moved

@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.styles import Column, Row, Vocabulary
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (
@@ -36,7 +36,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
 
     As `keras.layers.Dense(units)`, with the values that this has on rank 0. inputs: (..., features), whole on every
     rank, or divided along `sequence`. Returns (..., this rank's units), or all with `gather`. Other arguments: see
-    `commlib.tensor.Column`. The shapes that Keras infers for models are those of the whole.
+    `commlib.tensor_parallel.Column`. The shapes that Keras infers for models are those of the whole.
     """
 
     def __init__(self, units: int, axis: On, *, style: Column | None = None, **kwargs: Any) -> None:

@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.einsum import Einsum
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.einsum import Einsum
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import (
@@ -35,7 +35,7 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
     """An einsum layer of which one output dimension is divided: the first of the kernel's, such as d of abc,cde->abde.
 
     inputs: whole on every rank, or divided along `sequence`. Returns this rank's part of the outputs, or all of them
-    with `gather`. Other arguments: see `commlib.tensor.Column`.
+    with `gather`. Other arguments: see `commlib.tensor_parallel.Column`.
     """
 
     enters = True

@@ -8,12 +8,12 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.moves import REDUCE
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Vocabulary
-from commlib.tensor.vocabulary import words_of
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.styles import Column, Vocabulary
+from commlib.tensor_parallel.vocabulary import words_of
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import OwnVariables, check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide

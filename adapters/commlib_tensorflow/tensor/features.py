@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from commlib.functional.axis import Axis
-from commlib.tensor import features
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Sequence
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel import features
+from commlib.tensor_parallel.styles import Sequence
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._activity import regularize_activity
 from commlib_tensorflow.tensor._divided import check_plain

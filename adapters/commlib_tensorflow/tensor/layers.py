@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
-from commlib.functional.division import Division
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow.tensor._dividing import Shardings, check_division
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.conv import ColumnConv, RowConv

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
-from commlib.tensor.einsum import Einsum
-from commlib.tensor.layout_map import LayoutMap, Roles, divided_dims, style_of
-from commlib.tensor.styles import Column, Row, Sequence, Style
+from commlib.tensor_parallel.einsum import Einsum
+from commlib.tensor_parallel.layout_map import LayoutMap, Roles, divided_dims, style_of
+from commlib.tensor_parallel.styles import Column, Row, Sequence, Style
 from commlib_tensorflow.tensor._divided import is_elementwise
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)

@@ -1,4 +1,4 @@
-"""Moves of tensors over an axis, with their gradients: see `commlib.tensor.moves` for what each does.
+"""Moves of tensors over an axis, with their gradients: see `commlib.tensor_parallel.moves` for what each does.
 
 Each is one node of a graph, which calls the host, or moves tensors of a GPU there. Nodes run in the order in which they
 are made, the same on all ranks.
@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.moves import run
 from commlib.schedule.layout import even
-from commlib.tensor import moves
-from commlib.tensor.moves import COPY, REDUCE, Move
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import COPY, REDUCE, Move
+from commlib.tensor_parallel.run.moves import run
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow._on_device import call_on_device

@@ -15,11 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.functional.alike import check_alike
-from commlib.functional.axis import Axis
-from commlib.functional.optimizers import check_optimizer
-from commlib.functional.whole_weights import EVERY, MOST, is_due
+from commlib.comparison.whole_weights import EVERY, MOST, is_due
 from commlib.kernels.host.norm import sum_of_squares
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.alike import check_alike
+from commlib.tensor_parallel.run.optimizers import check_optimizer
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._keras_reduction import replace

@@ -8,16 +8,16 @@ from typing import Any
 import keras
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import agree_on_call, together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import agree_on_call, together
-from commlib.functional.axis import Axis
-from commlib.functional.checks import Checks, found_plan
-from commlib.functional.division import Division
-from commlib.functional.per_rank import Number, check_numbers, divide_numbers
-from commlib.tensor.layout_map import is_layout_map
-from commlib.tensor.plan import resolve
-from commlib.tensor.styles import PerRank, Style
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.checks import Checks, found_plan
+from commlib.tensor_parallel.layout_map import is_layout_map
+from commlib.tensor_parallel.plan import resolve
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.run.per_rank import Number, check_numbers, divide_numbers
+from commlib.tensor_parallel.styles import PerRank, Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
@@ -57,12 +57,12 @@ def parallelize(
 
     verify: a batch with which the model is called, the same on all ranks, for one forward and backward beside those of
     the undivided model, which are kept for so long. example: a batch on which the plan is checked by
-    `commlib.tensor.rules`, and its numbers are compared where these cannot tell, before anything is divided; it may
-    consist of `tf.TensorSpec`s, which get random numbers. Functional and Sequential models need none: their inputs are
-    known. Others are checked at their first call. codec: in which activations and their gradients travel, such as
-    "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()` without gather always may,
-    for `vocabulary_cross_entropy`: of such, Keras' losses and metrics, argmax and generate() see this rank's words
-    alone; with gather=True they are whole.
+    `commlib.tensor_parallel.rules`, and its numbers are compared where these cannot tell, before anything is divided;
+    it may consist of `tf.TensorSpec`s, which get random numbers. Functional and Sequential models need none: their
+    inputs are known. Others are checked at their first call. codec: in which activations and their gradients travel,
+    such as "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()` without gather
+    always may, for `vocabulary_cross_entropy`: of such, Keras' losses and metrics, argmax and generate() see this
+    rank's words alone; with gather=True they are whole.
 
     All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
     so that `fit` shuffles alike. A regularizer of what is divided has the gradient and the loss of the whole.

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Vocabulary
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.styles import Vocabulary
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor.styles import Replicate, Sequence
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._alike import given
 from commlib_tensorflow.tensor._divided import check_plain

@@ -7,15 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from commlib.comparison.order import note_layout
+from commlib.context_parallel import Layout, document_bounds, sequence_loader
+from commlib.context_parallel.sequences import Terms
+from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.functional import sequence_loader
-from commlib.functional.axis import Axis
-from commlib.functional.order import note_layout
-from commlib.functional.sequences import Terms
-from commlib.functional.sequences import position_ids as positions_of
-from commlib.tensor import moves
-from commlib.tensor.context import Layout, document_bounds
-from commlib.tensor.moves import REDUCE
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._graph import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreed import agreed
@@ -96,7 +95,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
 
 
 class SequenceLoader(sequence_loader.SequenceLoader):
-    """Iterate over this rank's part of batches of whole sequences: see `commlib.functional.sequence_loader`.
+    """Iterate over this rank's part of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
 
     batches: any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. Tensors come out.
     """

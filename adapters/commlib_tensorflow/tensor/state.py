@@ -10,9 +10,9 @@ import keras
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
 from commlib_tensorflow._shards import own_of, shard_of, whole_of
-from commlib_tensorflow._updates import lists_of, put_state, state_of
+from commlib_tensorflow.pipelines._updates import lists_of, put_state, state_of
 from commlib_tensorflow.tensor._dividing import divide
 
 

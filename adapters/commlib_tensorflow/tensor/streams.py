@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.mesh_groups import Mesh
-from commlib.tensor.streams import fold, seed_at
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.streams import fold, seed_at
 from commlib_tensorflow.tensor.moves import On, axis_of
 
 _NO_SEED = 87654321  # what TensorFlow says if nobody has given one

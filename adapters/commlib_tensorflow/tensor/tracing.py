@@ -1,4 +1,4 @@
-"""Tracing: build the graph of a model's call, and return what it does as a `commlib.tensor.trace.Trace`."""
+"""Tracing: build the graph of a model's call, and return what it does as a `commlib.tensor_parallel.trace.Trace`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import tensorflow as tf
 
 import commlib
 from commlib.errors import UsageError
-from commlib.functional.caches import in_caches
-from commlib.functional.per_rank import changed_numbers
-from commlib.functional.seen_weights import Seen, SeenWeights
-from commlib.tensor import equations
-from commlib.tensor.equations import Equation
-from commlib.tensor.lengths import Length
-from commlib.tensor.recording import Recording, replaced, running_line
-from commlib.tensor.styles import PerRank, Style
-from commlib.tensor.trace import Trace
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
+from commlib.tensor_parallel.equations import Equation
+from commlib.tensor_parallel.lengths import Length
+from commlib.tensor_parallel.recording import Recording, replaced, running_line
+from commlib.tensor_parallel.run.caches import in_caches
+from commlib.tensor_parallel.run.per_rank import changed_numbers
+from commlib.tensor_parallel.styles import PerRank, Style
+from commlib.tensor_parallel.trace import Trace
 from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._calls import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.functional.runs import WHOLE, compare_runs, outputs_of
+from commlib.tensor_parallel.checks.runs import WHOLE, compare_runs, outputs_of
 from commlib_tensorflow.tensor._runs import ran
 from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.names import layers_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from commlib import Mesh
 from commlib.bench.steps.contract import Contenders, Sizes, Step, layers_of_stages
 from commlib.expert import Experts
-from commlib.tensor import Column, Row
+from commlib.tensor_parallel import Column, Row
 from commlib_torch.bench_step.model import (
     Block,
     Embed,
@@ -25,7 +25,7 @@ from commlib_torch.bench_step.model import (
 )
 from commlib_torch.expert import auxiliary_loss, expertize
 from commlib_torch.optimizer import DistributedOptimizer
-from commlib_torch.pipeline import pipeline
+from commlib_torch.pipelines.pipeline import pipeline
 from commlib_torch.tensor import parallelize
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.expert.kept import inside_of
-from commlib.functional.reached import is_users_kind
+from commlib.snapshot.reached import is_users_kind
 from commlib_torch._copies import HOOKS, OF_MODULES
 
 _LIBRARIES = ("torch", "commlib", "commlib_torch")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from commlib.functional.agreement import lines_of
-from commlib.functional.likeness import is_plain
+from commlib.comparison.agreement import lines_of
+from commlib.comparison.likeness import is_plain
 from commlib_torch.expert._kept import kept_of, told_of
 
 

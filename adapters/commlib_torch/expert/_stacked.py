@@ -16,9 +16,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import ExpertRanks, shard_for
-from commlib.functional.shards import part
-from commlib.tensor.sharding import Nested, Sharding
-from commlib.tensor.streams import fold
+from commlib.sharding.sharding import Nested, Sharding
+from commlib.sharding.shards import part
+from commlib.tensor_parallel.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import describe, shards_of
 from commlib_torch._tracer import hooks_of

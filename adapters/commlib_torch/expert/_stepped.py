@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from commlib.comparison.whole_weights import MOST, is_due, print_of
 from commlib.expert.shared_gradients import check_step, has_experts
-from commlib.functional.whole_weights import MOST, is_due, print_of
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import uncompiled

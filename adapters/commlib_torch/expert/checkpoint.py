@@ -13,9 +13,9 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert import checkpoint
 from commlib_torch._shards import shard_of
-from commlib_torch._staged import Staged
 from commlib_torch.expert._states import States, own, whole
 from commlib_torch.expert.moe import MoE
+from commlib_torch.pipelines._staged import Staged
 
 
 def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import agree_on_call, lines_of, options_of, together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import agree_on_call, lines_of, options_of, together
 from commlib.mesh_groups import Mesh
-from commlib.tensor.plan import resolve
+from commlib.tensor_parallel.plan import resolve
 from commlib_torch._shards import shard_of
 from commlib_torch.expert._copying import check_copies, copied
 from commlib_torch.expert._kept import kept_of_rank_0

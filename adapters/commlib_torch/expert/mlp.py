@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.expert._stacked import is_called_plainly
 from commlib_torch.tensor.mlp import Activation, activation_of

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from commlib.comparison.agreement import options_of
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
-from commlib.functional.agreement import options_of
 from commlib_torch._bridge import host_array, read, to_tensor
 from commlib_torch._saved_parts import MARK
 from commlib_torch._shards import KeepsShards

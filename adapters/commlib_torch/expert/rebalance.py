@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.moving import moved
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import placed
-from commlib.functional.agreement import together
-from commlib.functional.shards import world_ranks
+from commlib.sharding.shards import world_ranks
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._saved_parts import mark_part
 from commlib_torch._shards import change_shard, shard_of, shards_of

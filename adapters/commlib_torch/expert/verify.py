@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from commlib.comparison.agreement import together
 from commlib.errors import UsageError
 from commlib.expert.verify import DenseRun, compare_dense, mask_of
-from commlib.functional.agreement import together
-from commlib.functional.runs import WHOLE
-from commlib.tensor.recording import replaced
+from commlib.tensor_parallel.checks.runs import WHOLE
+from commlib.tensor_parallel.recording import replaced
 from commlib_torch._bridge import back, host_array
 from commlib_torch._shards import shard_of
 from commlib_torch._unnoticed import unnoticed

@@ -1,6 +1,6 @@
 """Backward of every verb by name: an operation by name itself, which can be differentiated in turn.
 
-What runs on gradients, and by what they are multiplied, `commlib.functional` says for both adapters.
+What runs on gradients, and by what they are multiplied, `commlib.autodiff` says for both adapters.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.tensors import Startable, check_ordered, choose_root
+from commlib.tensor_verbs import Startable, check_ordered, choose_root
 from commlib_torch._call import Work, verb_maker
 from commlib_torch.collectives import ordered, writing
 from commlib_torch.horovod import _autograd

@@ -1,4 +1,4 @@
-"""Noting what ranks must have alike around divided layers of PyTorch: see `commlib.functional.alike`."""
+"""Noting what ranks must have alike around divided layers of PyTorch: see `commlib.tensor_parallel.checks.alike`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commlib.functional.alike import Watch, noted, stride, whole_shape
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.alike import Watch, noted, stride, whole_shape
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._uncompiled import uncompiled
 

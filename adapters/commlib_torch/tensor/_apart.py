@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
 from commlib_torch._unnoticed import mapped
 from commlib_torch.tensor._alike import has_numbers
 from commlib_torch.tensor.moves import gather, scatter
@@ -16,7 +16,7 @@ from commlib_torch.tensor.tracing import tensors_in
 
 
 def apart(axis: Axis, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
-    """Return calls as `commlib.functional.numbers.Runs` says; None for tensors that are in objects. Collective."""
+    """Return calls (see `commlib.tensor_parallel.checks.numbers.Runs`); None for tensors in objects. Collective."""
     args, options = call
     tensors = tensors_in([*args, *options.values()])
     divided = {id(tensors[at]): tensors[at] for at in dims}

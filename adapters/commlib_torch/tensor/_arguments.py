@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.schedule.layout import even
-from commlib.tensor.styles import Slice
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.styles import Slice
 from commlib_torch.tensor._leaves import is_leaf
 
 _DIVIDED = "commlib_arguments"

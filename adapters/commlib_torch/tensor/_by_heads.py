@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from commlib.functional.attention import Attention
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
-from commlib.tensor.moves import Move, gather
+from commlib.context_parallel import Layout
+from commlib.context_parallel.attention import Attention
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import Move, gather
 from commlib_torch.tensor._ring import Way, ring_attention
 from commlib_torch.tensor._taken import taken
 from commlib_torch.tensor.moves import moved

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from commlib.comparison.agreement import Agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import Agreement
-from commlib.functional.alike import begin
-from commlib.functional.axis import Axis
-from commlib.functional.division import Division
-from commlib.functional.shards import Shard
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.sharding.shards import Shard
+from commlib.tensor_parallel.checks.alike import begin
+from commlib.tensor_parallel.run.division import Division
 from commlib_torch._autograd import backward_passes
 from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.functional.axis import Axis
-from commlib.functional.moves import run, start
-from commlib.tensor.moves import COPY, Move, gather
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import COPY, Move, gather
+from commlib.tensor_parallel.run.moves import run, start
 from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.guide import Guide
-from commlib.functional.per_rank import changed_numbers, numbers_of_rank, whole_numbers_of
-from commlib.functional.runs import Run
-from commlib.functional.seen_weights import seen_weights
-from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.guide import Guide
+from commlib.tensor_parallel.checks.runs import Run
+from commlib.tensor_parallel.checks.seen_weights import seen_weights
+from commlib.tensor_parallel.run.per_rank import changed_numbers, numbers_of_rank, whole_numbers_of
+from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import fresh, unnoticed
@@ -46,7 +46,7 @@ def forward(
     evaluate: bool,
     stands_in: bool,
 ) -> Run | None:
-    """Run a model as `commlib.functional.numbers.Runs` says. axis: among which it is divided.
+    """Run a model as `commlib.tensor_parallel.checks.numbers.Runs` says. axis: among which it is divided.
 
     stands_in: with other numbers for weights that are zeros.
     """

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.functional.guide import Guide
-from commlib.tensor.trace import Step
+from commlib.tensor_parallel.checks.guide import Guide
+from commlib.tensor_parallel.trace import Step
 from commlib_torch._bridge import back
 from commlib_torch._unnoticed import mapped
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.schedule.layout import even
+from commlib.sharding.axis import Axis
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib.functional.shards import Shard
+from commlib.sharding.shards import Shard
 from commlib_torch._bridge import back, host_array
 from commlib_torch._shards import divided_with, shard_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commlib.functional.caches import in_caches
+from commlib.tensor_parallel.run.caches import in_caches
 
 
 def held(tensors: list[Tensor], wanted: set[int], outside: set[int], roots: Iterable[Any]) -> set[int]:

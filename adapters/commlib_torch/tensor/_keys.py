@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commlib.functional.axis import Axis
-from commlib.tensor.context import Layout
-from commlib.tensor.moves import gather
+from commlib.context_parallel import Layout
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.moves import gather
 from commlib_torch.tensor._taken import taken
 from commlib_torch.tensor.moves import moved
 

@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from commlib.functional.axis import Axis
-from commlib.tensor import equations
-from commlib.tensor.equations import Equation
-from commlib.tensor.styles import Style
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.equations import Equation
+from commlib.tensor_parallel.styles import Style
 
 _POINTWISE = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,

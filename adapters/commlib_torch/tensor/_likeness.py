@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from commlib.functional.likeness import Likeness, is_function, is_plain, own_settings
+from commlib.comparison.likeness import Likeness, is_function, is_plain, own_settings
 
 _PYTORCHS, _OURS = "torch.nn.modules.", "commlib"
 """Modules of modules that say how they are set, and of those whose numbers may be a rank's."""

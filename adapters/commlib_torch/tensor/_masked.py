@@ -1,6 +1,7 @@
 """Attention over a block of which a query does not see each key, or where weights are dropped: by products.
 
-What is seen is asked of a `Sight`. Else as `ByProducts`, with the stats of scores that `commlib.functional.ring` has.
+What is seen is asked of a `Sight`. Else as `ByProducts`, with the statistics of scores that
+`commlib.context_parallel.ring` has.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from commlib.functional.own_numbers import whole_of
-from commlib.functional.per_rank import Number, numbers_of
-from commlib.tensor.styles import Style
+from commlib.tensor_parallel.run.own_numbers import whole_of
+from commlib.tensor_parallel.run.per_rank import Number, numbers_of
+from commlib.tensor_parallel.styles import Style
 from commlib_torch.tensor._leaves import is_leaf
 
 

@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
-from commlib.functional.on_parts import are_parts, refuse_move, tried
-from commlib.tensor import styles
-from commlib.tensor.equations import along
-from commlib.tensor.recording import replaced
-from commlib.tensor.styles import Style
+from commlib.tensor_parallel import styles
+from commlib.tensor_parallel.checks.on_parts import are_parts, refuse_move, tried
+from commlib.tensor_parallel.equations import along
+from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.styles import Style
 from commlib_torch._bridge import back, host_array
 from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor import moves

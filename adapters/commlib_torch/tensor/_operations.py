@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.tensor import equations
-from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.equations import UNKNOWN_LENGTH, Equation, Shape
 
 Found = dict[str, Any]
 """The fields of a step: its kind, and what goes with that."""

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from commlib.functional.axis import Axis
+from commlib.sharding.axis import Axis
 from commlib_torch._shards import shard_of, shards_of
 
 

@@ -1,4 +1,4 @@
-"""Ring attention for PyTorch: the blocks of `commlib.functional.ring`, and the autograd function around it."""
+"""Ring attention for PyTorch: the blocks of `commlib.context_parallel.ring`, and the autograd function around it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
+from commlib.context_parallel import Block, Layout
+from commlib.context_parallel.attention import Attention
+from commlib.context_parallel.ring import pass_on
 from commlib.errors import UsageError
-from commlib.functional.attention import Attention
-from commlib.functional.ring import pass_on
-from commlib.tensor.context import Block, Layout
 from commlib_torch._bridge import read, to_tensor
 from commlib_torch.devices import in_order
 from commlib_torch.tensor._masked import finite, masked_backward, masked_forward

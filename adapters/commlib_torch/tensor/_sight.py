@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commlib.functional.attention import Attention
-from commlib.functional.sequences import positions
-from commlib.tensor.context import Block, Layout
-from commlib.tensor.context.dropping import MIXING, hashed, hashed_key, least_kept, started
+from commlib.context_parallel import Block, Layout
+from commlib.context_parallel.attention import Attention
+from commlib.context_parallel.dropping import MIXING, hashed, hashed_key, least_kept, started
+from commlib.context_parallel.sequences import positions
 
 
 class Bits(NamedTuple):

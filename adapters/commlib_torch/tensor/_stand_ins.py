@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from commlib.functional.stand_ins import stand_in
+from commlib.tensor_parallel.checks.stand_ins import stand_in
 from commlib_torch._shards import shard_of
 
 

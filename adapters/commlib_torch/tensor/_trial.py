@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.tensor import equations
-from commlib.tensor.equations import Equation
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.equations import Equation
 
 _MOST_ROUNDINGS = 1000
 """By how many of its dtype's roundings, of the largest element, a number may differ."""

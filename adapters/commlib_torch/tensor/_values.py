@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.communicator import Communicator
-from commlib.functional.shards import others_of, world_ranks
+from commlib.sharding.shards import others_of, world_ranks
 from commlib_torch._bridge import array_of, on_host
 from commlib_torch._shards import shard_of
 

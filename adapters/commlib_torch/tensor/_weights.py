@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Row, Sequence, Vocabulary
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.styles import Column, Row, Sequence, Vocabulary
 from commlib_torch._shards import shards_of
 from commlib_torch.tensor.layers import find_layer
 

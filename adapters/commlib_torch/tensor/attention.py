@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.schedule.layout import even
-from commlib.tensor import moves
-from commlib.tensor.moves import REDUCE
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide

@@ -18,11 +18,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
+from commlib.comparison.agreement import together
 from commlib.errors import CommlibError, UsageError
-from commlib.functional.agreement import together
-from commlib.functional.alike import unwatched
-from commlib.functional.axis import Axis
-from commlib.functional.checks import (
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.alike import unwatched
+from commlib.tensor_parallel.checks.checks import (
     called_outside,
     check_first_call,
     check_parts,
@@ -32,13 +32,13 @@ from commlib.functional.checks import (
     put_later,
     too_many_kinds,
 )
-from commlib.functional.division import Division
-from commlib.functional.guide import Guide
-from commlib.functional.kinds import KINDS, Kinds, Same, kind_of
-from commlib.functional.runs import Outputs, Run
-from commlib.functional.seen_weights import seen_weights
-from commlib.tensor.styles import Row, Style, Vocabulary
-from commlib.tensor.trace import Trace
+from commlib.tensor_parallel.checks.guide import Guide
+from commlib.tensor_parallel.checks.kinds import KINDS, Kinds, Same, kind_of
+from commlib.tensor_parallel.checks.runs import Outputs, Run
+from commlib.tensor_parallel.checks.seen_weights import seen_weights
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.styles import Row, Style, Vocabulary
+from commlib.tensor_parallel.trace import Trace
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._alike import has_numbers
@@ -52,7 +52,7 @@ from commlib_torch.tensor.verify import ran
 
 
 class Traced:
-    """A model of PyTorch for `commlib.functional.checks`: a call is (arguments, options).
+    """A model of PyTorch for `commlib.tensor_parallel.checks.checks`: a call is (arguments, options).
 
     axis: among whose ranks it is, or will be, divided; None where numbers are not compared.
     """

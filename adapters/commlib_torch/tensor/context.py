@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from commlib.functional.agreement import or_refused
-from commlib.functional.attention import WHAT, Attention, Given, Options
-from commlib.functional.axis import Axis
+from commlib.comparison.agreement import or_refused
+from commlib.context_parallel.attention import WHAT, Attention, Given, Options
+from commlib.sharding.axis import Axis
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import attention_by_heads

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor import moves
-from commlib.tensor.moves import COPY, REDUCE
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import COPY, REDUCE
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import divide

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by words: see `commlib.tensor.vocabulary` for the recipe."""
+"""Cross-entropy of logits that are divided by words: see `commlib.tensor_parallel.vocabulary` for the recipe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import digest_of, or_refused
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.functional.agreement import digest_of, or_refused
-from commlib.functional.axis import Axis
-from commlib.functional.whole_logits import ROWS, refuse_whole, stride
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.run.whole_logits import ROWS, refuse_whole, stride
 from commlib_torch._bridge import host_array
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.collectives import writing

@@ -7,10 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.functional.axis import Axis
-from commlib.tensor import features, moves
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Sequence
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel import features, moves
+from commlib.tensor_parallel.styles import Sequence
 from commlib_torch._shards import KeepsShards, shard_of
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._leaves import INSTANCE_NORMS, feature_dim

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from commlib.errors import UsageError
-from commlib.functional.division import Division
-from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_torch.tensor._dividing import check_division
 from commlib_torch.tensor._leaves import has_features, is_transposed
 from commlib_torch.tensor._linear import is_plain_linear

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.sharers import Sharers, sharers_of
-from commlib.tensor import moves
-from commlib.tensor.moves import REDUCE
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row, Vocabulary
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.sharding.sharers import Sharers, sharers_of
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
+from commlib.tensor_parallel.styles import Column, Row, Vocabulary
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
@@ -26,7 +26,7 @@ class ColumnLinear(KeepsShards, nn.Linear):
 
     As `nn.Linear(in_features, out_features)`, with the values that this has for the same seed. x: (..., in_features),
     whole on every rank, or divided along `sequence`. Returns (..., this rank's outputs), or all with `gather`. Other
-    arguments: see `commlib.tensor.Column`.
+    arguments: see `commlib.tensor_parallel.Column`.
     """
 
     style: Column | Vocabulary

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, Row
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear

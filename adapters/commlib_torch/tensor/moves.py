@@ -1,4 +1,4 @@
-"""Moves of tensors over an axis, with their gradients: see `commlib.tensor.moves` for what each does."""
+"""Moves of tensors over an axis, with their gradients: see `commlib.tensor_parallel.moves` for what each does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.autograd import Function
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.moves import run
-from commlib.tensor import moves
-from commlib.tensor.moves import COPY, REDUCE, Move
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import COPY, REDUCE, Move
+from commlib.tensor_parallel.run.moves import run
 from commlib_torch._bridge import array_of, core_array, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.devices import device_of, in_order

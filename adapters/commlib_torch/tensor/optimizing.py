@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commlib.functional.alike import Watch, check_alike
-from commlib.functional.axis import Axis
-from commlib.functional.optimizers import check_optimizer
-from commlib.functional.shards import world_ranks
-from commlib.functional.whole_weights import MOST, is_due
+from commlib.comparison.whole_weights import MOST, is_due
+from commlib.sharding.axis import Axis
+from commlib.sharding.shards import world_ranks
+from commlib.tensor_parallel.checks.alike import Watch, check_alike
+from commlib.tensor_parallel.run.optimizers import check_optimizer
 from commlib_torch._bridge import back, dtype_name, host_array
 from commlib_torch._saved_parts import check_part, mark_part
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, Row
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._alike import given
 from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor._heads import attended

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.agreement import agree_on_call, together
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import agree_on_call, together
-from commlib.functional.axis import Axis
-from commlib.functional.checks import Checks, found_plan
-from commlib.functional.division import Division
-from commlib.functional.per_rank import Number, check_numbers, divide_numbers
-from commlib.tensor.plan import Plan, lines, resolve
-from commlib.tensor.styles import PerRank, Slice, Style
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.checks.checks import Checks, found_plan
+from commlib.tensor_parallel.plan import Plan, lines, resolve
+from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.run.per_rank import Number, check_numbers, divide_numbers
+from commlib.tensor_parallel.styles import PerRank, Slice, Style
 from commlib_torch._fast_path import keep_padding
 from commlib_torch._shards import shard_of
 from commlib_torch._uncompiled import original
@@ -53,12 +53,12 @@ def parallelize(
 
     verify: a batch (a tensor, or a tuple or dict of the model's arguments), the same on all ranks, for one forward and
     backward beside those of the undivided model, which are kept for so long. example: a batch on which the plan is
-    checked by `commlib.tensor.rules`, and by the numbers of a forward, before anything is divided. Without either these
-    are checked at the model's first call, which runs the model three times more, as does the first call of each other
-    kind (in evaluation, with a flag). codec: in which activations and their
-    gradients travel, such as "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()`
-    without gather always may, for `vocabulary_cross_entropy`: of such, F.cross_entropy, argmax and generate() see this
-    rank's words alone; with gather=True they are whole.
+    checked by `commlib.tensor_parallel.rules`, and by the numbers of a forward, before anything is divided. Without
+    either these are checked at the model's first call, which runs the model three times more, as does the first call of
+    each other kind (in evaluation, with a flag). codec: in which activations and their gradients travel, such as
+    "bf16". divided_output: what the model returns may stay divided. Logits of `Vocabulary()` without gather always may,
+    for `vocabulary_cross_entropy`: of such, F.cross_entropy, argmax and generate() see this rank's words alone; with
+    gather=True they are whole.
 
     Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
     other numbers, MismatchError if ranks hold different models or plans. The model is as it was then, but if it was

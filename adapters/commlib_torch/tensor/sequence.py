@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
-from commlib.tensor.styles import Replicate, Sequence
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch._unnoticed import unnoticed
 from commlib_torch.tensor._alike import given

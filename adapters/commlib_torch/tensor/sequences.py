@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from commlib.comparison.order import note_layout
+from commlib.context_parallel import Layout, document_bounds, sequence_loader
+from commlib.context_parallel.sequences import Terms, settle
+from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.functional import sequence_loader
-from commlib.functional.axis import Axis
-from commlib.functional.order import note_layout
-from commlib.functional.sequences import Terms, settle
-from commlib.functional.sequences import position_ids as positions_of
-from commlib.tensor import moves
-from commlib.tensor.context import Layout, document_bounds
-from commlib.tensor.moves import REDUCE
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel import moves
+from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._taken import taken
@@ -89,7 +88,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
 
 
 class SequenceLoader(sequence_loader.SequenceLoader):
-    """Iterate over this rank's part of batches of whole sequences: see `commlib.functional.sequence_loader`.
+    """Iterate over this rank's part of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
 
     batches: any iterable, such as a DataLoader, of mappings of tensors or arrays. Tensors come out.
     """

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.shards import Shard
+from commlib.sharding.shards import Shard
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._optimizer_state import copied, load_named, named_state
 from commlib_torch._shards import renew_all, shard_of

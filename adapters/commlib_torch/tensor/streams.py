@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.mesh_groups import Mesh
-from commlib.tensor.streams import fold, seed_at
+from commlib.sharding.axis import Axis
+from commlib.tensor_parallel.streams import fold, seed_at
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import On, axis_of
 

@@ -1,4 +1,4 @@
-"""Tracing: run a model once on an example, and return what it does as a `commlib.tensor.trace.Trace`."""
+"""Tracing: run a model once on an example, and return what it does as a `commlib.tensor_parallel.trace.Trace`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 import commlib
 from commlib.errors import UsageError
-from commlib.functional.guide import Guide, is_guided
-from commlib.functional.seen_weights import Seen, SeenWeights
-from commlib.tensor import equations
-from commlib.tensor.equations import Equation
-from commlib.tensor.lengths import Length
-from commlib.tensor.recording import Recording, replaced, running_line, runs_within
-from commlib.tensor.styles import PerRank, Slice, Style
-from commlib.tensor.trace import Step, Trace
+from commlib.tensor_parallel import equations
+from commlib.tensor_parallel.checks.guide import Guide, is_guided
+from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
+from commlib.tensor_parallel.equations import Equation
+from commlib.tensor_parallel.lengths import Length
+from commlib.tensor_parallel.recording import Recording, replaced, running_line, runs_within
+from commlib.tensor_parallel.styles import PerRank, Slice, Style
+from commlib.tensor_parallel.trace import Step, Trace
 from commlib_torch._uncompiled import uncompiled_calls
 from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _arguments, _leaves, moves

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row
+from commlib.sharding.axis import Axis
+from commlib.sharding.sharding import Sharding, parts_of
+from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import become_column, outputs_of_column, outputs_of_row

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from commlib.dtypes import Array
-from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
-from commlib.tensor.sharding import Sharding
+from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.checks.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib_torch._bridge import host_array
 from commlib_torch._shards import shards_in
 from commlib_torch._uncompiled import uncompiled_calls

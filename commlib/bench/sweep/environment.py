@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from commlib.bench.record import gather_facts
-from commlib.launchers import find_launcher
+from commlib.launch.launchers import find_launcher
 from commlib.topology import Topology
 
 _ALWAYS_OTHER = ("date", "load", "command", "slurm")  # from one start to the next

@@ -10,7 +10,7 @@ import pytest
 from commlib.bench import cases
 from commlib.bench.verbs import VERBS
 from commlib.dtypes import NUMPY
-from tests.oracle import combined
+from tests.oracles.oracle import combined
 
 RANKS, ROOT = 3, 1
 DATA = [verb for verb in VERBS if verb != "barrier"]

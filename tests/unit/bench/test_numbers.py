@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commlib.bench import numbers
 from commlib.dtypes import DTYPES, NUMPY
-from tests.oracle import REDUCIBLE, assert_same, combined
+from tests.oracles.oracle import REDUCIBLE, assert_same, combined
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 113, 127, 128, 129, 256, 257, 300, 600])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.buffers.symmetric import SymmetricMemory
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 class Memory:

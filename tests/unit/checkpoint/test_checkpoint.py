@@ -13,7 +13,7 @@ import pytest
 from commlib.checkpoint import Checkpoint, folders
 from commlib.checkpoint.checkpoint import Part, first_with, writer_for
 from commlib.errors import CommlibError, UsageError
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 class Cell:

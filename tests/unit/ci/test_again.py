@@ -1,4 +1,4 @@
-"""tests/again.py: what a further run would only say again is left out, and nothing else."""
+"""tests/plugins/again.py: what a further run would only say again is left out, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_unknown_words_are_refused(tmp_path):
 
 
 ADAPTER = """
-from tests.again import leaves_out, mark_adapter
+from tests.plugins.again import leaves_out, mark_adapter
 
 EVERY = {"every_mpi": ("test_verbs.py",), "every_number": ("test_always",)}
 
@@ -83,6 +83,17 @@ def collect(folder, *options):
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  any_ranks\n  any_mpi\n  ranks\n")
     if not list(folder.glob("test_*.py")):
         (folder / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "--co", "-p", "no:cacheprovider", "-p", "tests.again", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--co",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.plugins.again",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""tests/moving.py: dots come in lines that end, however slow the tests are."""
+"""tests/plugins/moving.py: dots come in lines that end, however slow the tests are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 TESTS = """
 import pytest
-from tests import moving
+from tests.plugins import moving
 moving.SECONDS = {seconds}
 @pytest.mark.parametrize("number", range(5))
 def test_it(number): pass
@@ -20,7 +20,17 @@ def test_it(number): pass
 def dots(folder, seconds):
     file = folder / "test_five.py"
     file.write_text(TESTS.format(seconds=seconds))
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "tests.moving", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--color=no",
+        "-p",
+        "tests.plugins.moving",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["--rootdir", str(folder), str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.variants import spread
+from tests.plugins.variants import spread
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 import commlib
-from commlib import cuda_probe, launch, launcher_match, mpi_on_gpus
+from commlib import mpi_on_gpus
 from commlib.cli.app import app
-from commlib.config import Config, variable
-from commlib.config_rows import rows
-from commlib.cuda_probe import Found
+from commlib.config.rows import rows
+from commlib.config.settings import Config, variable
 from commlib.diagnosis import mpi
 from commlib.diagnosis.facts import Mpi
 from commlib.diagnosis.mpi import Tried
 from commlib.errors import TransportError
+from commlib.launch import launcher_match, mpi_start
+from commlib.transport import cuda_probe
+from commlib.transport.cuda_probe import Found
 
 STARTED = Mpi("", "", "MPICH", "mpich", "", "4.1", "MULTIPLE", "no (says 0)", 0.25)
 
@@ -32,7 +34,7 @@ def info(*arguments: str, code: int = 0, **environment: str) -> str:
 @pytest.fixture(autouse=True)
 def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no MPI into the process of the unit tests."""
-    monkeypatch.setattr(launch, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
+    monkeypatch.setattr(mpi_start, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
     monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, True))
 
 
@@ -61,7 +63,7 @@ def test_no_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[str, str]:
         raise TransportError("mpi4py cannot load an MPI library")
 
-    monkeypatch.setattr(launch, "find_library", none)
+    monkeypatch.setattr(mpi_start, "find_library", none)
     assert "MPI       none: mpi4py cannot load an MPI library\n" in info()
 
 
@@ -88,7 +90,7 @@ def test_rank_0_alone_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     Whether this process has Open MPI's libraries depends on the tests before.
     """
     monkeypatch.setattr(launcher_match, "mapped_libraries", lambda name: [])
-    monkeypatch.setattr(launch, "was_started", lambda: False)
+    monkeypatch.setattr(mpi_start, "was_started", lambda: False)
     environment = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     result = CliRunner().invoke(app, ["info"], env=environment)
     assert result.output == "" and isinstance(result.exception, TransportError)

@@ -12,9 +12,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from commlib import launch
 from commlib.cli.app import app
 from commlib.errors import TransportError
+from commlib.launch import mpi_start
 from commlib.slurm import waiting
 from commlib.slurm.job import Job
 
@@ -34,7 +34,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty working folder, a library without loading one, and no Slurm."""
-    monkeypatch.setattr(launch, "find_library", lambda: ("Open MPI v5.0.11", "/lib/libmpi.so.40"))
+    monkeypatch.setattr(mpi_start, "find_library", lambda: ("Open MPI v5.0.11", "/lib/libmpi.so.40"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
@@ -69,14 +69,14 @@ def test_it_writes_a_script(place: Path) -> None:
     ("library", "mpi"), [("Open MPI v5", "pmix"), ("MPICH 5", "pmi2"), ("Intel(R) MPI 21", "pmi2")]
 )
 def test_mpi_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, library: str, mpi: str) -> None:
-    monkeypatch.setattr(launch, "find_library", lambda: (library, ""))
+    monkeypatch.setattr(mpi_start, "find_library", lambda: (library, ""))
     assert f"\nsrun --mpi={mpi} " in slurm("run", "true")
     assert "\nmpirun " in slurm("run", "--mpi", "mpirun", "true")
 
 
 def test_a_wheel_of_open_mpi_is_told_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under srun it had no texts of its errors: mpirun tells it where they are."""
-    monkeypatch.setattr(launch, "find_library", lambda: ("Open MPI v5", f"{sys.prefix}/lib/libmpi.so.40"))
+    monkeypatch.setattr(mpi_start, "find_library", lambda: ("Open MPI v5", f"{sys.prefix}/lib/libmpi.so.40"))
     assert f"\nexport OPAL_PREFIX={sys.prefix}\n" in slurm("run", "true")
     assert "\nexport OPAL_PREFIX=/there\n" in slurm("run", "--env", "OPAL_PREFIX=/there", "true")
     for options in (("--mpi", "mpirun"), ("--venv", "/another"), ("--venv", "none")):
@@ -87,7 +87,7 @@ def test_no_mpi_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[str, str]:
         raise TransportError("mpi4py cannot load an MPI library")
 
-    monkeypatch.setattr(launch, "find_library", none)
+    monkeypatch.setattr(mpi_start, "find_library", none)
     assert "mpi is not given, and no MPI library" in " ".join(slurm("run", "true", code=2).split())
 
 

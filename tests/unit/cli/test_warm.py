@@ -41,7 +41,7 @@ def reading(name):
     asked.add(name)
     return read(name)
 cache.read = reading
-from tests import ahead
+from tests.bodies import ahead
 for work in ahead.WORK:
     work()
 print(*sorted(asked))
@@ -116,7 +116,7 @@ def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
     assert settings == ["NUMBA_CPU_NAME=x86-64-v2", "NUMBA_CPU_FEATURES="]
     (folder,) = (tmp_path / "commlib").iterdir()
     before = set(os.listdir(folder))
-    verbs = "from tests import ahead\nahead.verbs()\nfrom commlib.kernels.ahead import folder\nprint(folder())"
+    verbs = "from tests.bodies import ahead\nahead.verbs()\nfrom commlib.kernels.ahead import folder\nprint(folder())"
     job = {**os.environ, **home, **dict(setting.split("=") for setting in settings)}
     done = subprocess.run([sys.executable, "-c", verbs], env=job, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr

@@ -7,10 +7,10 @@ import logging
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import UsageError
-from tests.loopback import run
-from tests.oracle import assert_same, combined, values
+from tests.bodies.loopback import run
+from tests.oracles.oracle import assert_same, combined, values
 
 LAYOUTS = pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]], ids=["one node", "two nodes"])
 CONFIG = Config(timeout=5)

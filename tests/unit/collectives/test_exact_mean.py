@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.collectives import rails
-from commlib.config import Config
+from commlib.collectives.host import rails
+from commlib.config.settings import Config
 from commlib.errors import UsageError
 from commlib.schedule import algorithms
-from tests import loopback
+from tests.bodies import loopback
 from tests.late import LATE, OnDevice
 
 CONFIG = Config(timeout=10, slot_kib=4, staging_kib=8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import UsageError
-from tests.loopback import run
-from tests.oracle import assert_same
+from tests.bodies.loopback import run
+from tests.oracles.oracle import assert_same
 
 LAYOUTS = [[0], [0, 0], [0, 1, 2], [0, 0, 1, 1]]
 layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))

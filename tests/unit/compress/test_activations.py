@@ -12,8 +12,8 @@ from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.codecs.sparse import TopK
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
+from tests.bodies.loopback import run
 from tests.late import LATE, LateArray
-from tests.loopback import run
 from tests.unit.compress.known_codecs import Exact
 
 

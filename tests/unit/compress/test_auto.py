@@ -15,8 +15,8 @@ from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.devices.host import HOST
 from commlib.errors import UsageError
 from commlib.kernels.host.reduce import reduce_function
+from tests.bodies.loopback import run
 from tests.late import LATE
-from tests.loopback import run
 
 
 def unwatched(text):

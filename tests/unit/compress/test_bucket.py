@@ -8,7 +8,7 @@ import pytest
 from commlib.compress.bucket import CompressedBucket, SlowLink, parts_within, split_piece
 from commlib.compress.scheme import Part
 from commlib.compress.schemes.all_to_all import AllToAll
-from tests.loopback import run
+from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact, Whole
 
 PARTS = [Part("a", 0, (40, 50)), Part("b", 2016, (700,)), Part("c", 2720, (1,))]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.collectives.station import Station
-from commlib.config import Config
-from tests.compressing import COMPRESSIONS, check
+from commlib.collectives.device.staging_queue import Station
+from commlib.config.settings import Config
+from tests.bodies.compressing import COMPRESSIONS, check
+from tests.bodies.loopback import run
 from tests.late import LATE
-from tests.loopback import run
 
 CONFIG = Config(timeout=20)
 

@@ -11,7 +11,7 @@ from commlib.communicator import Communicator
 from commlib.compress import GradientCompression, Part, scheme_of
 from commlib.compress.gaps import Gaps
 from commlib.devices.host import HOST
-from tests import loopback
+from tests.bodies import loopback
 from tests.late import LATE
 
 PARTS = [Part("b", 16, (3, 3)), Part("a", 0, (5,))]

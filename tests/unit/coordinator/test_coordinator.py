@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.coordinator import Coordinator, Request
 from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def coordinated(size, function, **options):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.cost.chooser import Choice, Chooser, Kind, Tuning, usual_machine
 from commlib.cost.model import DEFAULT, ETHERNET, Machine, best
 from commlib.cost.records import MOST_SEGMENTS, Entry, Fitted, Measured

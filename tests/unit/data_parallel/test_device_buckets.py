@@ -11,14 +11,14 @@ from commlib.compress.codecs.sparse import TopK
 from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.power_sgd import PowerSGD
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.data_parallel.compressed import CompressedPlans
 from commlib.data_parallel.memory import BucketMemory
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
-from tests import loopback
-from tests.compressing import assert_same
+from tests.bodies import loopback
+from tests.bodies.compressing import assert_same
 from tests.late import LATE
 
 SPECS = [Parameter(name, count, "float32", 4, device="late", scale=0.5) for name, count in [("a", 5), ("b", 300)]]

@@ -9,7 +9,7 @@ import pytest
 from commlib.communicator import Communicator
 from commlib.data_parallel import Engine, Parameter, make_buckets, overlap_pays
 from commlib.data_parallel.buckets import Bucket
-from tests import loopback
+from tests.bodies import loopback
 
 from .fake import FakeComm, FakePlan, FakeWorld
 

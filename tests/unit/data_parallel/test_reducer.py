@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.errors import MismatchError, UsageError
-from tests import loopback
+from tests.bodies import loopback
 
 SHAPES = {"a": (5,), "b": (3, 4), "c": (), "d": (40, 10)}
 GRADIENTS = [Gradient(name, shape, "float64") for name, shape in SHAPES.items()]

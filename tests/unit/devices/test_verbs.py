@@ -8,18 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from commlib.collectives.station import Station
-from commlib.config import Config
+from commlib.collectives.device.staging_queue import Station
+from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import MismatchError, StallError, UsageError
 from commlib.kernels.host.reduce import reduce_function
 from commlib.runtime.device_work import DeviceWork
 from commlib.schedule import algorithms
-from tests import checks
+from tests.bodies import checks
+from tests.bodies.loopback import run
 from tests.late import LATE, LateArray, OnDevice
 from tests.late.stream import LateStream
-from tests.loopback import run
-from tests.oracle import REDUCIBLE, combined, values
+from tests.oracles.oracle import REDUCIBLE, combined, values
 
 LAYOUTS = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
 CONFIG = Config(timeout=20, slot_kib=1, staging_kib=1)  # what is larger than 1 KiB goes in pieces
@@ -220,7 +220,7 @@ def reduce_once(comm):
 
 def test_a_missing_wait_of_the_host_is_seen(monkeypatch, slowly):
     run(2, reduce_once, config=CONFIG)
-    monkeypatch.setattr("commlib.collectives.staged.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.collectives.device.staged.wait_for", lambda event, on_wait: None)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 
@@ -298,7 +298,7 @@ class SilentStream(LateStream):
 
 
 def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
-    monkeypatch.setattr("commlib.collectives.station.LAST", 0.2)
+    monkeypatch.setattr("commlib.collectives.device.staging_queue.LAST", 0.2)
     stream = SilentStream()
     monkeypatch.setattr(LATE, "stream", lambda: stream)
 

@@ -12,7 +12,7 @@ import pytest
 from commlib.diagnosis.checks import CHECKS, problems
 from commlib.diagnosis.facts import Job, Link, Network, Rank, Start
 from commlib.diagnosis.problem import ERROR, NOTE, WARNING, Problem
-from tests.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
+from tests.inputs.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
 
 
 def with_(**changes: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.config import Config, variable
+from commlib.config.settings import Config, variable
 from docs import hooks, settings
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from commlib.expert.exchange import Exchange
 from commlib.expert.hierarchical import Hierarchical
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 @dataclass

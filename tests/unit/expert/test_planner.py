@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.expert.moving import moved
 from commlib.expert.placement import Placement
 from commlib.expert.planner import imbalance, plan
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def test_two_hot_experts_part() -> None:

@@ -15,7 +15,7 @@ from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.expert import Experts
 from commlib.expert.routing import Routing, route, updated_bias
-from tests.loopback import run
+from tests.bodies.loopback import run
 from tests.unit.expert.routing_reference import balance_of, entropy_of, gates_of, select, z_of
 
 OPTIONS: list[dict[str, Any]] = [

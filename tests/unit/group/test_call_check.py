@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, PeerError
 from commlib.group.call_check import compare_messages, mismatch
 from commlib.transport.loopback import transports
-from tests import checks
-from tests.loopback import run
+from tests.bodies import checks
+from tests.bodies.loopback import run
 
 NODES = pytest.mark.parametrize(
     "nodes", [[0, 1], [0, 0, 1], [0, 1, 0, 1, 2]], ids=lambda nodes: "".join(map(str, nodes))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import checks
-from tests.loopback import run
+from tests.bodies import checks
+from tests.bodies.loopback import run
 
 
 def exercise(group):

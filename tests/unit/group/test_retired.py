@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.config import Config
-from tests.loopback import run
+from commlib.config.settings import Config
+from tests.bodies.loopback import run
 
 
 def healthy(group: Any) -> None:

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
-from tests.loopback import run
+from commlib.config.settings import Config
+from tests.bodies.loopback import run
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1]])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commlib.errors import UsageError
 from commlib.horovod.broadcast import NamedRanks, broadcast_pack, named, packs
 from commlib.horovod.nested import Hole, map_leaves, put_back, take_out
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 Pair = namedtuple("Pair", "a b")
 

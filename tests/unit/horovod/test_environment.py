@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.config import load
+from commlib.config.settings import load
 from commlib.errors import TransportError, UsageError
 from commlib.horovod.environment import check_launcher, read
 

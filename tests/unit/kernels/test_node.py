@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, StallError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host import node as kernels
@@ -22,7 +22,7 @@ from commlib.kernels.host.reduce import reduce_function
 from commlib.node.board import NodeBoard
 from commlib.node.collective import NodeCollective
 from commlib.transport.loopback import transports
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 CONFIG = Config(timeout=10, slot_kib=1)
 

@@ -12,7 +12,7 @@ from commlib.dtypes import NUMPY, kernel_operation
 from commlib.errors import UsageError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host.reduce import BLOCK, reduce_function
-from tests.oracle import REDUCIBLE, assert_same, combined, values
+from tests.oracles.oracle import REDUCIBLE, assert_same, combined, values
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, StallError, UsageError
 from commlib.mesh_groups import Mesh
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def check_group(comm, group, expected):

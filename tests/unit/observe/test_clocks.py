@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from commlib.observe.clocks import clock_id, compare_clocks, note_clock
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 AHEAD = {0: 0, 1: 5_000_000_000, 2: 5_000_000_000, 3: -77_000_000}  # ns, of each rank's clock
 CLOCKS = {0: "a", 1: "b", 2: "b", 3: "c"}

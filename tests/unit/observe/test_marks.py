@@ -12,7 +12,7 @@ from commlib.observe.clocks import now_on_both
 from commlib.observe.journal import Journal, journal_of
 from commlib.observe.recorder import Record, Recorder
 from commlib.observe.timeline import Timeline
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def traced(path):

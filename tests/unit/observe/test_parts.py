@@ -19,8 +19,8 @@ from commlib.coordinator import Coordinator, Request
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import chain, make, verify
-from tests.loopback import run
-from tests.pipelines import ArrayStage, ArrayTensors, batch_of
+from tests.bodies.loopback import run
+from tests.bodies.pipelines import ArrayStage, ArrayTensors, batch_of
 
 TINY = 64 / 2**20
 

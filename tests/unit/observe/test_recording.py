@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.coordinator import Coordinator, Request
 from commlib.errors import MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import Phase
@@ -19,8 +19,8 @@ from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import RECORDED, Progress
 from commlib.runtime.recording import Recording
-from tests.every_verb import calls, check_one_call, phases
-from tests.loopback import run
+from tests.bodies.every_verb import calls, check_one_call, phases
+from tests.bodies.loopback import run
 
 LAYOUTS = [([0], "alone"), ([0, 0], "node"), ([0, 1], "network"), ([0, 0, 1, 1], "hierarchical")]
 layouts = pytest.mark.parametrize("nodes", [nodes for nodes, _ in LAYOUTS], ids=[name for _, name in LAYOUTS])

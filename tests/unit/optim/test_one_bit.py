@@ -13,8 +13,8 @@ from commlib.errors import MismatchError, UsageError
 from commlib.optim.one_bit_adam import OneBitAdam
 from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
 from commlib.optim.one_bit_moments import Hyper, Moments
+from tests.bodies.loopback import run
 from tests.late import LATE
-from tests.loopback import run
 from tests.unit.compress.known_codecs import Exact
 
 SHAPES = {"w": 30, "b": 7, "none": 0, "late": 12}

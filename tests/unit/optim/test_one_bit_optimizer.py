@@ -14,7 +14,7 @@ from commlib.optim.one_bit_adam import OneBitAdam
 from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
 from commlib.optim.one_bit_moments import Hyper, Moments, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 COUNTS = [5, 3]
 HYPERS = [Hyper(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8)] * len(COUNTS)

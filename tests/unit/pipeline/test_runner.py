@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import PeerError, StallError, UsageError
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule, ScheduleError, chain, make, simulate, table, verify
 from commlib.pipeline.stage import Values
-from tests import loopback
-from tests.pipelines import ArrayStage, ArrayTensors, batch_of, disturbed, expected, random_schedule
+from tests.bodies import loopback
+from tests.bodies.pipelines import ArrayStage, ArrayTensors, batch_of, disturbed, expected, random_schedule
 
 
 def run_all(

@@ -11,8 +11,8 @@ from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import make, verify
 from commlib.pipeline.stage import Values
 from commlib.pipeline.ways import MOST_TERMS, Agreed
-from tests import loopback
-from tests.pipelines import ArrayTensors
+from tests.bodies import loopback
+from tests.bodies.pipelines import ArrayTensors
 
 
 class Counting:

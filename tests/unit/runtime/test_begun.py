@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import MismatchError, ShutdownError, StallError
 from commlib.runtime.begun import Begun
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def warm(comm):

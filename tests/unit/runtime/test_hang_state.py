@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.observe.dump import GroupState
 from commlib.observe.flight import LAST
 from commlib.runtime import hang_state
 from commlib.runtime.stacks import all_threads, is_ours, is_users
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 @pytest.mark.parametrize(

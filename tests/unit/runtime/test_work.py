@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from commlib.config import Config
+from commlib.config.settings import Config
 from commlib.errors import StallError, UsageError
 from commlib.runtime.work import Work
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 
 def test_a_result():

@@ -10,7 +10,7 @@ from commlib.errors import UsageError
 from commlib.trace.align import COLLECTIVES, MEASURED, SAME, align
 from commlib.trace.files import read_all
 from commlib.trace.operations import story
-from tests.timelines import MadeUp
+from tests.inputs.timelines import MadeUp
 
 RUN = 100_000.0  # ms
 

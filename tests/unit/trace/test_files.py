@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.trace.files import COMMLIB, TENSORFLOW, TORCH, read, read_all
 from commlib.trace.operations import story
 from commlib.trace.parse import parse
-from tests.timelines import MadeUp
+from tests.inputs.timelines import MadeUp
 
 TORCH_FACTS = {"schemaVersion": 1, "host_name": "here", "baseTimeNanoseconds": 1_700_000_000_000_000_000}
 

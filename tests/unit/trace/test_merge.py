@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
-from tests.timelines import MadeUp
+from tests.inputs.timelines import MadeUp
 from tests.unit.trace.test_files import torch_trace, xplane
 
 

@@ -14,7 +14,7 @@ from commlib.trace.files import read_all
 from commlib.trace.intervals import common, length, union
 from commlib.trace.operations import story
 from commlib.trace.summary import summarise
-from tests.timelines import MadeUp
+from tests.inputs.timelines import MadeUp
 
 
 def summed(tmp_path, *ranks):

@@ -15,7 +15,7 @@ from commlib.tune import stopwatch
 from commlib.tune.measure import VERBS, measure
 from commlib.tune.scopes import survey
 from commlib.tune.stopwatch import Stopwatch
-from tests import loopback
+from tests.bodies import loopback
 
 
 def places(nodes: list[int]) -> list[list[tuple[int, int, int]]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commlib.compress.codecs.sparse import RandomK, TopK
 from commlib.compress.scheme import Part, Scheme
 from commlib.compress.schemes.all_gather import AllGather
-from tests.loopback import run
+from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact
 
 NO_FLAGS = np.zeros(0, np.float32)

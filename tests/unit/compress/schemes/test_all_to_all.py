@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commlib.compress.codecs.quantise import QSGD, Blocks
 from commlib.compress.scheme import Part
 from commlib.compress.schemes.all_to_all import AllToAll
-from tests.loopback import run
+from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact, Whole
 
 

@@ -12,7 +12,7 @@ from commlib.compress.registry import scheme_of
 from commlib.compress.scheme import Part, Scheme
 from commlib.compress.schemes.dgc import DGC
 from commlib.errors import UsageError
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 NO_FLAGS = np.zeros(0, np.float32)
 # One takes several blocks of the kernel, one is ragged, one is small and travels whole.

@@ -15,7 +15,7 @@ from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
 from commlib.kernels.host import low_rank
 from commlib.kernels.host.orthonormal import orthonormalise
-from tests.loopback import run
+from tests.bodies.loopback import run
 
 ROUND = 2.0**-24  # what rounding to float32 changes at most, as a share
 NO_FLAGS = np.zeros(0, np.float32)

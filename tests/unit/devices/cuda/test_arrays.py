@@ -15,10 +15,10 @@ from commlib.devices.host import HOST
 from commlib.devices.registry import lookup, streams
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.errors import UsageError
-from tests import checks
+from tests.bodies import checks
+from tests.bodies.loopback import run
 from tests.cuda import standin
 from tests.late import OnDevice
-from tests.loopback import run
 
 
 class ByInterface:

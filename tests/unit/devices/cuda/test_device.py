@@ -12,8 +12,8 @@ import pytest
 from commlib.devices.waiting import wait_for
 from commlib.errors import TransportError
 from commlib.runtime.device_work import DeviceWork
+from tests.bodies.loopback import run
 from tests.cuda import standin
-from tests.loopback import run
 
 
 def on_the_stand_in(gpu):

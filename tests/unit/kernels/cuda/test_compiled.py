@@ -17,7 +17,7 @@ from commlib.kernels.cuda.sources import FOLDER
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.protocol import Blocks
 from tests.cuda.nvrtc import compiled
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 # For the first, all that CudaKernels launches is compiled; for the others every sixteenth combination of defines of a
 # source, at least one.

@@ -12,7 +12,7 @@ from commlib.kernels.cuda import arithmetic
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.hard import aside, assert_same_bits, values
 from tests.cuda.launcher import HostLauncher
-from tests.oracle import REDUCIBLE
+from tests.oracles.oracle import REDUCIBLE
 
 HOST = HostKernels()
 PAIRS = [*REDUCIBLE, *((dtype, operation) for dtype in INTEGERS for operation in BITWISE)]

@@ -8,7 +8,7 @@ from commlib.errors import UsageError
 from commlib.pipeline.schedule import Action, Kind, Link, make, parse, table
 from commlib.pipeline.schedule.csv import read, write
 from commlib.pipeline.schedule.lower import lower
-from tests.pipelines import random_schedule
+from tests.bodies.pipelines import random_schedule
 
 TEXTS = {
     "2F0": Action(2, Kind.F, 0),

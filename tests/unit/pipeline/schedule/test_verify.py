@@ -10,7 +10,7 @@ from commlib.pipeline.schedule import Action, Kind, Link, Lowered, ScheduleError
 from commlib.pipeline.schedule.csv import read
 from commlib.pipeline.schedule.replay import Replay
 from commlib.pipeline.schedule.verify import check_messages
-from tests.pipelines import disturbed, ends, random_schedule
+from tests.bodies.pipelines import disturbed, ends, random_schedule
 
 RULES = [
     ("0F0,0B0\n1F0,1B0,1B0", r"1B0, action 2 of rank 1: is there twice"),

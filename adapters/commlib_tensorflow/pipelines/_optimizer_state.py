@@ -1,0 +1,158 @@
+"""Optimizer state: what a Keras optimizer keeps for each weight goes with that weight, however a model is cut.
+
+An optimizer may be several: a MultiOptimizer has others within, each for some of the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib_tensorflow._bridge import to_array
+from commlib_tensorflow._shards import own_of
+from commlib_tensorflow._variables import path_of
+from commlib_tensorflow.pipelines._updates import lists_of, singles_of
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What one optimizer keeps. level: 0, or 1 if it is within another one. places: of its weights in the model.
+
+    singles: what it has for all of them, such as iterations; lists: what it has for each, None where there is nothing.
+    """
+
+    level: int
+    places: Sequence[int]
+    singles: Mapping[str, Array]
+    lists: Mapping[str, Sequence[Array | None]]
+
+
+def states_of(optimizer: Any, places: Mapping[int, int], whole: Callable[[Any, Array], Array]) -> list[OptimizerState]:
+    """Return what an optimizer keeps, and those within it; nothing, if it is not built.
+
+    places: of the model's variables, by their id. whole: turns what is kept for a weight into that for
+    an undivided one.
+    """
+    found = []
+    for level, one in _optimizers(optimizer):
+        weights, singles, lists = one._trainable_variables, singles_of(one), lists_of(one)
+        known = {id(v) for v in [*singles.values(), *(v for own in lists.values() for v in own)]}
+        if unknown := [variable.path for variable in one._variables if id(variable) not in known]:
+            warnings.warn(
+                f"pipeline: {type(one).__name__} keeps {unknown[0]!r} neither as an attribute nor in a list with one "
+                "for each weight, so it is not known of which weight it is: it is not in the file",
+                stacklevel=3,
+            )
+        values = {
+            name: [_whole(whole, *pair) for pair in zip(weights, own, strict=True)] for name, own in lists.items()
+        }
+        arrays = {name: to_array(tf.convert_to_tensor(variable.value)) for name, variable in singles.items()}
+        found.append(OptimizerState(level, [places[id(weight)] for weight in weights], arrays, values))
+    return found
+
+
+def _whole(whole: Callable[[Any, Array], Array], weight: Any, kept: Any) -> Array | None:
+    return None if kept is None else whole(weight, to_array(tf.convert_to_tensor(kept.value)))
+
+
+def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping[int, int]) -> None:
+    """Give an optimizer that is built what others kept for the same whole weights: of a part, its part.
+
+    places: of its weights, by their id.
+    """
+    for level, one in _optimizers(optimizer):
+        weights = one._trainable_variables
+        own = [places[id(weight)] for weight in weights]
+        same = [state for state in states if state.level == level and not set(own).isdisjoint(state.places)]
+        for name, variable in singles_of(one).items():
+            if value := [state.singles[name] for state in same if name in state.singles]:
+                variable.assign(value[0])
+        for name, variables in lists_of(one).items():
+            kept = {
+                place: value
+                for state in same
+                if name in state.lists
+                for place, value in zip(state.places, state.lists[name], strict=True)
+            }
+            for place, weight, variable in zip(own, weights, variables, strict=True):
+                if variable is not None and kept.get(place) is not None:
+                    variable.assign(own_of(weight, kept[place]))
+
+
+def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> None:
+    """Let an optimizer that was built for a whole model have the state of this rank's variables alone, in their order.
+
+    own: of this rank; trainable: those of them that will have gradients. Raises UsageError for one that the optimizer
+    was not built for.
+    """
+    order = {id(variable): place for place, variable in reversed(list(enumerate([*trainable, *own])))}
+    for level, one in _optimizers(optimizer):
+        weights = list(one._trainable_variables)
+        known = {id(weight) for weight in weights}
+        if level == 0 and (new := [path_of(variable) for variable in trainable if id(variable) not in known]):
+            raise UsageError(
+                f"pipeline: this {type(one).__name__} was made for other weights than this rank's {new[0]!r}: compile "
+                "with an optimizer that is new, or with that of the model that was cut"
+            )
+        kept = [place for place, weight in enumerate(weights) if id(weight) in order]
+        kept.sort(key=lambda place: order[id(weights[place])])
+        if kept == list(range(len(weights))):
+            continue
+        left_out = set(range(len(weights))).difference(kept)
+        for name, variables in lists_of(one).items():
+            for variable in (variables[place] for place in left_out):
+                if variable is not None:
+                    one._tracker.untrack(variable)
+            _set(one, name, [variables[place] for place in kept])
+        _set(one, "_trainable_variables", [weights[place] for place in kept])
+        keys = {one._var_key(weights[place]): number for number, place in enumerate(kept)}
+        _set(one, "_trainable_variables_indices", keys)
+
+
+def _set(optimizer: Any, name: str, value: Any) -> None:
+    """Set an attribute past Keras, which would take weights for variables of the optimizer."""
+    delattr(optimizer, name)  # TensorFlow forgets what it held
+    vars(optimizer)[name] = value
+
+
+def _optimizers(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """Yield an optimizer and those within it, with their level, if they are built."""
+    if optimizer is None or not optimizer.built:
+        return
+    yield 0, optimizer
+    within = [*getattr(optimizer, "_inner_optimizers", ()), getattr(optimizer, "inner_optimizer", None)]
+    for one in within:
+        if isinstance(one, keras.optimizers.Optimizer) and one.built:
+            yield 1, one
+
+
+def made_anew(optimizer: Any) -> Any:
+    """Return an optimizer like another one, without state. Raises UsageError where its configuration is not enough."""
+    every = optimizer, *getattr(optimizer, "_inner_optimizers", ())
+    try:
+        config = keras.optimizers.serialize(optimizer)
+        classes = {one.__class__.__name__: one.__class__ for one in every}
+        return keras.optimizers.deserialize(config, custom_objects=classes)
+    except Exception as error:
+        raise UsageError(
+            f"pipeline: {type(optimizer).__name__} cannot be made anew from its configuration, which saving the whole "
+            f"model needs ({type(error).__name__}: {str(error)[:300]}): give it a get_config() with all that its "
+            "__init__ takes"
+        ) from error
+
+
+def warn_of_saving(optimizer: Any, rank: int) -> None:
+    """Warn on rank 0, which writes the whole model, if it could not: before a long training rather than after it."""
+    if optimizer is None or rank:
+        return
+    try:
+        made_anew(optimizer)
+    except UsageError as error:
+        warnings.warn(f"{error}; until then, save_weights() alone writes this model", stacklevel=3)

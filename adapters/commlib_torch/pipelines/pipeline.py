@@ -1,0 +1,444 @@
+"""Pipeline: train a model whose stages are on the ranks of a group, a batch at a time, as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.communicator import Communicator
+from commlib.comparison.agreement import said
+from commlib.errors import UsageError
+from commlib.optim.clipping import (
+    check_finite,
+    check_limit,
+    check_norm_type,
+    clip_factor,
+    norm_of_powers,
+    power_over_axes,
+)
+from commlib.pipeline.choice import check_batch_norm, choose_stages
+from commlib.pipeline.losses import Weigh, Weigher
+from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.recompute import Checkpoint, Recompute
+from commlib.pipeline.rows import Rows, rows_option
+from commlib.pipeline.schedule import Weights
+from commlib.sharding.shards import world_ranks
+from commlib_torch._before_steps import before_steps
+from commlib_torch._copies import copy_of
+from commlib_torch._optimizer_state import merged
+from commlib_torch._scaled_steps import check_scaler, scaler_of_step
+from commlib_torch._signature import described
+from commlib_torch._stage_norms import note_stages
+from commlib_torch._uncompiled import uncompiled
+from commlib_torch._unready import check_loss, check_ready
+from commlib_torch.clip import powers_by_axis
+from commlib_torch.expert.losses import keepers_in
+from commlib_torch.pipelines._batch_statistics import WholeBatchStatistics
+from commlib_torch.pipelines._batches import arguments
+from commlib_torch.pipelines._constructors import are_constructors, build, outline
+from commlib_torch.pipelines._first_comparison import FirstComparison
+from commlib_torch.pipelines._loading import Loading
+from commlib_torch.pipelines._loss_module import NAME as LOSS
+from commlib_torch.pipelines._loss_module import loss_module
+from commlib_torch.pipelines._losses import Loss, LossWeights
+from commlib_torch.pipelines._model_layers import ModelLayers
+from commlib_torch.pipelines._options import options_of_loss, options_of_stages
+from commlib_torch.pipelines._own_stages import (
+    MakeOptimizer,
+    check_updates,
+    give_optimizers,
+    lines_of,
+    look_at_weights,
+    names_by_name,
+    order_shared,
+    stages_of,
+)
+from commlib_torch.pipelines._parts import INPUTS, Cut, Layers, Split, counts_by
+from commlib_torch.pipelines._recompute import recompute_in
+from commlib_torch.pipelines._shared_buffers import SharedBuffers
+from commlib_torch.pipelines._shared_objects import SharedObjects
+from commlib_torch.pipelines._staged import Staged
+from commlib_torch.pipelines._stages import TorchTensors
+from commlib_torch.pipelines._steps import Steps
+from commlib_torch.pipelines._synchronized import check_batch_norms
+from commlib_torch.pipelines._tied import TiedWeights
+from commlib_torch.pipelines._traced import Traced
+from commlib_torch.pipelines._units import costs_of, layers_of, units_of
+from commlib_torch.pipelines._verify import check_with_example, given, verify_cut
+from commlib_torch.tensor._norms import watch_norms
+from commlib_torch.tensor.checking import check_stages
+from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
+
+
+def pipeline(
+    model: Any,
+    comm: Communicator,
+    *,
+    schedule: AnySchedule = "1f1b",
+    microbatches: int,
+    loss: Loss | None = None,
+    split: Split = "auto",
+    stages: int | None = None,
+    checkpoint: Checkpoint = "none",
+    batch_norm: str = "microbatch",
+    codec: Codecs = None,
+    weigh: Weigh = None,
+    rows: Mapping[str, Any] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    every: int | None = None,
+    example: Any = None,
+    memory: int | None = None,
+    verify: Any = None,
+) -> Pipeline:
+    """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank; collective.
+
+        pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8, loss=loss_fn)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
+
+    model: an nn.Sequential, a list of modules (a tuple that one of them returns is several arguments of the next) or of
+    functions that return one each, of which a rank calls those of its stages, or any module that torch.fx can trace;
+    this rank keeps its stages, under the names that they have in the model.
+    Submodules that do what a trace cannot keep are not cut inside. schedule: a name ("gpipe", "1f1b", "interleaved",
+    "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule.
+    microbatches: into how many parts a batch is cut, along the first dimension. loss: of (output, target).
+    split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
+    names of the submodules with which the later stages begin, or a function of the model that returns one of these.
+    stages: in all, where a rank has several.
+    schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
+    activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
+    So does the check of a plan, where `parallelize` has divided the model and was given no example; and a model that
+    asks which of its arguments are there, or for the value of a number: it is cut for those of the example. Where there
+    is an example, rank 0 compares outputs, gradients and buffers of the stages with those of the whole model, in both
+    modes. verify: a batch, the arguments of `step`, as (x, y), whole and the same on every rank: all ranks compare so,
+    and a step of the pipeline in evaluation mode with one of the whole model. Both run copies of the model, without the
+    hooks that users have put on it; nothing of it changes.
+    checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
+    kept) or "full" (only a stage's inputs are); or these by patterns of layers' names, {"blocks.*": "full"}, or a
+    function of a layer's name and the layer that returns one: each is then computed again for itself, with all that is
+    within it, and is not cut. batch_norm: "microbatch" updates running statistics with each
+    microbatch, "batch" once with those of the whole batch.
+    codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
+    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
+    many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
+    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum; or, of a loss that returns a dict of its
+    summands, a dict of these: {"words": lambda y: (y != -100).sum(), "penalty": "rows"}.
+    rows: in which dimension of x, y and output they are, if not in the first: see `commlib.pipeline.rows`; such as
+    {"x": (0, "whole"), "output": 1}.
+    optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
+    microbatches between their updates.
+
+    Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything differs,
+    MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
+    """
+    check_batch_norm(batch_norm)
+    constructors = model if are_constructors(model) else ()
+    if constructors:
+        if verify is not None or example is not None or schedule == "auto" or split == "time":
+            raise UsageError(
+                "pipeline: no rank builds all layers of a list of constructors, so nothing can be measured or "
+                "compared: leave out verify= and example=, and say schedule= and split="
+            )
+        model = outline(constructors)
+    check_ready(model)
+    check_loss(loss)
+    recompute = recompute_in(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
+    check_batch_norms(comm, model)
+    x = given(verify)[0] if example is None and verify is not None else example
+    told = comm.broadcast_object(None if x is None else described(arguments(x)))
+    units = units_of(model, comm.size, told, recompute)
+    chosen = choose_stages(
+        comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
+        memory=memory, measure=lambda: costs_of(units, example, recompute), count=partial(counts_by, units),
+    )  # fmt: skip
+    check_stages(
+        comm, model, lambda: copy_of(units.cut([len(units.sizes())]).parts[0]),
+        None if example is None else (({INPUTS: arguments(example)},), {}), calls_layers=isinstance(units, Layers),
+    )  # fmt: skip
+    pieces = units.cut(chosen.counts)
+    shared = SharedObjects(pieces.parts, chosen.schedule.placement)
+    spreads = not isinstance(model, nn.Sequential)
+    if verify is not None:
+        verify_cut(
+            comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every),
+            shared=shared, spreads=spreads,
+            make=lambda cut, loss: Pipeline(
+                comm, cut, chosen.schedule, loss=loss, recompute=recompute, codec=None, weigh=weigh,
+                rows=rows_option(rows), optimizer=None,
+            ),
+        )  # fmt: skip
+    elif told is not None:
+        check_with_example(comm, model, pieces, example, shared=shared, spreads=spreads)
+    if constructors:
+        build(constructors, pieces, chosen.schedule.stages_of(comm.rank), comm.broadcast_object(torch.initial_seed()))
+    pipe = Pipeline(
+        comm,
+        pieces,
+        chosen.schedule,
+        loss=loss,
+        recompute=recompute,
+        codec=codec,
+        weigh=weigh,
+        rows=rows_option(rows),
+        is_outline=bool(constructors),
+        optimizer=optimizer,
+    )
+    if batch_norm == "batch":
+        pipe._steps.statistics = WholeBatchStatistics(list(pipe.parts))
+    pipe.why = chosen.why
+    if is_traced := isinstance(units, Traced):
+        pipe._steps.readings = units.readings
+    if isinstance(model, nn.Module) and not constructors:
+        pipe._steps.layers = ModelLayers(model, pieces.parts)
+    if told is None and not constructors and (is_traced or shared.exist):
+        own = chosen.schedule.stages_of(comm.rank)
+        pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, own, shared=shared, warns=is_traced)
+    return pipe
+
+
+class Pipeline(Staged):
+    """This rank's stages of a model. Made by `pipeline`.
+
+    It has the parameters and buffers of its stages, under the names of the whole model; on the rank of the last stage
+    also those of a loss that has parameters, as `loss.NAME`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        pieces: Cut,
+        schedule: Any,
+        *,
+        loss: Loss | None,
+        recompute: Recompute,
+        codec: Codecs,
+        weigh: Weigh,
+        rows: Rows,
+        is_outline: bool = False,
+        optimizer: MakeOptimizer | None,
+    ) -> None:
+        own, last = schedule.stages_of(comm.rank), schedule.stages - 1
+        module = loss_module(loss, pieces.parts)
+        names = {name for part in pieces.parts for name in part.state_dict()}
+        names |= {f"{LOSS}.{name}" for name in (module.state_dict() if module is not None else ())}
+        super().__init__({stage: pieces.parts[stage] for stage in own}, names, module if last in own else None)
+        self._loading = Loading(pieces.parts, schedule.placement, comm.rank, loss=module, prefix=f"{LOSS}.")
+        # The last stage is one with the loss, for all that concerns weights.
+        parts = [*pieces.parts[:-1], Staged({last: pieces.parts[-1]}, names, module)]
+        self._placeholder = (
+            nn.Parameter(torch.empty(0), requires_grad=False),
+        )  # in a tuple: it is none of the model's
+        self.why = ""
+        """Why this schedule was chosen, if it was."""
+        losses = LossWeights(loss, Weigher(weigh, takes_summands=True), rows)
+        self._tied = tied = TiedWeights.found(comm, parts, schedule.placement)
+        check_updates(schedule, loss_has_parameters=module is not None, shares_weights=tied.exist)
+        shared_buffers = SharedBuffers(parts, schedule.placement, comm.rank)
+        self._names = names_by_name(parts)
+        self._stages = stages_of(pieces, own, losses=losses, recompute=recompute)
+        tensors = TorchTensors(next((parameter for _, parameter in self.named_parameters()), None))
+        lines = [
+            f"split {pieces.counts}",
+            f"codec {codec}",
+            f"checkpoint {recompute}",
+            str(rows),
+            f"weigh {said(weigh)}",
+        ]
+        lines += [*lines_of(parts, is_outline=is_outline), *options_of_stages(pieces.parts), *options_of_loss(loss)]
+        self._pipe = Pipe(comm, schedule, pieces.links, self._stages, tensors, codec=codec, lines=lines)
+        if not schedule.every:
+            look_at_weights(self._stages, self.parameters, parts, comm.rank)
+        self._order_shared()
+        tied.spread()
+        give_optimizers(self._stages, schedule, optimizer)
+        self._steps = Steps(
+            self, self._pipe, self._stages, tensors, losses=losses, tied=tied, shared_buffers=shared_buffers, rows=rows,
+            has_extras=any(keepers_in(part) for part in pieces.parts),
+            on_meta=not is_outline and any(p.is_meta for part in parts for p in part.parameters()),
+        )  # fmt: skip
+        """What runs batches."""
+        if comm.size > 1:
+            before_steps.join(self)
+            note_stages(self, comm, tied.is_counted_elsewhere)
+            watch_norms()
+
+    # What users call
+
+    @uncompiled
+    def step(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        scale: float = 1.0,
+        cut: bool = True,
+        details: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Run forward and backward on a batch; return its loss, a tensor, on every rank. Collective.
+
+            loss = pipe.step(x, y)
+            loss, losses, metrics, outputs = pipe.step(x, y, outputs=True)
+            loss = pipe.step([x1, x2], [y1, y2], cut=False)
+
+        Losses that layers have of their own, such as those of routers, are part of it. Raises UsageError on all ranks
+        where the losses of microbatches do not come to that of the batch; gradients have been added then.
+        Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
+        arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
+        what gradients, but not the loss, are multiplied by. cut: False if x and y are lists of at most as many
+        microbatches as the schedule has, each of its own shapes. details, outputs: return `Details`, with the batch's
+        outputs if they are asked for.
+        """
+        details = details or outputs
+        return self._steps.train(x, y, scale=scale, cut=cut, details=details, keeps_outputs=outputs)
+
+    @uncompiled
+    def evaluate(
+        self, x: Any = None, y: Any = None, *, cut: bool = True, details: bool = False, outputs: bool = False
+    ) -> Any:
+        """Return the loss of a batch in evaluation mode, on every rank. Arguments as those of `step`. Collective."""
+        return self._steps.evaluate(x, y, cut=cut, details=details or outputs, keeps_outputs=outputs)
+
+    @uncompiled
+    def predict(self, x: Any = None, *, cut: bool = True) -> Any:
+        """Return what the model gives for a batch in evaluation mode, on every rank. Collective.
+
+        Raises UsageError for an output whose rows are not where `rows` of `pipeline` says.
+        """
+        return self._steps.predict(x, cut=cut)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called: a batch goes through all ranks."""
+        raise UsageError("a pipeline is not called: use step(x, y), evaluate(x, y) or predict(x), on every rank")
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients so that the norm of those of all stages is `max_norm` at most; return what it was.
+
+        norm_type: 2, any number above 0, or inf, as of torch.nn.utils.clip_grad_norm_. A weight that several stages
+        share counts once. The same bits on all ranks. Collective. Raises UsageError on all ranks for a norm that is
+        infinite or NaN, if that is an error; else it scales by 0 or NaN.
+        """
+        limit = check_limit("clip_grad_norm", "max_norm", max_norm)
+        norm_type = check_norm_type("clip_grad_norm", norm_type)
+        counted = [parameter for parameter in self.parameters() if not self._tied.is_counted_elsewhere(parameter)]
+        powers = power_over_axes(powers_by_axis(counted, norm_type), norm_type)
+        is_double = any(one.grad is not None and one.grad.dtype == torch.float64 for one in self.parameters())
+        told = self._pipe.comm.all_gather_object((powers, is_double))
+        norm = norm_of_powers([own for own, _ in told], norm_type)
+        if error_if_nonfinite:
+            check_finite("clip_grad_norm", norm)
+        factor = clip_factor(norm, limit, epsilon=1e-6)
+        if factor != 1:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float64 if any(double for _, double in told) else torch.float32)
+
+    def picture(self, *, width: int | None = None) -> str:
+        """Draw the schedule. Not collective."""
+        return self._pipe.picture(width=width)
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the whole model, on every rank. Collective."""
+        states = self._pipe.comm.all_gather_object(gather_state_dict(self))
+        return {name: value for state in states for name, value in state.items()}
+
+    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizers of all ranks, by the names of the whole model, on every rank. Collective.
+
+        `load_optimizer_state` takes it on any number of stages.
+        """
+        own = gather_optimizer_state(optimizer, self._by_all_names())
+        return merged(self._pipe.comm.all_gather_object(own))
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective.
+
+        Each parameter has the settings (learning rate, weight decay, ...) that it had. Raises UsageError if the state
+        lacks a parameter, or if those of one group had different settings.
+        """
+        load_optimizer_state(optimizer, self._by_all_names(), state)
+
+    def close(self) -> None:
+        """End this rank's part. The others are told."""
+        self._steps.comparison = None
+        self._pipe.close()
+
+    @property
+    def pipe(self) -> Pipe:
+        """What runs the schedule."""
+        return self._pipe
+
+    # The rest
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError for what cannot be right with the weights of some stages alone."""
+        searches, scaler = isinstance(optimizer, torch.optim.LBFGS), scaler_of_step()
+        is_early = self._pipe.is_running and self._pipe.schedule.weights is Weights.FLUSH
+        if not searches and scaler is None and not is_early:
+            return
+        own = set(map(id, self.parameters()))
+        if all(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        if is_early:
+            raise UsageError(
+                "pipeline: an optimizer steps within a batch, as in a hook of a gradient: that would be once for each "
+                "microbatch, with a part of the gradient. Call it after pipe.step(), or use a schedule that updates "
+                "weights while the pipeline runs, such as pipedream"
+            )
+        if searches:
+            raise UsageError(
+                "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "
+                "stages: use an optimizer that updates each weight by itself, such as Adam"
+            )
+        if scaler is not None:
+            advice = 'commlib_torch.GradScaler(comm=mesh["pp"]), or mesh=mesh'
+            check_scaler(scaler, world_ranks(self._pipe.comm), "stages", advice)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages; an empty one where they have none, as torch's optimizers want."""
+        none = True
+        for _, parameter in self.named_parameters(recurse=recurse):
+            none = False
+            yield parameter
+        if none:
+            yield self._placeholder[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: this rank has a part of the model only, and the other ranks make no copy."""
+        raise UsageError(
+            "a pipeline cannot be copied or pickled: it is a part that this rank has with others. Keep state_dict() "
+            "(this rank's stages) or gather_state_dict() (the whole model's), and load it into a pipeline made of "
+            "another whole model"
+        )
+
+    def _order_shared(self) -> None:
+        order_shared(self._stages, self._pipe.runner.last_gradients)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._order_shared()  # parameters may be others now
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what is this rank's of a state of the whole model, or one of this rank's stages alone. Not collective.
+
+        A state of the whole model is held against all stages first: what is missing, unexpected or of another shape in
+        any of them is the same UsageError on all ranks that are given it, in torch's words, before a weight changes.
+        Not strict, what is missing in any is returned.
+        """
+        missing = self._loading.check(state_dict, self._whole_names, strict=strict)
+        found = super().load_state_dict(state_dict, strict, assign)
+        found.missing_keys[:] = dict.fromkeys([*missing, *found.missing_keys])
+        self._order_shared()
+        return found
+
+    def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, under each name that one has anywhere in the whole model."""
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            for other in self._names.get(name, [name]):
+                yield other, parameter

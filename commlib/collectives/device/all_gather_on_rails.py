@@ -1,0 +1,66 @@
+"""All-gather of devices' arrays in groups on several nodes.
+
+The devices of a node copy from each other; each rail sends what its ranks here have to the other nodes, whose devices
+copy that from each other, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from commlib.collectives.call import Call
+from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.devices.array import DeviceArray
+from commlib.group.group import Group
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Move, Open
+from commlib.transport.base import WaitHook
+
+
+def all_gather(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
+    """Return an all-gather among all ranks; `board` is where those of this node meet."""
+    rails = DeviceRails(board, open_slots, group, call, call.nbytes * group.size)
+    on_a_rail = sum(map(len, rails.members(0)))
+
+    def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
+        rails.begin()
+        longest = rails.longest(on_a_rail, on_a_rail, call.dtype.itemsize)
+        rails.run(call.count, longest, partial(_stages, rails, call, x, target))
+
+    return move
+
+
+def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray, piece: Piece) -> Iterator[None]:
+    count, dtype, here, rank = piece.count, call.dtype, rails.number, rails.group.rank
+    counts = [count] * rails.group.size
+
+    def result(rank: int) -> DeviceArray:
+        return target[rank * call.count + piece.start : rank * call.count + piece.stop]
+
+    slots = rails.board.turn_slots()
+    rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, count, dtype))
+    rails.put(x[piece.start : piece.stop], result(rank))
+    rails.meet()
+    for slot, other in zip(slots, rails.ranks, strict=True):
+        if other != rank:
+            rails.put(rails.at(slot, 0, count, dtype), result(other))
+    if rails.on_rail:
+        layout = rails.by_node(rails.place, counts)
+        block = rails.block(piece, layout.count, dtype)
+        start, stop = layout.slice_of(here)
+        for index, member in enumerate(rails.on_same_rail(here, rails.place)):
+            rails.put(result(member), block[start + index * count : start + (index + 1) * count])
+    yield
+    slots = rails.board.turn_slots()
+    if rails.on_rail:
+        rails.network("all_gather", [block], [layout])
+        for first, last in ((0, start), (stop, layout.count)):  # all that came
+            rails.put(block[first:last], rails.at(slots[rails.place], first, last - first, dtype))
+    rails.meet()
+    for rail in range(rails.rails):
+        offsets = rails.by_node(rail, counts).offsets
+        for number, members in enumerate(rails.members(rail)):
+            for index, member in enumerate(members):
+                if number != here:
+                    rails.put(rails.at(slots[rail], offsets[number] + index * count, count, dtype), result(member))

@@ -1,0 +1,63 @@
+"""All-reduce of devices' arrays in groups on several nodes.
+
+Reduce-scatter between the devices of a node, an exchange of each share between the nodes, all-gather between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from commlib.collectives.call import Call
+from commlib.collectives.device.accumulation import Wide
+from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.devices.array import DeviceArray
+from commlib.execution.accumulation import wide_bytes
+from commlib.group.group import Group
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Move, Open
+from commlib.schedule.layout import even
+from commlib.transport.base import WaitHook
+
+
+def all_reduce(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
+    """Return an all-reduce among all ranks; `board` is where those of this node meet."""
+    rails = DeviceRails(board, open_slots, group, call, wide_bytes(call.count, call.dtype, call.op))
+    wide = Wide.of(call.dtype, call.op, group.size)
+
+    def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
+        rails.begin()
+        longest = rails.longest(1, 1 / rails.rails, wide.dtype.itemsize)
+        rails.run(call.count, longest, partial(_stages, rails, wide, min(longest, call.count), x, target))
+
+    return move
+
+
+def _stages(
+    rails: DeviceRails, wide: Wide, longest: int, x: DeviceArray, target: DeviceArray, piece: Piece
+) -> Iterator[None]:
+    shares = even(piece.count, rails.rails)
+    slots = rails.board.turn_slots()
+    rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, piece.count, wide.dtype))
+    rails.meet()
+    own: Any = None
+    if rails.on_rail:
+        start, stop = shares.slice_of(rails.place)
+        parts = [rails.at(slot, start, stop - start, wide.dtype) for slot in slots]
+        own = parts[rails.place]
+        wide.combine(parts, own)
+        block = own if rails.direct else rails.block(piece, own.size, wide.dtype)
+        rails.put(own, block)
+    yield
+    if rails.on_rail:
+        nbytes = -(-longest // rails.rails) * wide.dtype.itemsize  # one algorithm for all pieces
+        rails.network("all_reduce", [block], [], op=wide.operation, nbytes=nbytes)
+        rails.put(block, own)
+        wide.finish(own)
+    rails.meet()
+    for place in range(rails.rails):
+        start, stop = shares.slice_of(place)
+        share = rails.at(slots[place], start, stop - start, wide.dtype)
+        rails.put(share, target[piece.start + start : piece.start + stop])
+    rails.meet()  # only then may this slot have something else

@@ -1,0 +1,182 @@
+"""NCCL: the way of collectives on arrays of GPUs by NVIDIA's library, where each rank has a GPU of its own.
+
+It is made by a group's first call that goes this way. A result is the same to the last bit on all ranks, but NCCL adds
+up in an order of its own: floats are not the same bits as by other paths, nor in every run. What is promised of
+reductions holds: half precision is combined in float32 and rounded once, and means are divided by our kernel. NaN is an
+exception: NCCL's minimum and maximum may pass over it, so "auto" does not choose it for those of floats.
+
+As with NCCL everywhere, groups that share GPUs should be used in the same order on all ranks: kernels of two of them
+may wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from commlib.collectives.call import Call
+from commlib.collectives.device.nccl_verbs import MOVES, is_once
+from commlib.collectives.device.staging_queue import OnWait, Run
+from commlib.collectives.paths import Verb
+from commlib.config.settings import ranks_text
+from commlib.devices.array import DeviceArray
+from commlib.devices.cuda import nccl
+from commlib.devices.cuda.nccl import NcclRanks
+from commlib.devices.protocol import Device
+from commlib.dtypes import FLOATS, accumulator_dtype, kernel_operation, name_of
+from commlib.errors import TransportError, UsageError
+from commlib.group.group import Group
+
+log = logging.getLogger("commlib")
+
+NAME = "nccl"
+
+# Until when all ranks must have joined: they all are there, but with thousands of them NCCL takes a while.
+SECONDS = 120.0
+
+
+def refusal(group: Group, verb: Verb, call: Call) -> str:
+    """Return why NCCL cannot take a call, whatever it finds on the ranks, or "". The same on all ranks."""
+    if call.device != "cuda":
+        return "it is for arrays on a GPU"
+    if not group.config.nccl:
+        return "COMMLIB_NCCL=0 turns it off"
+    if verb.name not in MOVES:
+        return f"it is for {', '.join(MOVES)}"
+    if call.op:
+        dtype, operation = name_of(call.dtype), kernel_operation(name_of(call.dtype), call.op)
+        combined = dtype if is_once(call, group.size) else accumulator_dtype(dtype, operation)
+        if combined not in nccl.DTYPES or operation not in (*nccl.OPERATIONS, "mean"):
+            return f"it has no {call.op} of {dtype}"
+    if verb.name == "reduce_scatter" and isinstance(call.size, tuple) and call.size[0] % group.size:
+        return f"the length of dimension 0, {call.size[0]}, must be a multiple of {group.size}, the number of ranks"
+    return ""
+
+
+def check(group: Group, verb: Verb, call: Call) -> None:
+    """Raise UsageError if a call names NCCL, and that cannot take it."""
+    if call.algorithm == NAME and (why := refusal(group, verb, call)):
+        raise UsageError(f"{verb.name}: algorithm {NAME!r}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Hold what a rank tells of its NCCL: why it has none, or which one, and where its GPU is."""
+
+    error: str = ""
+    version: int = 0
+    place: tuple[str, str] = ("", "")
+    shares: bool = False  # the user lets ranks share a GPU, and this NCCL can
+
+
+class Nccl:
+    """See `ways.Way`: how the ranks of a group reach each other by NCCL, once that is made."""
+
+    name, only_queues = NAME, False
+
+    def __init__(self, group: Group, device: Device) -> None:
+        self._group, self._device = group, device
+        self._ranks: NcclRanks | None = None
+        self.refusal = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self._ranks is not None
+
+    def takes(self, verb: Verb, call: Call) -> bool:
+        if call.algorithm != "auto" or self._group.size == 1 or self.refusal or refusal(self._group, verb, call):
+            return False
+        return not (call.op in ("min", "max") and name_of(call.dtype) in FLOATS)  # NaN: see above
+
+    def run(self, verb: Verb, call: Call) -> Run:
+        group, text, move = self._group, call.text, partial(self._move, verb, call)
+
+        def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1))
+
+        return run
+
+    def _move(self, verb: Verb, call: Call, x: DeviceArray, target: DeviceArray) -> None:
+        assert self._ranks is not None
+        if call.count:
+            MOVES[verb.name](self._ranks, call, self._group.size, x, target)
+
+    def open(self, text: str, on_wait: OnWait) -> bool:
+        if self._ranks is None and not self.refusal:
+            first = f"{text}, which first starts NCCL"
+            self._group.perform_call(first, partial(self._make, first), meets=True)
+        return self.is_open
+
+    def _make(self, text: str) -> None:
+        group = self._group
+        self.refusal = disagreement(group.gather_objects(self._tell()))
+        if self.refusal:
+            self._log(logging.INFO)
+            return
+        unique, error = None, ""
+        if group.rank == 0:
+            try:
+                unique = nccl.unique_id()
+            except TransportError as caught:
+                error = f"rank 0: {caught}"
+        unique, error = group.gather_objects((unique, error))[0]
+        ranks = None
+        if not error:
+            try:
+                watch = group.watch(text)
+                ranks = NcclRanks.join(self._device, group.size, unique, group.rank, group.name, watch, SECONDS)
+            except TransportError as caught:
+                error = f"rank {group.rank}: {caught}"
+        self.refusal = "; ".join(sorted({told for told in group.gather_objects(error) if told}))
+        if self.refusal:
+            self._log(logging.WARNING)
+            if ranks is not None:
+                ranks.leave(self.refusal)
+            return
+        assert ranks is not None
+        self._ranks = ranks
+        group.attach(ranks)
+        group.end_with(ranks)  # where the group is dropped, not closed: NCCL's end may wait for the other ranks
+
+    def _log(self, level: int) -> None:
+        level = level if self._group.rank == 0 else logging.DEBUG
+        log.log(level, "%s: NCCL is not used: %s", self._group.name, self.refusal)
+
+    def _tell(self) -> Told:
+        try:
+            version, place = nccl.version(), nccl.place(self._device)
+        except TransportError as error:
+            return Told(error=str(error))
+        shares = version >= nccl.SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        return Told("", version, place, shares)
+
+
+def disagreement(everyone: Sequence[Told]) -> str:
+    """Return why these ranks cannot meet by NCCL, or ""."""
+    errors = _ranks_by(told.error for told in everyone)
+    errors.pop("", None)
+    if errors:
+        return "; ".join(f"{error} ({ranks_text(on)})" for error, on in errors.items())
+    versions = _ranks_by(told.version for told in everyone)
+    if len(versions) > 1:
+        found = (f"{version} on {ranks_text(on)}" for version, on in versions.items())
+        return f"its version must be the same on all ranks: {'; '.join(found)}"
+    shared = {place: on for place, on in _ranks_by(told.place for told in everyone).items() if len(on) > 1}
+    if not shared or all(told.shares for told in everyone):
+        return ""
+    found = (f"{ranks_text(on)} share the GPU {bus}" for (_, bus), on in shared.items())
+    return (
+        f"{'; '.join(found)}, and it wants one for each rank (from version 2.30 on ranks may share one where "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1 on all of them)"
+    )
+
+
+def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found

@@ -1,0 +1,144 @@
+"""Node way on devices: move data between the devices of a node's ranks; on several nodes, between those and in them.
+
+A group's first call with arrays of a device finds out whether its ranks' streams can meet and their memory can be
+shared; where one of them cannot, the group's calls go through the host from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from commlib.collectives.call import Call
+from commlib.collectives.device.staging_queue import OnWait, Run, Station
+from commlib.collectives.paths import Verb
+from commlib.devices.array import DeviceArray
+from commlib.errors import TransportError
+from commlib.execution.reduce_op import ReduceOp
+from commlib.group.group import Group
+from commlib.group.weak import WeakPart
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Move, Open, exchange
+
+log = logging.getLogger("commlib")
+
+
+class Peers:
+    """Hold where the ranks of a group meet on one kind of device, once that is made."""
+
+    def __init__(self, group: Group, station: Station) -> None:
+        self.group, self._station = group, station
+        self.board: DeviceBoard | None = None
+        self.refusal = _refusal(group)
+
+    def may_take(self, verb: Verb, call: Call) -> bool:
+        """Return whether a call may go between the devices, as far as is known. The same on all ranks."""
+        if self.refusal:
+            return False
+        if self.group.one_node:
+            has_form = verb.exchange is not None or verb.on_devices is not None
+            return has_form and call.algorithm in ("auto", "node", "")
+        return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
+
+    @property
+    def may_exchange(self) -> bool:
+        """Return whether rows may go between the devices, as far as is known. The same on all ranks."""
+        return self.group.one_node and not self.refusal
+
+    def opened(self) -> tuple[DeviceBoard, Open]:
+        """Return the board, which is there, and what makes its slots."""
+        assert self.board is not None
+        group = self.group
+        return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
+
+    def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
+        """Return the board of this node, made by the first call of all ranks; None if some node can have none."""
+        if self.board is None and not self.refusal:
+            first = f"{text}, which first lets streams of {self._station.device.name} meet"
+            self.group.perform_call(first, partial(self._make, on_wait), meets=True)
+        return self.board
+
+    def _make(self, on_wait: OnWait) -> None:
+        group, device, made, refusal = self.group, self._station.device, None, ""
+        memory, gather = group.symmetric_on(device), group.gather_in_node
+        try:
+            board, node = group.open().board, group.hierarchy.node
+            made = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
+            if made.by_host and not group.one_node:
+                refusal = "some node's devices cannot address each other's memory"
+        except TransportError as error:
+            refusal = str(error)
+        refusals = [told for told in group.gather_objects(refusal) if told]
+        if made is None or refusals:
+            if made is not None:
+                made.close()
+            self.refusal = refusals[0]
+            level = logging.WARNING if group.rank == 0 else logging.DEBUG
+            log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
+            return
+        self.board, self._station.let_go = made, made.release
+        group.attach(WeakPart(made))
+
+
+def _refusal(group: Group) -> str:
+    """Return what is known beforehand against it: the same on all ranks."""
+    if not group.config.device_peers:
+        return "COMMLIB_DEVICE_PEERS=0"
+    if not (group.shares_memory or group.is_hierarchical):
+        return "the ranks share no memory"
+    return "" if min(map(len, group.topology.nodes)) > 1 else "some node has one rank"
+
+
+class Between:
+    """See `ways.Way`: between the devices of a node, in each other's memory; by_host: in the host's if need be."""
+
+    def __init__(self, peers: Peers, *, by_host: bool = False) -> None:
+        self._peers, self._by_host = peers, by_host
+        self.name = "node" if peers.group.one_node else "hierarchical"
+
+    @property
+    def refusal(self) -> str:
+        return self._peers.refusal
+
+    @property
+    def is_open(self) -> bool:
+        board = self._peers.board
+        return board is not None and (self._by_host or not board.by_host)
+
+    @property
+    def only_queues(self) -> bool:
+        return self._peers.group.one_node
+
+    def takes(self, verb: Verb, call: Call) -> bool:
+        return self._peers.may_take(verb, call)
+
+    def open(self, text: str, on_wait: OnWait) -> bool:
+        self._peers.open(text, on_wait)
+        return self.is_open
+
+    def run(self, verb: Verb, call: Call) -> Run:
+        group, text, peers = self._peers.group, call.text, self._peers
+        made: list[Move] = []
+
+        def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
+            if not made:
+                made.append(_made(peers, verb, call))
+            made[0](x, target, on_wait)
+
+        def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
+
+        return run
+
+
+def _made(peers: Peers, verb: Verb, call: Call) -> Move:
+    group, (board, open_slots) = peers.group, peers.opened()
+    if not group.one_node:
+        assert verb.hierarchical_on_devices is not None
+        return verb.hierarchical_on_devices(board, open_slots, group, call)
+    if verb.on_devices is not None:
+        return verb.on_devices(board, open_slots, call)
+    assert verb.exchange is not None
+    op = ReduceOp.of(call.dtype, call.op, group.size) if call.op else None
+    return exchange(board, open_slots, verb.exchange(call, group.rank, group.size), op)

@@ -1,0 +1,60 @@
+"""Messages of an all_to_all_v: to and from each rank one, of any length, several ranks at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib.devices.array import DeviceArray
+from commlib.devices.waiting import wait_for
+from commlib.group.group import Group
+from commlib.node.signature import signature
+from commlib.schedule.layout import Layout
+
+# Ranks that messages go to at once. More would only crowd the network.
+WINDOW = 8
+
+_PARTS = ", parts"  # apart from what else the call sends
+
+
+def exchange(
+    group: Group, text: str, x: Any, outof: Layout, target: Any, into: Layout, *, is_certain: bool
+) -> dict[int, int]:
+    """Exchange parts of flat arrays within an operation; return the bytes that came from whom others were expected.
+
+    -1 stands for too many. is_certain: ranks have told each other the lengths, and they are right. Else each message is
+    looked at before it is taken: a posted receive that is too short may overwrite memory.
+    """
+    transport, rank, size, tag = group.transport, group.rank, group.size, group.history + signature(text + _PARTS)
+    on_wait, posted = group.watch(text), group.posted
+    receive: Any = transport.recv if is_certain else transport.recv_probed
+    keep, put = outof.slice_of(rank), into.slice_of(rank)
+    target[slice(*put)] = x[slice(*keep)]
+    if type(x) is DeviceArray:  # what is queued may still use the memory
+        wait_for(x.device.current().record(), on_wait)
+    odd: dict[int, int] = {}
+    for number, first in enumerate(range(1, size, WINDOW)):
+        steps = range(first, min(first + WINDOW, size))
+        arrivals = {}
+        for peer in ((rank - step) % size for step in steps):
+            place = target[slice(*into.slice_of(peer))]
+            arrivals[peer] = place.nbytes, receive(peer, tag, _bytes(place))
+        sends = [
+            transport.send(peer, tag, _bytes(x[slice(*outof.slice_of(peer))]))
+            for peer in ((rank + step) % size for step in steps)
+        ]
+        if posted is not None:
+            posted(0, number)
+        requests = [*(request for _, request in arrivals.values()), *sends]
+        try:
+            transport.wait(requests, on_wait)
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        odd |= {peer: request.nbytes for peer, (nbytes, request) in arrivals.items() if request.nbytes != nbytes}
+    return odd
+
+
+def _bytes(array: Any) -> Any:
+    data = array.view("uint8")
+    return data if type(data) is DeviceArray else data.data

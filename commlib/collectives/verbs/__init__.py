@@ -1,0 +1,1 @@
+"""Verbs: one module for each collective, with its arguments, checks and paths."""

@@ -1,0 +1,38 @@
+"""barrier: every rank waits until all are there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commlib.collectives.call import Call
+from commlib.collectives.host import hierarchical
+from commlib.collectives.host.scheduled import own_program
+from commlib.collectives.paths import Move, Verb
+from commlib.collectives.ready import Calls, Ready
+from commlib.dtypes import Array
+from commlib.group.group import Group
+from commlib.node.collective import NodeCollective
+from commlib.node.context import NodeContext
+
+NOTHING = np.empty(0, np.uint8)
+_CALL = Call("barrier", None, NOTHING.dtype)
+
+
+def barrier(calls: Calls) -> Ready:
+    return Ready.into(calls.find(VERB, _CALL, ()), NOTHING, None, None)
+
+
+def _on_node(context: NodeContext, call: Call) -> NodeCollective:
+    return NodeCollective.barrier(context, call.text)
+
+
+def _messages(group: Group, call: Call) -> Move:
+    steps = own_program(group, "barrier", "dissemination")
+
+    def move(x: Array, target: Array) -> None:
+        group.execute(steps, [[]], call.text)
+
+    return move
+
+
+VERB = Verb("barrier", _messages, on_node=_on_node, hierarchical=hierarchical.barrier)

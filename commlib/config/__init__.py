@@ -1,0 +1,1 @@
+"""Settings: one table with defaults, read from the environment and from a file."""

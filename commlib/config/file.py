@@ -1,0 +1,95 @@
+"""The file of settings: where it is looked for, what may stand in it, and what wins over it.
+
+    timeout = 300          # as COMMLIB_TIMEOUT=300
+    log_level = "info"
+
+`COMMLIB_CONFIG` names it; else it is commlib/config.toml in the user's config folder (XDG). The folder in which a job
+is started is not looked at: it may be another user's, differ from rank to rank, and a setting can name a file that is
+written. The environment wins over the file, and the file over what the program gives as defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from commlib import folders
+from commlib.config.settings import CONFIG_FILE, Config, Settings, from_value, read_environment, unknown_settings
+from commlib.errors import UsageError
+
+NONE = "none"  # as COMMLIB_CONFIG: read no file
+
+
+def find_settings(environment: Mapping[str, str] = os.environ, defaults: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of the environment, the file and `defaults` (names as in the environment), in this order.
+
+    Raises UsageError for an unknown name or a bad value in any of them, and for a file that cannot be used.
+    """
+    defaults = defaults or {}
+    given = read_environment(defaults, "the program's default")
+    origins = dict.fromkeys(given, "program")
+    path = find_file({**defaults, **environment})
+    if path is not None:
+        from_file = read_file(path, private=path == _users_file(environment))
+        given |= from_file
+        origins |= dict.fromkeys(from_file, f"file {path}")
+    from_environment = read_environment(environment)
+    given |= from_environment
+    origins |= dict.fromkeys(from_environment, "environment")
+    return Settings(Config(**given), origins)
+
+
+def find_file(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file of settings: the one that COMMLIB_CONFIG names, or the user's if there is one."""
+    named = environment.get(CONFIG_FILE, "")
+    if named:
+        return None if named == NONE else Path(named).absolute()
+    path = _users_file(environment)
+    return path if path.exists() else None
+
+
+def _users_file(environment: Mapping[str, str]) -> Path:
+    return folders.user_config(environment) / "config.toml"
+
+
+def read_file(path: Path, *, private: bool = False) -> dict[str, Any]:
+    """Return what stands in a file, by field of `Config`. private: another user must not be able to change it.
+
+    Raises UsageError that names the file and the key.
+    """
+    import tomllib
+
+    try:
+        document = tomllib.loads(_bytes(path, private).decode())
+    except folders.NotPrivateError as error:
+        raise UsageError(
+            f"the file of settings {path} is not used, as another user can change it: {error}. Mend that, or use it "
+            f"all the same with {CONFIG_FILE}={path}, or none with {CONFIG_FILE}={NONE}"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the file of settings {path} ({error.strerror}): it must be there on every host, or "
+            f"{CONFIG_FILE}={NONE} reads none"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}; expected lines such as timeout = 300") from None
+    known = {setting.name: setting for setting in fields(Config)}
+    if unknown := sorted(document.keys() - known.keys()):
+        raise unknown_settings(unknown, sorted(known), str(path))
+    values = {}
+    for key, value in document.items():
+        try:
+            values[key] = from_value(known[key], value)
+        except ValueError as error:
+            raise UsageError(f"{path}: {key} = {value!r}: {error}") from None
+    return values
+
+
+def _bytes(path: Path, private: bool) -> bytes:
+    if not private:
+        return path.read_bytes()
+    with folders.private(path.parent) as folder:
+        return folders.read_private(path.name, folder)

@@ -1,0 +1,1 @@
+"""Processes: how this one ends and forks, and how it asks others."""

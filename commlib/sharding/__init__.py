@@ -1,0 +1,1 @@
+"""Sharding: which part of an array each rank holds, and the ranks that hold parts."""

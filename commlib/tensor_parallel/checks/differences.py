@@ -1,0 +1,121 @@
+"""Differences: hold what a divided model computes against what the whole one does, and name the first that differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.sharding.axis import Axis
+from commlib.sharding.shards import Shard
+
+TOLERANCES = {
+    "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "bfloat16": 5e-2, "float16": 5e-3,
+}  # fmt: skip
+"""By dtype, relative to the largest element of the whole; what is no float must be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A value on this rank, and the whole that it is, or is a part of.
+
+    dim: along which it is divided, each rank having one piece in the order of ranks. shard: what part it is otherwise.
+    floor: taken for the largest element where that is smaller: some gradients are zero but for rounding, as that of a
+    bias of keys.
+    """
+
+    what: str
+    own: Array
+    whole: Array
+    dim: int | None = None
+    shard: Shard | None = None
+    floor: float = 0.0
+
+
+def compare(
+    axis: Axis, pairs: list[Pair], tolerance: float | None = None, *, against: str = "the undivided model's"
+) -> None:
+    """Raise UsageError on all ranks if a value differs on any: the first one in order, by how much, on which ranks.
+
+    Collective. Ranks must give the same pairs. tolerance: relative to the largest element of the whole; by default
+    that of `TOLERANCES` for the coarsest dtype among the values. against: whose the wholes are, for the error.
+    """
+    if tolerance is None:
+        tolerance = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
+    lengths = [0 if pair.dim is None or pair.dim >= pair.own.ndim else pair.own.shape[pair.dim] for pair in pairs]
+    everyone = axis.comm.all_gather_object(lengths)
+    if len({len(given) for given in everyone}) > 1:
+        raise UsageError(f"verify: ranks ran {[len(given) for given in everyone]} steps: give all the same batch")
+    found: tuple[int, str] | None = None
+    for at, pair in enumerate(pairs):
+        start = sum(given[at] for given in everyone[: axis.rank])
+        said = _difference(pair, start, tolerance)
+        if said:
+            found = (at, said)
+            break
+    told = axis.comm.all_gather_object(found)
+    first = min((one[0] for one in told if one is not None), default=None)
+    if first is not None:
+        ranks = [rank for rank, one in enumerate(told) if one is not None and one[0] == first]
+        said = next(one[1] for one in told if one is not None and one[0] == first)
+        raise UsageError(
+            f"verify: {pairs[first].what} differs from {against}, the first of {len(pairs)} in order: "
+            f"{said}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {axis.size}"
+        )
+
+
+def differs(axis: Axis, pairs: list[Pair], tolerance: float) -> dict[int, str]:
+    """Return by how much pairs differ on this rank, in words, by their places. Collective: all give the same pairs."""
+    found = {at: _difference(pair, start, tolerance) for at, (pair, start) in enumerate(_placed(axis, pairs))}
+    return {at: said for at, said in found.items() if said}
+
+
+def _placed(axis: Axis, pairs: list[Pair]) -> list[tuple[Pair, int]]:
+    """Return pairs, and where in the whole the own part of each begins."""
+    lengths = [0 if pair.dim is None or pair.dim >= pair.own.ndim else pair.own.shape[pair.dim] for pair in pairs]
+    before = axis.comm.all_gather_object(lengths)[: axis.rank]
+    return [(pair, sum(given[at] for given in before)) for at, pair in enumerate(pairs)]
+
+
+def _difference(pair: Pair, start: int, tolerance: float) -> str:
+    """Return by how much a value differs, in words; "" if it does not."""
+    whole, own = pair.whole, pair.own
+    if pair.shard is not None:
+        whole = pair.shard.own(whole)
+    elif pair.dim is not None and pair.dim < min(own.ndim, whole.ndim):  # else their shapes differ
+        whole = whole[(slice(None),) * pair.dim + (slice(start, start + own.shape[pair.dim]),)]
+    return difference(own, whole, tolerance, largest=_largest(pair.whole, pair.floor))
+
+
+def difference(own: Array, expected: Array, tolerance: float | None = None, *, largest: float | None = None) -> str:
+    """Return by how much an array differs from the one that is expected, in words; "" if it does not.
+
+    tolerance: relative to `largest`, by default the largest element that is expected; by default that of `TOLERANCES`
+    for the dtype. NaN equals NaN.
+    """
+    if own.shape != expected.shape:
+        return f"its shape is {list(own.shape)}, expected {list(expected.shape)}"
+    if not own.size:
+        return ""
+    if tolerance is None:
+        tolerance = max(TOLERANCES.get(array.dtype.name, 0.0) for array in (own, expected))
+    if largest is None:
+        largest = _largest(expected)
+    limit = tolerance if own.dtype.name in TOLERANCES else 0.0
+    kind = np.complex128 if own.dtype.kind == "c" else np.float64
+    ours, theirs = own.astype(kind), expected.astype(kind)
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(ours - theirs))
+    worst = float(np.max(apart)) if not np.isnan(apart).any() else float("nan")
+    if worst <= limit * largest:
+        return ""
+    relative = worst / largest if largest else float("inf")
+    return f"by {worst:.3g} at most, {relative:.3g} of its largest element ({largest:.3g}; allowed is {limit:.3g})"
+
+
+def _largest(whole: Array, floor: float = 0.0) -> float:
+    every = np.abs(whole.astype(np.complex128 if whole.dtype.kind == "c" else np.float64))
+    return float(np.max(every, initial=floor, where=np.isfinite(every)))

@@ -1,0 +1,64 @@
+"""Plan: which layer has which style, by patterns of names. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from commlib.errors import UsageError
+from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Slice, Style, Vocabulary
+from commlib.tensor_parallel.styles import Sequence as SequenceStyle
+
+Plan = Mapping[str, Style]
+"""Styles by patterns of names, in which `*` stands for any characters: {"layers.*.up": Column(), "*.down": Row()}."""
+
+_STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate, PerRank, Slice)
+
+S = TypeVar("S")
+
+
+def resolve(
+    plan: Mapping[str, S],
+    names: Sequence[str],
+    kinds: tuple[type, ...] = _STYLES,
+    numbers: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> dict[str, S]:
+    """Return the style of each layer that the plan names, in the order of `names`: those of all layers.
+
+    A whole name counts before a pattern. kinds: the classes of styles. numbers, arguments: those of modules, for
+    `PerRank` and `Slice`; they come last. Raises UsageError for what is no style, for a pattern that no layer has, and
+    for a layer with two styles.
+    """
+    given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
+    for pattern, style in plan.items():
+        if not isinstance(style, kinds):
+            known = ", ".join(kind.__name__ for kind in kinds)
+            raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
+        able = numbers if isinstance(style, PerRank) else arguments if isinstance(style, Slice) else names
+        named = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
+        # A configuration is an object of its own, which `*.num_heads` does not mean.
+        matched = [name for name in named if able is not numbers or ".config." in pattern or ".config." not in name]
+        if not matched:
+            close = get_close_matches(pattern, able, 3, 0.4) or list(able)[:8]
+            what = "number" if isinstance(style, PerRank) else "argument" if isinstance(style, Slice) else "layer"
+            raise UsageError(f"plan: no {what} is called {pattern!r}; there are {', '.join(close)}, ...")
+        for name in matched:
+            given[name].append((pattern, style))
+    return {name: _one(name, found) for name, found in given.items() if found}
+
+
+def _one(name: str, found: list[tuple[str, S]]) -> S:
+    exact = [style for pattern, style in found if pattern == name]
+    styles = exact or [style for _, style in found]
+    if any(style != styles[0] for style in styles):
+        said = ", ".join(f"{pattern!r}: {style}" for pattern, style in found)
+        raise UsageError(f"plan: {name} has several styles: {said}: give it one, under its whole name")
+    return styles[0]
+
+
+def lines(styles: Mapping[str, object]) -> list[str]:
+    """Return the styles as text, one line for each layer: what ranks compare."""
+    return [f"{name}: {style}" for name, style in styles.items()]

@@ -1,0 +1,161 @@
+"""Recording: number a framework's tensors while a model runs, and note its steps. [pure]"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from commlib.tensor_parallel.equations import Shape
+from commlib.tensor_parallel.lengths import Uses
+from commlib.tensor_parallel.trace import Step, Trace
+
+
+class Recording:
+    """The steps so far. Tensors are told apart by `key`, their identity, so all of them are kept until it goes.
+
+    shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
+    step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
+    is_discrete: returns whether a tensor is of integers or booleans. line: returns the user's line that is running.
+    """
+
+    def __init__(
+        self,
+        shape_of: Callable[[Any], Shape],
+        outside: Callable[[Any], tuple[str, str] | None],
+        key: Callable[[Any], Hashable] = id,
+        is_discrete: Callable[[Any], bool] = lambda tensor: False,
+        line: Callable[[], str] = str,
+    ) -> None:
+        self._shape_of, self._outside, self._key, self._is_discrete = shape_of, outside, key, is_discrete
+        self._numbers: dict[Hashable, int] = {}
+        self._came = set[Hashable]()
+        """Tensors from outside."""
+        self.tensors: list[Any] = []
+        """By their numbers."""
+        self._steps: list[Step] = []
+        self.learned = set[int]()
+        """Values that weights had a part in."""
+        self.used = Uses(line)
+        """Of lengths, those that were used as numbers."""
+        self.made = set[int]()
+        """Values that are made of others."""
+        self.detached = set[int]()
+        """Values whose gradient reaches no weight."""
+        self.detaches = False
+        """What runs now records no gradients, as the model has asked."""
+        self.numbers: dict[str, int] = {}
+        """Attributes of modules that shapes may be asked for with."""
+
+    def number_of(self, tensor: Any) -> int | None:
+        """Return the number of a tensor; None if no step has had it."""
+        return self._numbers.get(self._key(tensor))
+
+    def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
+        """Note a step: its results are new values, even where a tensor was changed in place."""
+        taken = tuple(self.number(tensor) for tensor in inputs)
+        results = list(outputs)
+        made = tuple(map(self._new, results))
+        self._came.update(map(self._key, results if kind == "given" else ()))
+        if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
+            self.learned.update(made)
+        self.made.update(made if taken else ())
+        has_weights = kind in ("product", "table", "attention") or more.get("weights", False)
+        if self.detaches or kind == "constant" or (taken and not has_weights and self.detached.issuperset(taken)):
+            self.detached.update(made)
+        self._steps.append(Step(layer, kind, taken, made, **more))
+
+    def knows(self, tensor: Any) -> bool:
+        """Return whether a tensor has a number yet."""
+        return self._key(tensor) in self._numbers
+
+    def is_from_outside(self, tensor: Any) -> bool:
+        """Return whether a tensor was there before: its value is another one only if it was written."""
+        return self._key(tensor) in self._came
+
+    def stands_for(self, tensor: Any, number: int) -> None:
+        """Take another tensor for a value from now on. It must be kept as long as this."""
+        self._numbers[self._key(tensor)] = number
+
+    def detach(self, tensor: Any) -> None:
+        """Note that the gradient of a value is cut off there."""
+        self.detached.add(self.number(tensor))
+
+    def trace(
+        self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool, held: Iterable[int] = ()
+    ) -> Trace:
+        """Return what was recorded of a model that returned `results`. held: values that somebody holds after that."""
+        outputs = tuple(self.number(tensor) for tensor in results)
+        shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
+        discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
+        return Trace(
+            tuple(self._steps),
+            shapes,
+            outputs,
+            tuple(tied),
+            whole,
+            discrete,
+            used=dict(self.used),
+            numbers=dict(self.numbers),
+            kept=tuple(sorted(self.made.intersection(held) - set(outputs))),
+            detached=discrete | self.detached,
+        )
+
+    def number(self, tensor: Any) -> int:
+        """Return the number of a value; one that no step has made comes from outside."""
+        known = self._numbers.get(self._key(tensor))
+        if known is not None:
+            return known
+        kind, layer = self._outside(tensor) or ("unseen", "")
+        text = f"a weight of {layer or 'the model'}" if kind == "weight" else "a value from outside"
+        number = self._new(tensor)
+        self._came.add(self._key(tensor))
+        if kind == "weight":
+            self.learned.add(number)
+        elif kind == "constant":
+            self.detached.add(number)
+        self._steps.append(Step(layer, kind, (), (number,), text))
+        return number
+
+    def _new(self, tensor: Any) -> int:
+        self._numbers[self._key(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+
+def running_line(packages: Sequence[str]) -> str:
+    """Return the line of the user's code that is running, as file:line. packages: folders of what is not the user's."""
+    frame = _outside(packages)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def runs_within(folders: Sequence[str], packages: Sequence[str]) -> bool:
+    """Return whether what is running, but for that of some packages, is in one of these folders."""
+    frame = _outside(packages)
+    return frame is not None and frame.f_code.co_filename.startswith(tuple(folders))
+
+
+def _outside(packages: Sequence[str]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
+        frame = frame.f_back
+    return frame
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a name of a module or a class mean something else for a while: a framework's call that has no hook.
+
+    What a class has inherited is its own meanwhile.
+    """
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,119 @@
+"""Shapes: follow values through reshapes, and through pieces that are split and joined. [pure]"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from commlib.tensor_parallel.rules.broken import PlanError
+from commlib.tensor_parallel.rules.following import Doubt, Following
+from commlib.tensor_parallel.rules.operations import equation, of_whole, refuse_unlike
+from commlib.tensor_parallel.states import UNKNOWN, State, reshaped
+from commlib.tensor_parallel.trace import Step
+
+_OWN_PIECES = "each rank splits its own part into pieces, of what is {}"
+
+
+def reshape(following: Following, step: Step) -> State:
+    """Follow the same elements into another shape."""
+    state = following.of(step.inputs[0])
+    if not state.is_divided:
+        return of_whole([state])
+    old = following.shape(step.inputs[0])
+    if not step.outputs:
+        came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
+        raise PlanError(
+            step, "shape", came, "let the model say -1 there, or give its number PerRank() in the plan", state
+        )
+    new = following.shape(step.outputs[0])
+    found = reshaped(state, old, new, step.asked)
+    if found is None:
+        came = f"its input has {state.parts} parts, {state}, and is given the shape {list(new)}"
+        todo = f"make them a dimension of {state.parts}, chunk them, or say what is fused by Column(parts=)"
+        raise PlanError(step, "parts", came, todo, state)
+    if found.is_divided and new[found.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
+        _heads(following, step, state, old[state.dim], new[found.dim], found.dim)
+    return found
+
+
+def _heads(following: Following, step: Step, state: State, length: int, count: int, dim: int) -> None:
+    """Check that what becomes heads on one rank, along `dim`, is heads of the whole: -1 gives as many as it has."""
+    inner = length // max(1, count)
+    if state.unit > 0 and inner % state.unit and state.unit % inner:
+        came = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
+        raise PlanError(step, "heads", came, "let the model's reshape say -1 for the number of heads", state)
+    after = step.asked[dim] if dim < len(step.asked) else 0
+    if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
+        why = (
+            f"{length} features of {state.by} become {count} of {inner} on this rank: if the model gives a fixed "
+            "number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
+        )
+        following.doubts.append(Doubt(step, state, why))
+
+
+def split(following: Following, step: Step) -> State | tuple[State, ...]:
+    """Follow what is split into pieces."""
+    state, value = following.of(step.inputs[0]), step.inputs[0]
+    if not state.is_divided or not step.outputs:
+        return of_whole([state])
+    dim = following.dim(step.dim, value)
+    dropped = len(following.shape(step.outputs[0])) < len(following.shape(value))
+    if dim != state.dim:
+        return state.at(state.dim - 1) if dropped and dim < state.dim else state
+    if state.name == "features" and state.parts == len(step.outputs) and not dropped:
+        lengths = [following.shape(piece)[dim] for piece in step.outputs]
+        if following.trace.whole and state.fused and lengths != (own := [length for length, _ in state.fused]):
+            came = f"{state.by} has parts of {own}, and its features become {lengths}"
+            raise PlanError(step, "parts", came, f"give it Column(parts={tuple(lengths)})", state)
+        return tuple(state.part(place, dim) for place in range(state.parts))
+    if state.name == "sequence":
+        following.doubt(step, _OWN_PIECES)
+        return UNKNOWN
+    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
+    todo = f"give it Column(parts={len(step.outputs)})"
+    raise PlanError(step, "parts", came, todo, state)
+
+
+def piece(following: Following, step: Step) -> State:
+    """Follow neighbouring elements that are picked along one dimension: of fused parts, one of them."""
+    state, value = following.of(step.inputs[0]), step.inputs[0]
+    dim, length = step.dim, following.shape(value)[step.dim]
+    if not state.is_divided or dim != state.dim:
+        return equation(following, step)
+    ends = list(accumulate((part for part, _ in state.fused), initial=0))
+    first, last, _ = slice(*step.asked).indices(length)
+    if (first, last) in (places := list(pairwise(ends))) and ends[-1] == length:
+        return state.part(places.index((first, last)), dim)
+    if state.parts > 1 and not state.fused:
+        following.doubt(step, "it is not known which part of several it picks, and its input is {}")
+        return UNKNOWN
+    if state.name != "features":
+        return equation(following, step)
+    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and {first}:{last} of {length} is picked here"
+    raise PlanError(step, "parts", came, "give it Column(parts=), the lengths of what is fused", state)
+
+
+def join(following: Following, step: Step) -> State:
+    """Follow pieces that are put together."""
+    if not step.outputs:
+        return UNKNOWN
+    rank = len(following.shape(step.outputs[0]))
+    # What has no elements adds nothing, as an empty cache: PyTorch takes it in the place of any.
+    inputs = [value for value in step.inputs if 0 not in following.shape(value)] or step.inputs
+    found = [following.of(value) for value in inputs]
+    inserts = len(following.shape(inputs[0])) < rank
+    dim = step.dim % max(1, rank)
+    plain = tuple(range(rank - inserts))
+    divided = next((state for state in found if state.is_divided), None)
+    if divided is None or UNKNOWN in found:
+        return of_whole(found)
+    if any(state.name == "whole" for state in found):
+        came = f"one input is whole, and another one is {divided}"
+        raise PlanError(step, "meet", came, "divide both alike", divided)
+    refuse_unlike(following, step, found, (plain,) * len(found))
+    if inserts:
+        return divided.at(divided.dim + (dim <= divided.dim))
+    if dim != divided.dim:
+        return divided
+    if divided.name == "sequence":
+        return UNKNOWN
+    return State("features", dim, divided.by, sum(state.parts for state in found), 0)

@@ -1,0 +1,1 @@
+"""Tensor parallelism at run time: collectives between sharded layers, and their gradients."""

@@ -1,0 +1,194 @@
+"""The verbs on tensors that run in the order in which they are called, which must be the same on all ranks.
+
+Every verb is collective unless it names a peer, takes any dtype that the core does (bfloat16 included), and works on
+`comm`, by default the communicator of all ranks. Gradients do not flow through. All raise what the core raises:
+UsageError for a bad argument on this rank, MismatchError on every rank where ranks call different things, PeerError
+where a rank is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of
+from commlib.horovod import running
+from commlib.p2p.lanes.staging import fetched
+from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, Call, Place
+
+T = TypeVar("T")
+Comm = Communicator | None
+
+
+class OrderedVerbs(Generic[T]):
+    """The verbs of every framework, each as a function that builds the call. None of them writes to a tensor."""
+
+    def __init__(self, bridge: Bridge[T]) -> None:
+        self._bridge = bridge
+        self._room = bridge.room or np.empty_like
+
+    def all_reduce(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> Call[T]:
+        """Return a new tensor: `tensor` of all ranks combined element by element, the same bits on every rank.
+
+        op: sum, mean, min, max or prod.
+        """
+        room = self._bridge.room
+        return Call(
+            self._bridge,
+            comm,
+            "all_reduce",
+            lambda verb, x: verb(x, op, out=None if room is None else room(x), algorithm=algorithm),
+            (tensor,),
+            SAME,
+        )
+
+    def reduce_scatter(self, tensor: T, op: str = "sum", *, comm: Comm = None) -> Call[T]:
+        """Combine `tensor` of all ranks and return this rank's part of the result along dimension 0.
+
+        If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
+        """
+        return Call(self._bridge, comm, "reduce_scatter", lambda verb, x: verb(x, op), (tensor,), ROWS)
+
+    def reduce(self, tensor: T, op: str = "sum", root: int = 0, *, comm: Comm = None) -> Call[T | None]:
+        """Combine `tensor` of all ranks; rank `root` gets the result, the others None."""
+        comm = comm or running()
+        result = SAME if comm.rank == root else NOTHING
+        return Call(self._bridge, comm, "reduce", lambda verb, x: verb(x, op, root), (tensor,), result)
+
+    def broadcast(self, tensor: T, root: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Return a new tensor with the values of rank `root`'s, which has the same shape and dtype."""
+        comm = comm or running()
+        room, here = self._room, comm.rank == root
+
+        def host(verb: Callable[..., Any], x: Any) -> Any:
+            own = room(x)
+            if here:
+                device_of(x).copy(own, x)
+            return verb(own, root)
+
+        return Call(self._bridge, comm, "broadcast", host, (tensor,), SAME)
+
+    def all_gather(self, tensor: T, *, comm: Comm = None) -> Call[T]:
+        """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree."""
+        return Call(self._bridge, comm, "all_gather", lambda verb, x: verb(x), (tensor,), ROWS)
+
+    def all_gather_v(self, tensor: T, *, comm: Comm = None) -> Call[T]:
+        """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ."""
+        return Call(self._bridge, comm, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
+
+    def gather(self, tensor: T, root: int = 0, *, comm: Comm = None) -> Call[T | None]:
+        """Like `all_gather`, but only rank `root` gets the result, the others None."""
+        comm = comm or running()
+        result = ROWS if comm.rank == root else NOTHING
+        return Call(self._bridge, comm, "gather", lambda verb, x: verb(x, root), (tensor,), result)
+
+    def scatter(self, tensor: T | None = None, root: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Return this rank's equal part of rank `root`'s `tensor` along dimension 0; the others' is ignored."""
+        inputs = () if tensor is None else (tensor,)
+        return Call(self._bridge, comm, "scatter", lambda verb, *x: verb(*(x or (None,)), root), inputs, ROWS)
+
+    def all_to_all(self, tensor: T, *, comm: Comm = None) -> Call[T]:
+        """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return what arrived here."""
+        return Call(self._bridge, comm, "all_to_all", lambda verb, x: verb(x), (tensor,), SAME)
+
+    def all_to_all_v(
+        self, tensor: T, splits: Sequence[int] | T, *, takes: Sequence[int] | T | None = None, comm: Comm = None
+    ) -> Call[tuple[T, T]]:
+        """Send `splits[i]` rows of `tensor` to rank i; return (what arrived here, int64 rows from each rank).
+
+        takes: the rows that come from each rank, where all ranks know them.
+        """
+        given, group = (splits, takes), comm or running()
+        asked = [counts for counts in given if isinstance(counts, self._bridge.tensor)]
+
+        def numbers(counts: Any) -> list[int]:
+            if type(counts) is DeviceArray:
+                counts = fetched(group.group, counts, "all_to_all_v: rows for each rank")
+            return counts.tolist()  # type: ignore[no-any-return]
+
+        def host(verb: Callable[..., Any], x: Any, *arrays: Any) -> Any:
+            known = iter(arrays)
+            rows = [numbers(next(known)) if isinstance(counts, self._bridge.tensor) else counts for counts in given]
+            return verb(x, rows[0], takes=rows[1])
+
+        return Call(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED)
+
+    def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> Call[None]:
+        """Send `tensor` to rank `peer`. Returns when `tensor` may be changed."""
+        return Call(self._bridge, comm, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
+
+    def barrier(self, *, comm: Comm = None) -> Call[None]:
+        """Wait until all ranks are here. What `barrier_async` starts is done when all ranks have come."""
+        return Call(self._bridge, comm, "barrier", lambda verb: verb(), (), NOTHING)
+
+    def broadcast_object(self, value: Any, root: int = 0, *, comm: Comm = None) -> Call[Any]:
+        """Return rank `root`'s picklable object on all ranks."""
+        return Call(self._bridge, comm, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
+
+    def all_gather_object(self, value: Any, *, comm: Comm = None) -> Call[list[Any]]:
+        """Return the picklable objects of all ranks, in rank order."""
+        return Call(self._bridge, comm, "all_gather_object", lambda verb: verb(value), (), OBJECT)
+
+
+class WritingVerbs(Generic[T]):
+    """The verbs that write to a tensor, where a framework's tensors can be written to."""
+
+    def __init__(self, bridge: Bridge[T], place: Callable[[T], Place]) -> None:
+        self._bridge, self._place = bridge, place
+
+    def all_reduce_(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> Call[T]:
+        """Combine `tensor` of all ranks in place, and return it."""
+        place = self._place(tensor)
+        x = place.array
+        return Call(self._bridge, comm, "all_reduce", lambda verb: verb(x, op, out=x, algorithm=algorithm), (), place)
+
+    def broadcast_(self, tensor: T, root: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Overwrite `tensor` on every rank by that of rank `root`, and return it."""
+        place = self._place(tensor)
+        return Call(self._bridge, comm, "broadcast", lambda verb: verb(place.array, root), (), place)
+
+    def recv(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Receive into `tensor` what rank `peer` sends with this tag, and return it."""
+        place = self._place(tensor)
+        return Call(self._bridge, comm, "recv", lambda verb: verb(place.array, peer, tag), (), place)
+
+    def send_recv(self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Send `tensor` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
+        place = self._place(out)
+        return Call(
+            self._bridge,
+            comm,
+            "send_recv",
+            lambda verb, x: verb(x, peer, place.array, source, tag),
+            (tensor,),
+            place,
+        )
+
+
+class ReturningVerbs(Generic[T]):
+    """The verbs that receive, where a framework's tensors cannot be written to."""
+
+    def __init__(self, bridge: Bridge[T]) -> None:
+        self._bridge = bridge
+        self._room = bridge.room or np.empty_like
+
+    def recv(self, like: T, peer: int, tag: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Return what rank `peer` sends with this tag: a new tensor of the shape and dtype of `like`."""
+        room = self._room
+        return Call(self._bridge, comm, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME)
+
+    def send_recv(self, tensor: T, peer: int, like: T, source: int, tag: int = 0, *, comm: Comm = None) -> Call[T]:
+        """Send `tensor` to rank `peer`; return what rank `source` sends: a new tensor like `like`."""
+        room = self._room
+        return Call(
+            self._bridge,
+            comm,
+            "send_recv",
+            lambda verb, x, y: verb(x, peer, room(y), source, tag),
+            (tensor, like),
+            SAME,
+        )

@@ -1,0 +1,1 @@
+"""Bodies of tests that several suites run, on other transports and devices."""

@@ -1,0 +1,63 @@
+"""Ahead: what asks for most of the kernels, to see that `commlib warm` has compiled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.config.settings import Config
+from commlib.dtypes import NUMPY
+from commlib.expert import Experts
+from commlib.expert.alone import Alone
+from commlib.expert.on_node import OnNode
+from commlib.expert.placement import Placement
+from commlib.expert.routing import route
+from commlib.kernels.host.rows import multiply_rows
+from tests.bodies import compressing
+from tests.bodies.every_verb import calls
+from tests.bodies.loopback import run
+
+
+def verbs() -> None:
+    def rank(comm: Any) -> None:
+        for _, _, call in calls(comm):
+            call()
+        for count in (3, 100_000):
+            x, other = np.ones(count), 1 - comm.rank
+            comm.send_recv(x, other, x.copy(), other)
+
+    on_two_ranks(rank)
+
+
+def compression() -> None:
+    def rank(comm: Any) -> None:
+        for name in compressing.COMPRESSIONS:
+            compressing.train(comm, name, within_node=True, on_device=False)
+
+    on_two_ranks(rank)
+
+
+def experts() -> None:
+    def there_and_back(exchange: Any) -> None:
+        for kind in ("float32", "float64", "float16", "bfloat16"):
+            x = np.ones((4, 3), NUMPY[kind])
+            passage, rows, gates, _ = exchange.dispatch("ahead", routing, x, routing.gates)
+            exchange.combine("ahead", passage, rows, gates)
+            of_rows, of_gates = np.empty_like(rows), np.empty_like(gates)
+            multiply_rows(exchange.combine_back("ahead", passage, x), rows, gates, of_rows, of_gates)
+            exchange.dispatch_back("ahead", passage, of_rows, of_gates)
+
+    routing = route(Experts(2, top_k=1, capacity_factor=1.0), np.ones((4, 2), np.float32), training=True)
+    routing.gradient(routing.gates, 1.0, 1.0)
+    there_and_back(Alone(Placement.even(2, 1)))  # where no rank waits for another one that compiles
+    run(2, lambda comm: there_and_back(OnNode(comm, Placement.even(2, 2))), config=Config(timeout=0))
+
+
+def on_two_ranks(rank: Callable[[Any], None]) -> None:
+    for nodes in ([0, 0], [0, 1]):
+        run(2, rank, nodes=nodes, config=Config(timeout=0))
+
+
+WORK = (verbs, compression, experts)

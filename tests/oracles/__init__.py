@@ -1,0 +1,1 @@
+"""Oracles: what a result must be, and detectors of memory used after its end."""

@@ -1,0 +1,450 @@
+"""Collectives between the devices of a node's ranks, on the late device: ranks are threads that share its memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from commlib.config.settings import Config
+from commlib.dtypes import DTYPES
+from commlib.errors import MismatchError, PeerError, TransportError, UsageError
+from commlib.node.device_board import DeviceBoard
+from tests.bodies import checks, loopback
+from tests.late import LATE, OnDevice
+from tests.oracles.oracle import REDUCIBLE
+
+CONFIG = Config(timeout=10, device_slot_kib=64)  # what is larger goes through the slots in pieces
+SIZES = ((), (0,), (5, 3), (3000,), (70_001,))
+
+ranks = pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["within reach", "out of reach"])
+def reach(request, monkeypatch):
+    monkeypatch.setattr(LATE, "has_signals", True)
+    monkeypatch.setattr(LATE, "has_reach", request.param)
+    return request.param
+
+
+ordered = pytest.mark.usefixtures("no_races")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Return what counts the copies to and from the host since it was asked last."""
+    found = []
+    copy = LATE.copy
+
+    def counting(target, source):
+        if isinstance(target, np.ndarray) or isinstance(source, np.ndarray):
+            found.append(target.nbytes)
+        copy(target, source)
+
+    monkeypatch.setattr(LATE, "copy", counting)
+    return found
+
+
+def run(size, function, **options):
+    """Run it on ranks that are threads, each with a stream of its own: else they would wait for each other's calls."""
+
+    def check(comm):
+        with LATE.using(LATE.stream()):
+            return function(comm)
+
+    return loopback.run(size, check, **options)
+
+
+def filled(comm, count, symmetric, add=0):
+    x = comm.empty((count,), "float32", device=LATE) if symmetric else LATE.empty((count,))
+    LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1 + add)
+    return x
+
+
+def total(size):
+    return size * (size + 1) / 2
+
+
+@ordered
+@ranks
+def test_reductions(size):
+    def check(comm):
+        there = OnDevice(comm)
+        for dtype, op in REDUCIBLE[size::19]:
+            for shape in SIZES:
+                checks.all_reduce(there, dtype, shape, op)
+            checks.reduce(there, dtype, (70_001,), op, root=size - 1)
+            checks.reduce_scatter(there, dtype, (30_000, 3), op)
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
+def test_movement(size):
+    def check(comm):
+        there = OnDevice(comm)
+        for dtype in DTYPES[::4]:
+            for shape in SIZES:
+                checks.broadcast(there, dtype, shape, root=size - 1)
+                checks.all_gather(there, dtype, shape)
+                checks.gather(there, dtype, shape, root=size - 1)
+            checks.all_to_all(there, dtype, (size, 30_000))
+            checks.scatter(there, dtype, (30_000,), root=size - 1)
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
+def test_scans(size, copies):
+    """Each rank reads what those before it have; in place too, where others still read what is overwritten."""
+
+    def check(comm):
+        there = OnDevice(comm)
+        for dtype, op in (("float32", "sum"), ("bfloat16", "prod"), ("int8", "max"), ("bool", "sum")):
+            for shape in SIZES:
+                checks.scan(there, dtype, shape, op)
+        x = filled(comm, 100_000, symmetric=True)
+        comm.barrier()
+        copies.clear()
+        comm.barrier()
+        for verb, own in (("scan", 1), ("exscan", 0)):
+            LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1)
+            getattr(comm, verb)(x, out=x)
+            comm.barrier()
+            assert not copies
+            comm.barrier()
+            expected = total(comm.rank + own) if comm.rank + own else 1  # rank 0 has nothing before it
+            np.testing.assert_array_equal(x.numpy(), np.full(100_000, expected, np.float32))
+            copies.clear()
+            comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_uneven_rows(size, known, symmetric, copies):
+    """Few and many of them, none for some; into memory that is given, and new."""
+
+    def check(comm):
+        rank = comm.rank
+        for scale in (1, 700):
+            counts = np.array([[scale * ((a * b + a) % 4) for b in range(size)] for a in range(size)])
+            rows, came = int(counts[rank].sum()), counts[:, rank]
+            most = int(counts.sum(axis=1).max()) + 1
+            whole = comm.empty((most, 30), "float32", device=LATE) if symmetric else LATE.empty((most, 30))
+            mine = [np.arange(counts[r].sum() * 30, dtype=np.float32).reshape(-1, 30) + 1e5 * r for r in range(size)]
+            x = whole[:rows]
+            LATE.copy(LATE.wrap(x, "x"), LATE.wrap(LATE.put(mine[rank]), "mine"))
+            starts = counts.cumsum(axis=1) - counts
+            expected = np.concatenate([mine[r][starts[r, rank] :][: counts[r, rank]] for r in range(size)])
+            takes = came.tolist() if known else None
+            LATE.synchronise()
+            comm.barrier()
+            copies.clear()
+            comm.barrier()
+            for out in (None, LATE.empty((int(came.sum()), 30))):
+                result, received = comm.all_to_all_v(x, counts[rank].tolist(), takes=takes, out=out)
+                assert received.tolist() == came.tolist() and (out is None or result is out)
+                comm.barrier()
+                assert not copies
+                comm.barrier()
+                np.testing.assert_array_equal(result.numpy(), expected)
+                copies.clear()
+                comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+def test_rows_that_are_not_what_was_said():
+    """Only the rank that expects others is told; the rest have theirs, and the group goes on."""
+
+    def check(comm):
+        x = LATE.put(np.full((6, 2), comm.rank, np.float32))
+        takes = [2, 2, 2] if comm.rank else [2, 1, 2]
+        if comm.rank:
+            result, _ = comm.all_to_all_v(x, [2, 2, 2], takes=takes)
+            np.testing.assert_array_equal(result.numpy()[:, 0], [0, 0, 1, 1, 2, 2])
+        else:
+            with pytest.raises(MismatchError, match="rank 1 sent 2 rows to rank 0, which expected 1"):
+                comm.all_to_all_v(x, [2, 2, 2], takes=takes)
+        for room in (5, 6):
+            out = LATE.empty((room if comm.rank == 1 else 6, 2))
+            if room == 5 and comm.rank == 1:
+                with pytest.raises(UsageError, match=r"6 rows came to rank 1.*out has 5"):
+                    comm.all_to_all_v(x, [2, 2, 2], out=out)
+            else:
+                np.testing.assert_array_equal(
+                    comm.all_to_all_v(x, [2, 2, 2], out=out)[0].numpy()[:, 0], [0, 0, 1, 1, 2, 2]
+                )
+
+    run(3, check, config=CONFIG)
+
+
+LAYOUTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
+
+
+@ordered
+@pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
+def test_all_reduce_between_nodes(nodes, devices, copies, reach):
+    """Each share crosses the network once: with messages that take the device's memory nothing goes by the host.
+
+    Devices of a node that are out of each other's reach leave that to the host.
+    """
+
+    def check(comm):
+        there = OnDevice(comm)
+        for dtype, op in [
+            ("float32", "sum"),
+            ("bfloat16", "mean"),
+            ("int8", "mean"),
+            ("bool", "max"),
+            ("float16", "min"),
+        ]:
+            for shape in SIZES:
+                checks.all_reduce(there, dtype, shape, op)
+        checks.all_reduce(there, "float32", (70_001,), "sum", "hierarchical")
+        x = filled(comm, 70_001, symmetric=False)
+        LATE.synchronise()
+        comm.barrier()
+        copies.clear()
+        comm.barrier()
+        comm.all_reduce(x, out=x)
+        comm.barrier()
+        copied = sum(copies)
+        comm.barrier()
+        assert (x.numpy() == total(len(nodes))).all()
+        return copied
+
+    rails = min(nodes.count(node) for node in nodes)
+    on_rails = rails * len(set(nodes))
+    for copied in run(len(nodes), check, nodes=nodes, config=CONFIG, devices=devices):
+        # Out and in again: one array's bytes on each node, not one on each rank.
+        times = on_rails // rails if reach else len(nodes)
+        assert copied == (0 if devices else 2 * 4 * 70_001 * times)
+
+
+def test_nodes_with_one_rank_go_through_the_host(copies):
+    run(3, lambda comm: comm.all_reduce(filled(comm, 1000, False)), nodes=[0, 0, 1], config=CONFIG)
+    assert copies
+
+
+@ordered
+def test_async_twins():
+    run(3, lambda comm: checks.every_verb(OnDevice(checks.Twins(comm))), config=CONFIG)
+
+
+@ordered
+@ranks
+@pytest.mark.parametrize("count", [10, 100_000])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_nothing_goes_through_the_host(size, count, symmetric, copies):
+    def check(comm):
+        x = filled(comm, count, symmetric)
+        comm.barrier()
+        copies.clear()
+        comm.barrier()
+        for step in range(3):
+            comm.all_reduce(x, "mean", out=x)
+            LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1 + step)
+        comm.all_reduce(x, out=x, algorithm="node")
+        comm.barrier()
+        assert not copies
+        np.testing.assert_array_equal(x.numpy(), np.full(count, total(size) + 2 * size, np.float32))
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
+def test_symmetric_exchanges(size):
+    """Large ones are read where they lie."""
+    rows = 20_000
+
+    def check(comm):
+        x = comm.empty((size * rows,), "float32", device=LATE)
+        everyone = [np.arange(size * rows, dtype=np.float32) + 1000 * rank for rank in range(size)]
+        LATE.copy(LATE.wrap(x, "x"), LATE.wrap(LATE.put(everyone[comm.rank]), "mine"))
+        part = slice(comm.rank * rows, (comm.rank + 1) * rows)
+        np.testing.assert_array_equal(comm.reduce_scatter(x).numpy(), np.sum(everyone, axis=0)[part])
+        np.testing.assert_array_equal(comm.all_to_all(x).numpy(), np.concatenate([each[part] for each in everyone]))
+        np.testing.assert_array_equal(comm.all_gather(x).numpy(), np.concatenate(everyone))
+        comm.all_gather(x[part], out=x)
+        own = [each[rank * rows : (rank + 1) * rows] for rank, each in enumerate(everyone)]
+        np.testing.assert_array_equal(x.numpy(), np.concatenate(own))
+        comm.broadcast(x, root=size - 1)
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
+def test_arrays_that_do_not_correspond(size):
+    """One rank's is elsewhere: all see that, and the result is right."""
+
+    def check(comm):
+        shared = filled(comm, 50_000, symmetric=True)
+        other = filled(comm, 50_000, symmetric=True)
+        for odd in ("ordinary", "another"):
+            x = shared
+            if comm.rank == size - 1:
+                x = other if odd == "another" else filled(comm, 50_000, symmetric=False)
+            np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(50_000, total(size), np.float32))
+        np.testing.assert_array_equal(comm.all_reduce(shared).numpy(), np.full(50_000, total(size), np.float32))
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+def test_results_are_read_and_sources_written_at_once():
+    """Whoever goes on at once disturbs nobody: not who still reads, and not who is slower by far."""
+
+    def check(comm):
+        ordinary, shared = filled(comm, 40_000, symmetric=False), filled(comm, 40_000, symmetric=True)
+        for step in range(8):
+            for x in (ordinary, shared):
+                LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + step)
+                y = comm.all_reduce(x)
+                LATE.kernels.fill(LATE.wrap(x, "x"), 99)
+                if comm.rank == step % 3:
+                    np.testing.assert_array_equal(y.numpy(), np.full(40_000, 3 + 3 * step, np.float32))
+
+    run(3, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
+    meet, meetings = DeviceBoard.meet, []
+
+    def check(comm):
+        x, right = filled(comm, 40_000, symmetric), True
+        comm.all_reduce(x)  # makes the board
+        for step in range(5):
+            if comm.rank:
+                LATE.kernels.fill(LATE.wrap(filled(comm, 40_000, False), "slower"), 0)
+            LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1 + step)
+            right &= bool((comm.all_reduce(x).numpy() == total(2) + 2 * step).all())
+            comm.barrier()
+        return right
+
+    def only_the_first(board):
+        if board not in meetings:
+            meet(board)
+        meetings.append(board)
+
+    races = LATE.races
+    assert all(run(2, check, config=CONFIG)) and LATE.races == races
+    monkeypatch.setattr(DeviceBoard, "meet", only_the_first)
+    assert not all(run(2, check, config=CONFIG)) or LATE.races > races
+
+
+def test_one_rank_whose_device_cannot(monkeypatch, caplog):
+    """All ranks go through the host then, and one of them says so, once."""
+    signals = LATE.signals
+    made = []
+
+    def refused_once(memory, tell, hear):
+        made.append(memory)
+        if len(made) == 1:
+            raise TransportError("no such thing here")
+        return signals(memory, tell, hear)
+
+    monkeypatch.setattr(LATE, "signals", refused_once)
+
+    def check(comm):
+        checks.every_verb(OnDevice(comm))
+
+    run(3, check, config=CONFIG)
+    assert len(made) == 3
+    said = [record for record in caplog.records if "go through the host" in record.message]
+    assert len(said) == 1 and "no such thing here" in said[0].message
+
+
+def test_streams_that_never_meet(monkeypatch, caplog):
+    """They are tried when the board is made."""
+    monkeypatch.setattr("commlib.node.device_board.FIRST_MEETING", 0.3)
+    monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
+    run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
+    assert "its stream did not meet the others" in caplog.text
+
+
+def test_it_can_be_switched_off(copies):
+    def check(comm):
+        comm.all_reduce(filled(comm, 1000, symmetric=False))
+
+    run(2, check, config=replace(CONFIG, device_peers=False))
+    assert copies
+
+
+def test_other_calls_are_told_before_anything_is_queued():
+    def check(comm):
+        x = filled(comm, 1000, symmetric=False)
+        comm.all_reduce(x)
+        with pytest.raises(MismatchError, match="1001 x float32"):
+            comm.all_reduce(x if comm.rank else filled(comm, 1001, symmetric=False))
+        np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(1000, 3.0))  # in step again
+
+    run(2, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_that_is_dropped_is_freed(peers, symmetric):
+    def check(comm):
+        part = comm.split(0)
+        part.all_reduce(filled(part, 100_000, symmetric)).numpy()
+        part.all_reduce_async(filled(part, 10, symmetric)).wait().numpy()
+        found = weakref.ref(part.group)
+        comm.barrier()
+        del part
+        deadline = time.monotonic() + 5  # another thread may still be on its way out of it
+        while found() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        return found() is None
+
+    assert run(2, check, config=replace(CONFIG, device_peers=peers)) == [True, True]
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_a_rank_that_never_comes_holds_up_nobody_for_ever(end, monkeypatch, caplog):
+    """Where hosts do not meet before, a stream waits; it is let go when the group is closed, or left."""
+    monkeypatch.setattr("commlib.collectives.device.staging_queue.LAST", 0.3)
+
+    def check(comm):
+        x = filled(comm, 1000, symmetric=False)
+        comm.all_reduce(x)
+        x.numpy()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.all_reduce(x)
+            assert not LATE.current().record().done()
+            comm.close() if end == "close" else comm.group.leave()
+            x.numpy()
+
+    run(2, check, config=replace(CONFIG, check="never"))
+    assert "late still works after 0.3 s" in caplog.text
+
+
+def test_a_rank_that_fails_lets_the_others_go():
+    def check(comm):
+        x = filled(comm, 1000, symmetric=False)
+        comm.all_reduce(x)
+        if comm.rank == 1:
+            comm.group.abandon("a call", ValueError("on the way"))
+            return
+        with pytest.raises(PeerError, match="rank 1"):
+            for _ in range(2):
+                comm.all_reduce(x)
+        x.numpy()  # its stream does not wait any more
+
+    run(2, check, config=CONFIG)

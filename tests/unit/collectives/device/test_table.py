@@ -1,0 +1,285 @@
+"""Which way the data of devices' arrays goes: by a table's order, by what was measured, or as it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.collectives.device.table import by_times
+from commlib.communicator import Communicator
+from commlib.config.settings import Config
+from commlib.cost.chooser import Chooser
+from commlib.cost.records import Entry, Measured
+from commlib.cost.table import Table
+from commlib.errors import MismatchError, UsageError
+from commlib.tune import measure, stopwatch
+from tests.bodies import loopback
+from tests.late import LATE
+
+CONFIG = Config(timeout=10, device_slot_kib=64)
+COUNT = 6000
+
+
+@pytest.fixture(autouse=True)
+def reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LATE, "has_signals", True)
+    monkeypatch.setattr(LATE, "has_reach", True)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that were copied from and to the host."""
+    found: list[int] = []
+    copy = LATE.copy
+
+    def counting(target: Any, source: Any) -> None:
+        if isinstance(target, np.ndarray) or isinstance(source, np.ndarray):
+            found.append(target.nbytes)
+        copy(target, source)
+
+    monkeypatch.setattr(LATE, "copy", counting)
+    return found
+
+
+def run(size: int, function: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+    """Run it on ranks that are threads, each with a stream of its own: else they would wait for each other's calls."""
+
+    def there(comm: Communicator) -> Any:
+        with LATE.using(LATE.stream()):
+            return function(comm)
+
+    return loopback.run(size, there, config=options.pop("config", CONFIG), **options)
+
+
+def chooser(*times: Measured, verb: str = "all_reduce", nodes: int = 1, ranks: int = 2) -> Chooser:
+    return Chooser(table=Table((Entry(verb, nodes, ranks, "", "any", times, "late"),)))
+
+
+def time(name: str, seconds: float, up_to: int = 1 << 20) -> Measured:
+    return Measured(up_to, name, 0, seconds)
+
+
+def summed(comm: Communicator, count: int = COUNT, **options: Any) -> None:
+    """Add up ones; the result is right whichever way it came."""
+    x = LATE.empty((count,))
+    LATE.kernels.fill(LATE.wrap(x, "x"), 1)
+    got = comm.all_reduce(x, **options)
+    assert (got.numpy() == comm.size).all()
+
+
+@pytest.mark.parametrize(
+    ("names", "times", "order"),
+    [
+        (["a", "b", "c"], [], [0, 1, 2]),
+        (["a", "b", "c"], ["c", "b", "a"], [2, 1, 0]),
+        (["a", "b", "c"], ["c", "a"], [2, 1, 0]),  # b stays: nobody knows
+        (["a", "b", "a", "c"], ["c", "b", "a"], [3, 1, 0, 2]),  # two of one name
+        (["a", "b"], ["x", "b", "y", "a"], [1, 0]),
+    ],
+)
+def test_those_that_were_timed_change_places(names: list[str], times: list[str], order: list[int]) -> None:
+    assert by_times(names, times) == order
+
+
+@pytest.mark.parametrize(
+    ("is_reached", "config", "devices", "nodes", "expected"),
+    [
+        (True, CONFIG, (), None, ("node", "host")),
+        (False, CONFIG, (), None, ("node", "host")),  # by memory of the host
+        (True, CONFIG, ("late",), None, ("node", "messages", "host")),
+        (True, Config(timeout=10, device_peers=False), (), None, ("host",)),
+        (True, CONFIG, (), [0, 0, 1, 1], ("hierarchical", "host")),
+        (True, CONFIG, ("late",), [0, 1], ("messages", "host")),
+    ],
+)
+def test_the_ways_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+    is_reached: bool,
+    config: Config,
+    devices: Any,
+    nodes: Any,
+    expected: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(LATE, "has_reach", is_reached)
+    size = 2 if nodes is None else len(nodes)
+    found = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
+    assert found == [expected] * size
+
+
+class StandIn:
+    """A way in the place of NCCL's, which is there, and leaves a note."""
+
+    name, refusal, is_open, only_queues = "nccl", "", True, False
+
+    def __init__(self, group: Any, device: Any) -> None:
+        self._size = group.size
+
+    def takes(self, verb: Any, call: Any) -> bool:
+        return True
+
+    def open(self, text: str, on_wait: Any) -> bool:
+        return True
+
+    def run(self, verb: Any, call: Any) -> Any:
+        def run(x: Any, target: Any, on_wait: Any) -> None:
+            LATE.kernels.fill(target, self._size)
+            taken.append(verb.name)
+
+        return run
+
+
+taken: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "timed", "by_nccl"),
+    [
+        (None, False, False),
+        ([0, 0, 1, 1], False, True),
+        ([0, 1], False, True),
+        ([0, 0, 1, 1], True, False),
+    ],
+    ids=["a node", "nodes of several", "nodes of one", "measured"],
+)
+def test_between_nodes_nccl_comes_first_until_something_is_measured(
+    monkeypatch: pytest.MonkeyPatch, nodes: Any, timed: bool, by_nccl: bool
+) -> None:
+    """The ways on rails were preferred to it, which had never run on several GPUs."""
+    monkeypatch.setattr("commlib.collectives.device.table.Nccl", StandIn)
+    taken.clear()
+
+    def rank(comm: Communicator) -> None:
+        if timed:
+            comm.runtime.chooser = chooser(time("hierarchical", 1e-6), time("nccl", 2e-6), nodes=2)
+        summed(comm)
+
+    size = 2 if nodes is None else len(nodes)
+    run(size, rank, nodes=nodes)
+    assert taken == ["all_reduce"] * size * by_nccl
+
+
+def test_what_was_measured_decides(copies: list[int]) -> None:
+    """Small arrays by the host, large ones between the devices, and what is larger still as where nothing is known."""
+    small, large = 1 << 12, 1 << 16
+
+    def rank(comm: Communicator) -> list[int]:
+        comm.runtime.chooser = chooser(
+            time("host", 1e-6, small), time("node", 2e-6, small), time("node", 1e-6, large), time("host", 2e-6, large)
+        )
+        found = []
+        for nbytes in (small, large, 4 * large):
+            comm.barrier()
+            before = len(copies)
+            summed(comm, nbytes // 4)
+            comm.barrier()
+            found.append(len(copies) - before)
+        return found
+
+    for of_small, of_large, beyond in run(2, rank):
+        assert of_small > 0
+        assert of_large == beyond == 0
+
+
+def test_a_call_that_names_its_way_goes_there(copies: list[int]) -> None:
+    def rank(comm: Communicator) -> tuple[int, int]:
+        comm.runtime.chooser = chooser(time("host", 1e-6), time("node", 2e-6))
+        summed(comm, algorithm="node")
+        comm.barrier()
+        between = len(copies)
+        comm.barrier()
+        summed(comm, algorithm="host")
+        comm.barrier()
+        return between, len(copies)
+
+    for between, by_host in run(2, rank):
+        assert between == 0 < by_host
+
+
+def test_the_fastest_algorithm_of_messages_is_taken(copies: list[int]) -> None:
+    """A native one that cannot do this call is passed over: MPI is not there."""
+
+    def rank(comm: Communicator) -> None:
+        comm.runtime.chooser = chooser(time("native", 1e-7), time("ring", 1e-6), time("node", 2e-6), time("host", 1))
+        executed: list[str] = []
+        execute = comm.group.execute
+
+        def noting(program: Any, *arguments: Any, **options: Any) -> Any:
+            executed.append(program.algorithm)
+            return execute(program, *arguments, **options)
+
+        comm.group.execute = noting
+        summed(comm)
+        assert executed == ["ring"]
+
+    run(2, rank, devices=["late"])
+    assert not copies
+
+
+def test_what_was_measured_and_is_not_there_is_passed_over(copies: list[int]) -> None:
+    """A table is of a cluster; this job has no GPU each, and MPI takes none of their memory."""
+
+    def rank(comm: Communicator) -> None:
+        comm.runtime.chooser = chooser(time("ring", 1e-7), time("nccl", 1e-6), time("node", 2e-6), time("host", 1))
+        summed(comm)
+
+    run(2, rank)
+    assert not copies
+
+
+def test_a_way_that_is_not_there_is_refused_by_name() -> None:
+    def rank(comm: Communicator) -> None:
+        for name, why in (
+            ("messages", "all_reduce: algorithm 'messages': late: MPI takes no memory of such devices here"),
+            ("nccl", "all_reduce: algorithm 'nccl': it is for arrays on a GPU"),
+            ("rings", "all_reduce has no algorithm 'rings'"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                summed(comm, algorithm=name)
+        with pytest.raises(UsageError, match="all_reduce has no algorithm 'host'"):
+            comm.all_reduce(np.ones(3, np.float32), algorithm="host")
+        with pytest.raises(UsageError, match="wants a device of the kind 'lte', which this rank has not"):
+            comm.ways("lte")
+        summed(comm)  # and the group goes on
+
+    run(2, rank, config=Config(timeout=10, device_peers=False))
+
+
+def test_ranks_that_name_different_ways_are_told() -> None:
+    def rank(comm: Communicator) -> None:
+        summed(comm)
+        with pytest.raises(MismatchError, match="algorithm=node"):
+            summed(comm, algorithm=("host", "node")[comm.rank])
+
+    run(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "ways"),
+    [((), None, {"node", "host"}), (("late",), None, {"node", "ring", "host"}), ((), [0, 0, 1, 1], {"hierarchical"})],
+)
+def test_ways_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
+    """All ranks get the same table; each verb's winner of it is what a call takes."""
+    monkeypatch.setattr(measure, "DEVICE_SIZES", (1024, 4096))
+    monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 1)
+
+    def rank(comm: Communicator) -> Table:
+        table = measure.measure_on(comm, LATE, 1000.0)
+        comm.runtime.chooser = Chooser(table=table)
+        summed(comm, 1000)
+        return table
+
+    size = 2 if nodes is None else 4
+    first, *others = run(size, rank, devices=devices, nodes=nodes)
+    assert all(other == first for other in others)
+    assert not first.machines
+    assert {(e.verb, e.nodes, e.ranks_per_node, e.device) for e in first.entries} == {
+        (verb, 1 if nodes is None else 2, 2, "late") for verb in measure.VERBS
+    }
+    for entry in first.entries:
+        assert {t.up_to for t in entry.times} == {2048, 8192}
+        assert "native" not in {t.algorithm for t in entry.times}  # there is no MPI
+        if entry.verb == "all_reduce":
+            assert {t.algorithm for t in entry.times} >= ways

@@ -1,0 +1,153 @@
+"""The file of settings: what may stand in it, what wins over it, and words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commlib.config.file import find_settings, read_file
+from commlib.config.settings import Config, compare, compared
+from commlib.errors import MismatchError, UsageError
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Path:
+    """The user's file, in a config folder of its own."""
+    path = tmp_path / "xdg" / "commlib" / "config.toml"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def in_config_folder(path: Path) -> dict[str, str]:
+    return {"XDG_CONFIG_HOME": str(path.parents[1])}
+
+
+def test_without_a_file_there_are_the_defaults(users_file):
+    found = find_settings(in_config_folder(users_file))
+    assert found.config == Config() and not found.origins
+
+
+def test_environment_then_file_then_program(users_file):
+    users_file.write_text("timeout = 7\nslot_kib = 64\nnode_path = false\n")
+    environment = in_config_folder(users_file) | {"COMMLIB_TIMEOUT": "9"}
+    found = find_settings(environment, {"COMMLIB_TIMEOUT": "1", "COMMLIB_SLOT_KIB": "2", "COMMLIB_SPINS": "3"})
+    assert found.config == Config(timeout=9.0, slot_kib=64, node_path=False, spins=3)
+    in_file = f"file {users_file}"
+    assert found.origins == {"timeout": "environment", "slot_kib": in_file, "node_path": in_file, "spins": "program"}
+    assert type(found.config.timeout) is float
+
+
+@pytest.mark.parametrize("given_by", ["environment", "program"])
+def test_a_named_file_is_read_instead_of_the_users(users_file, tmp_path, given_by):
+    users_file.write_text("timeout = 7\n")
+    named = tmp_path / "mine.toml"
+    named.write_text("spins = 5\n")
+    name = {"COMMLIB_CONFIG": str(named)}
+    environment = in_config_folder(users_file)
+    found = find_settings(environment | name) if given_by == "environment" else find_settings(environment, name)
+    assert found.config == Config(spins=5) and found.origins == {"spins": f"file {named}"}
+
+
+def test_none_reads_no_file(users_file):
+    users_file.write_text("nonsense")
+    assert find_settings(in_config_folder(users_file) | {"COMMLIB_CONFIG": "none"}).config == Config()
+
+
+def test_the_folder_of_the_job_is_not_looked_at(users_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("commlib.toml", "config.toml"):
+        Path(name).write_text("timeline = '/somewhere'\n")
+    assert find_settings(in_config_folder(users_file)).config == Config()
+
+
+@pytest.mark.parametrize(
+    "line, field, value", [("cuda_aware = false", "cuda_aware", "no"), ("check = 'NEVER'", "check", "never")]
+)
+def test_words(tmp_path, line, field, value):
+    path = tmp_path / "a.toml"
+    path.write_text(line)
+    assert read_file(path) == {field: value}
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("timeout =", "is no TOML"),
+        ("timeout = 'long'", "timeout = 'long': expected float from 0 to"),
+        ("timeout = -1", "expected float from 0 to"),
+        ("timeout = nan", "expected float from 0 to"),
+        ("timeout = true", "expected float from 0 to"),
+        ("slot_kib = 1.5", "slot_kib = 1.5: expected int from 1 to 1048576"),
+        ("slot_kib = 0", "expected int from 1 to 1048576"),
+        ("node_path = 1", "node_path = 1: expected true or false"),
+        ("check = 'sometimes'", "expected one of auto, always, never"),
+        ("check = true", "expected one of auto, always, never in quotation marks"),
+        ("tuning_file = 3", "expected text in quotation marks"),
+        ("timeouts = 3", "; for timeouts, did you mean timeout?"),
+        ("[timeout]\nx = 1", "expected float"),
+        ("[xyzzy]\nx = 1", "unknown setting xyzzy; known are "),
+        ("COMMLIB_SPINS = 1", "; for COMMLIB_SPINS, did you mean spins?"),
+    ],
+)
+def test_what_is_wrong_in_a_file(tmp_path, text, expected):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        find_settings({"COMMLIB_CONFIG": str(path)})
+    assert str(path) in str(caught.value) and expected in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_bytes(b"log_level = '\xff'")
+    with pytest.raises(UsageError, match="is no TOML"):
+        read_file(path)
+
+
+def test_a_named_file_must_be_there(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"cannot read the file of settings /.*/no.toml \(No such file .*COMMLIB_CONFIG=none"
+    ):
+        find_settings({"COMMLIB_CONFIG": str(tmp_path / "no.toml")})
+
+
+def test_the_users_file_is_not_used_where_others_can_change_it(users_file):
+    users_file.write_text("timeout = 7\n")
+    users_file.chmod(0o666)
+    with pytest.raises(UsageError, match=r"another user can change it: .*chmod go-w .*COMMLIB_CONFIG="):
+        find_settings(in_config_folder(users_file))
+    assert find_settings({"COMMLIB_CONFIG": str(users_file)}).config.timeout == 7
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("COMMLIB_TIMEOUTS", "COMMLIB_TIMEOUT"),
+        ("COMMLIB_SLOTS_KB", "COMMLIB_SLOT_KIB"),
+        ("COMMLIB_CONFIGS", "COMMLIB_CONFIG"),
+    ],
+)
+def test_the_nearest_name_is_told(name, near):
+    with pytest.raises(UsageError, match=f"for {name}, did you mean {near}\\?"):
+        find_settings({name: "1", "COMMLIB_CONFIG": "none"})
+
+
+def test_a_wrong_default_is_said_to_be_the_programs():
+    with pytest.raises(UsageError, match="the program's default COMMLIB_SPINS='many': expected int"):
+        find_settings({"COMMLIB_CONFIG": "none"}, {"COMMLIB_SPINS": "many"})
+
+
+def test_different_settings_say_where_they_come_from():
+    ours, theirs = compared(Config()), compared(Config(slot_kib=4, timeout=3.0))
+    origins = [{"timeout": "environment"}, {"slot_kib": "file /etc/c.toml", "timeout": "environment"}]
+    with pytest.raises(MismatchError) as caught:
+        compare([("", ours), ("", theirs)], origins)
+    text = str(caught.value)
+    assert "  COMMLIB_SLOT_KIB: 512 (default) on rank 0; 4 (file /etc/c.toml) on rank 1\n" in text
+    assert "  COMMLIB_TIMEOUT: 0.0 on rank 0; 3.0 on rank 1\n" in text  # the environment's, as always
+
+
+def test_the_same_setting_from_elsewhere_is_the_same():
+    one = compared(Config(slot_kib=4))
+    compare([("", one), ("", one)], [{"slot_kib": "environment"}, {"slot_kib": "file /x"}])

@@ -1,0 +1,56 @@
+"""Weights that are dropped: as many as said, each by itself, the same in every number format."""
+
+from __future__ import annotations
+
+from operator import rshift
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.context_parallel.dropping import check_rate, hashed, hashed_key, least_kept, started
+from commlib.errors import UsageError
+
+EXAMPLES, QUERIES, KEYS = 8, 200, 200
+
+
+def kept(seed: int, rate: float) -> Any:
+    """Return what numpy makes of it, for (examples, queries, keys)."""
+    of_rows, of_keys = (np.array([start]) for start in started(seed, rshift))
+    rows = hashed(hashed(of_rows, np.arange(EXAMPLES), rshift)[:, None], np.arange(QUERIES), rshift)
+    return hashed(rows[..., None], hashed_key(of_keys, np.arange(KEYS), rshift), rshift) >= least_kept(rate)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 1 << 61, (1 << 62) - 1])
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.9])
+def test_each_weight_is_drawn_by_itself(seed: int, rate: float) -> None:
+    """Means within some deviations, of all, rows, columns and examples; of these no two go together."""
+    found = kept(seed, rate).astype(np.float64)
+    for axes in (None, 1, 2, (1, 2)):
+        means = found.mean(axes)
+        deviation = (rate * (1 - rate) * np.size(means) / found.size) ** 0.5
+        assert np.abs(means - (1 - rate)).max() < (5 if axes is None else 6) * deviation
+    others = kept(seed + 1, rate)
+    for pair in (
+        (found[1:], found[:-1]),
+        (found[:, 1:], found[:, :-1]),
+        (found[..., 1:], found[..., :-1]),
+        (found, others),
+    ):
+        together = np.corrcoef(pair[0].ravel(), pair[1].ravel())[0, 1]
+        assert abs(together) < 5 / pair[0].size ** 0.5
+
+
+def test_integers_of_python_are_those_of_numpy() -> None:
+    """Those of 64 bits overflow where Python's do not."""
+    of_rows, of_keys = started(12345, rshift)
+    found = kept(12345, 0.5)
+    for example, query, key in ((0, 0, 0), (7, 199, 3), (2, 5, 199)):
+        row = hashed(hashed(of_rows, example, rshift), query, rshift)
+        assert (hashed(row, hashed_key(of_keys, key, rshift), rshift) >= least_kept(0.5)) == found[example, query, key]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(UsageError, match="at least 0, and less than 1"):
+        check_rate("attention", rate)

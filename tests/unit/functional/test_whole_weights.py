@@ -1,9 +1,0 @@
-"""Gradients of whole weights are compared seldom, and at first often."""
-
-from __future__ import annotations
-
-from commlib.functional.whole_weights import is_due
-
-
-def test_first_steps_and_then_every_64th() -> None:
-    assert [step for step in range(1, 300) if is_due(step)] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]

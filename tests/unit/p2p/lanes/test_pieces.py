@@ -1,0 +1,127 @@
+"""Messages in pieces: each leaves once it is there, and what has come is told of in order, whatever interrupts that."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.errors import TransportError
+from commlib.p2p.lanes.receive_pieces import ArrivingPieces
+from commlib.p2p.lanes.send_pieces import Copied, LeavingPieces
+
+
+class Switch:
+    """An event, or a request, that is done when the test says so."""
+
+    def __init__(self):
+        self.is_on = self.is_cancelled = False
+
+    def done(self):
+        return self.is_on
+
+    test = done
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+class Wire:
+    """A transport that notes what it is given."""
+
+    def __init__(self):
+        self.messages, self.requests, self.failure = [], [], None
+
+    def send(self, peer, tag, data):
+        if self.failure is not None:
+            raise self.failure
+        return self._post((peer, tag, bytes(data)))
+
+    def recv(self, peer, tag, into):
+        return self._post((peer, tag, len(into)))
+
+    def _post(self, message):
+        self.messages.append(message)
+        self.requests.append(Switch())
+        return self.requests[-1]
+
+
+def leaving(wire):
+    events = [Switch() for _ in range(3)]
+    places = ((0, 4), (4, 8), (8, 10))
+    pieces = [Copied(*place, event) for place, event in zip(places, events, strict=True)]
+    return LeavingPieces(wire, 1, 7, memoryview(b"0123456789"), pieces), events
+
+
+def arriving(wire, nbytes, landed):
+    return ArrivingPieces(wire, 1, 7, memoryview(bytearray(nbytes)), 4, landed)
+
+
+def test_pieces_leave_in_their_order_once_they_are_there():
+    wire = Wire()
+    request, events = leaving(wire)
+    events[1].is_on = True
+    assert not request.test() and wire.messages == []
+    events[0].is_on = True
+    assert not request.test() and wire.messages == [(1, 7, b"0123"), (1, 7, b"4567")]
+    events[2].is_on = True
+    assert not request.test() and wire.messages[2:] == [(1, 7, b"89")]
+    for posted in wire.requests:
+        assert not request.test()
+        posted.is_on = True
+    assert request.test() and len(wire.messages) == 3 and request.nbytes == 10
+
+
+def test_an_interrupted_piece_is_not_sent_again():
+    wire = Wire()
+    request, events = leaving(wire)
+    events[0].is_on = events[1].is_on = True
+    wire.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        request.test()
+    wire.failure = None
+    with pytest.raises(TransportError, match="a message to rank 1 was interrupted"):
+        request.test()
+    assert wire.messages == []
+
+
+def test_what_has_come_is_told_of_in_order():
+    wire, told = Wire(), []
+    request = arriving(wire, 10, lambda start, stop: told.append((start, stop)))
+    assert wire.messages == [(1, 7, 4), (1, 7, 4), (1, 7, 2)]
+    wire.requests[1].is_on = True
+    assert not request.test() and told == []
+    wire.requests[0].is_on = True
+    assert not request.test() and told == [(0, 4), (4, 8)]
+    wire.requests[2].is_on = True
+    assert request.test() and told[2:] == [(8, 10)] and request.nbytes == 10
+
+
+def test_an_interrupt_loses_nothing_that_has_come():
+    told = []
+
+    def landed(start, stop):
+        told.append((start, stop))
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    wire = Wire()
+    request = arriving(wire, 8, landed)
+    wire.requests[0].is_on = wire.requests[1].is_on = True
+    with pytest.raises(KeyboardInterrupt):
+        request.test()
+    assert request.test() and told == [(0, 4), (0, 4), (4, 8)]
+
+
+@pytest.mark.parametrize("landed", [None, lambda start, stop: None])
+def test_giving_up_cancels_what_is_under_way(landed):
+    wire = Wire()
+    request = arriving(wire, 8, landed)
+    wire.requests[0].is_on = True
+    assert not request.test()
+    request.cancel()
+    assert [posted.is_cancelled for posted in wire.requests] == [False, True]
+    out = Wire()
+    sending, events = leaving(out)
+    events[0].is_on = True
+    assert not sending.test()
+    sending.cancel()
+    assert [posted.is_cancelled for posted in out.requests] == [True]

@@ -1,0 +1,236 @@
+"""A look at a user's model: whatever it keeps is as it was before, in place."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter, OrderedDict, deque
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from commlib.snapshot.unnoticed import MOST, Held, unnoticed
+
+calls: list[int] = []
+total = 0
+
+
+class Keeps:
+    """What a model may keep, of every kind."""
+
+    def __init__(self) -> None:
+        self.count, self.list, self.dict, self.set = 0, [1], {"a": [1]}, {1}
+        self.ordered, self.counter, self.deque = OrderedDict(a=1, b=2), Counter("ab"), deque([1, 2], 3)
+        self.array, self.numbers, self.own = np.zeros(3), np.random.default_rng(1), random.Random(2)
+        self.inner: Any = None
+
+    def __call__(self) -> None:
+        global total
+        self.count += 1
+        self.list.append(2)
+        self.dict["a"].append(2)
+        self.dict["b"] = [3]
+        self.set.add(2)
+        self.ordered.pop("a", None)
+        self.counter["a"] += 1
+        self.deque.extend([3, 4])
+        self.array += 1
+        self.new = self.numbers.random() + self.own.random() + random.random() + np.random.rand()
+        calls.append(1)
+        total += 1
+
+    def seen(self) -> str:
+        parts = {name: value for name, value in vars(self).items() if name not in ("numbers", "own", "inner")}
+        return f"{parts} {self.numbers.bit_generator.state} {self.own.getstate()} {calls} {total}"
+
+
+def nothing(_: object) -> Held | None:
+    return None
+
+
+def test_all_is_as_before() -> None:
+    """Counters were one too high after a check, caches had an entry more, and random numbers were others."""
+    keeps, outer = Keeps(), Keeps()
+    outer.inner = functools.partial(lambda kept: kept(), keeps)
+    number = 0
+
+    def hook() -> None:
+        nonlocal number
+        number += 1
+        keeps()
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    before, ordered = keeps.seen(), list(keeps.ordered)
+    same = keeps.list, keeps.dict, keeps.array
+    with unnoticed([outer, [hook]], nothing):
+        hook()
+        outer.inner()
+        assert number == 1 and keeps.count == 2 and len(calls) == 2
+    assert (number, before, ordered) == (0, keeps.seen(), list(keeps.ordered))
+    assert all(one is other for one, other in zip(same, (keeps.list, keeps.dict, keeps.array), strict=True))
+    assert (random.random(), np.random.rand()) == expected
+
+
+class Table(dict[str, Any]):
+    """Counts what is missing, in an attribute of its own."""
+
+    misses = 0
+
+    def __missing__(self, name: str) -> int:
+        self.misses += 1
+        return 0
+
+
+class Slotted:
+    __slots__ = ("count", "list", "unset")
+    unset: int
+
+    def __init__(self) -> None:
+        self.count, self.list = 0, [1]
+
+
+class Elsewhere:
+    """Keeps what it counts everywhere but in itself."""
+
+    made = 0
+    log: ClassVar[list[int]] = []
+    table, slotted, bytes = Table(), Slotted(), bytearray(b"ab")
+
+    def __call__(self) -> None:
+        type(self).made += 1
+        self._counted()
+
+    def _counted(self) -> None:
+        self.log.append(1)
+        self.table["a"]
+        self.slotted.count += 1
+        self.slotted.list.append(2)
+        self.slotted.unset = 1
+        self.bytes += b"c"
+        named()
+        self.again()
+
+    @staticmethod
+    def again() -> None:
+        global _first
+        _first = "now"
+        first_named.extend(one for one in [*first_named, 1])
+
+    def seen(self) -> str:
+        slots = self.slotted.count, self.slotted.list, hasattr(self.slotted, "unset")
+        kept = self.made, self.log, self.table.misses, slots, self.bytes
+        return f"{kept} {vars(named)} {named.__defaults__} {named.__kwdefaults__} {first_named} {_first}"
+
+
+first_named: deque[int] = deque()
+_first: str | None = None
+
+
+def named(default: list[int] = [], *, last: int = 0) -> None:  # noqa: B006
+    named.calls = getattr(named, "calls", 0) + 1  # type: ignore[attr-defined]
+    default.append(1)
+    named.__kwdefaults__ = {"last": last + 1}
+    deeper()
+
+
+def deeper() -> None:
+    first_named.append(2)
+
+
+def test_what_is_counted_elsewhere() -> None:
+    """Attributes of classes, functions and containers, and what functions change that others name, counted twice."""
+    one = Elsewhere()
+    before = one.seen()
+    with unnoticed([one], nothing):
+        one()
+        assert one.seen() != before
+    assert one.seen() == before
+    one()
+    assert one.made == 1 and one.table.misses == 1 and vars(named)["calls"] == 1
+
+
+def test_what_failed_is_put_back_too() -> None:
+    keeps = Keeps()
+    before = keeps.seen()
+    try:
+        with unnoticed([keeps], nothing):
+            keeps()
+            raise KeyError
+    except KeyError:
+        pass
+    assert keeps.seen() == before
+
+
+def first() -> int:
+    first.__code__ = second.__code__
+    return 1
+
+
+def second() -> int:
+    return 2
+
+
+def test_functions_that_change_themselves() -> None:
+    """A cell that was empty stayed full, and a function ran other code: outputs were others from the first call on."""
+    if random.random() > 1:
+        count = 0
+
+    def counted() -> int:
+        nonlocal count
+        try:
+            count += 1
+        except NameError:
+            count = 1
+        return count
+
+    with unnoticed([counted, first], nothing):
+        assert (counted(), counted(), first(), first()) == (1, 2, 1, 2)
+    assert (counted(), first()) == (1, 1)
+
+
+def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
+    """What lies behind 100,000 objects is left; arguments came last, and a list was empty in the call itself."""
+    rows = [[row] for row in range(MOST)]
+    keeps, given = [1, rows], [2]
+    with pytest.warns(UserWarning, match=f"the model keeps more than {MOST} objects"):  # noqa: SIM117
+        with unnoticed([keeps], nothing, ([given],)):
+            given.pop()
+            keeps.pop(0)
+            rows[0].pop()
+    assert (keeps[0], given, rows[0]) == (1, [2], [0])
+
+
+def test_an_argument_that_keeps_a_data_set_and_the_model() -> None:
+    """Behind the limit of arguments was all that the model keeps, since it had been reached from there."""
+    keeps, shared = Keeps(), {"a": [1]}
+    keeps.inner = shared
+    given = [[[row] for row in range(MOST)], keeps, shared]
+    before = keeps.seen()
+    with unnoticed([keeps], nothing, (given,)):
+        keeps()
+        shared["a"].append(2)
+    assert (keeps.seen(), shared) == (before, {"a": [1]})
+
+
+class Making(OrderedDict[str, Any]):
+    """Makes an object when it is asked for one."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+    def items(self) -> Any:
+        raise AssertionError("nobody asks")
+
+
+def test_tables_that_make_objects_keep_what_they_have() -> None:
+    """They had objects in place of classes, in the whole process."""
+    table = Making(a=dict, b=list)
+    with unnoticed([table], nothing):
+        table["c"] = set
+    assert OrderedDict.__getitem__(table, "a") is dict
+    assert list(table) == ["a", "b"]

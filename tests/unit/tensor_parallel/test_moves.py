@@ -1,0 +1,42 @@
+"""Moves: conjugates, lengths and the bytes that they say they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.tensor_parallel import COPY, REDUCE, Move, all_to_all, gather, reduce_scatter, scatter
+
+EVERY = (COPY, REDUCE, scatter(1), gather(-1), gather(0, partial=True), reduce_scatter(2), all_to_all(1, 2))
+
+
+@pytest.mark.parametrize("move", EVERY, ids=lambda move: move.name)
+def test_the_conjugate_of_a_conjugate_is_the_move_itself(move: Move) -> None:
+    known = move.known((2, 1), (3, 3) if move.name == "all_to_all" else ())
+    assert known.conjugate.conjugate == known
+    assert move.conjugate.conjugate.name == move.name
+
+
+def test_the_pairs() -> None:
+    assert COPY.conjugate == REDUCE
+    assert scatter(1).conjugate == gather(1)
+    assert gather(1, partial=True).conjugate == reduce_scatter(1)
+    assert all_to_all(1, 2).known((2, 1), (5, 4)).conjugate == all_to_all(2, 1).known((5, 4), (2, 1))
+
+
+def test_received_bytes() -> None:
+    """Of an array of 1200 bytes, on 4 ranks."""
+    said = {move.name: move.received(1200, 4) for move in EVERY}
+    share = 900.0
+    assert said == {
+        "copy": 0, "reduce": 2 * share, "scatter": 0, "gather": share, "gather_partial": share,
+        "reduce_scatter": share, "all_to_all": share / 4,
+    }  # fmt: skip
+    assert all(move.received(1200, 1) == 0 for move in EVERY)
+
+
+def test_what_is_no_move() -> None:
+    with pytest.raises(UsageError, match="there is no move 'all_gather'"):
+        Move("all_gather")
+    with pytest.raises(UsageError, match="dimension 1 cannot be divided and joined at once"):
+        all_to_all(1, 1)

@@ -1,0 +1,76 @@
+"""Arguments that are parts already: what is made of them before a layer that takes parts is held to the rules, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
+from commlib.tensor_parallel.rules import PlanError, check
+from tests.inputs.traces import Written
+
+PLAN: Plan = {"up": Column(sequence=1), "down": Row(sequence=1)}
+Before = Callable[[Written, int], int]
+
+
+def checked(before: Before):
+    m = Written()
+    x = before(m, m.given(2, 4, 6))
+    return check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
+
+
+@pytest.mark.parametrize("before, rule", [
+    (lambda m, x: m.softmax(x, 1), "needs"),
+    (lambda m, x: m.pointwise(x, m.reshape(m.pick(x, 1), 2, 1, 6)), "needs"),
+    (lambda m, x: m.pointwise(x, m.reshape(m.mean(x, 1), 2, 1, 6)), "partial"),
+    (lambda m, x: m.pointwise(x, m.constant(4, 1)), "meet"),
+    (lambda m, x: m.norm("norm", x), "gradient"),
+    (lambda m, x: m.attend(x, x, x), "meet"),
+])  # fmt: skip
+def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> None:
+    with pytest.raises(PlanError, match="by the caller") as caught:
+        checked(before)
+    assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("before, came", [
+    (lambda m, x: x, {0: 1}),
+    (lambda m, x: m.softmax(x), {0: 1}),
+    (lambda m, x: m.permute(m.softmax(m.permute(x, 1, 0, 2)), 1, 0, 2), {0: 1}),
+    (lambda m, x: m.reshape(m.softmax(m.reshape(x, 2, 4, 2, 3)), 2, 4, 6), {0: 1}),
+    (lambda m, x: m.reshape(m.softmax(m.reshape(x, 8, 6)), 2, 4, 6), {0: 1}),
+    (lambda m, x: m.pointwise(x, m.given(1, 4, 1)), {0: 1, 1: 1}),
+    (lambda m, x: m.pointwise(x, m.given(2, 1, 1)), {0: 1}),
+    (lambda m, x: m.pointwise(x, m.constant(1, 6)), {0: 1}),
+])  # fmt: skip
+def test_which_arguments_are_parts(before: Before, came: dict[int, int]) -> None:
+    found = checked(before)
+    assert found.came_in_parts and found.sequences_came and not found.doubts
+    assert dict(found.came) == came
+
+
+def test_arguments_that_are_another_ones_dimension() -> None:
+    m = Written()
+    x = m.permute(m.given(4, 2, 6), 1, 0, 2)
+    found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
+    assert dict(found.came) == {0: 0}
+
+
+def test_features_that_came_in_parts() -> None:
+    def trace(before: Before):
+        m = Written()
+        return m.trace(m.linear("down", before(m, m.given(2, 4, 6)), 8), whole=False)
+
+    found = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
+    assert found.came_in_parts and not found.sequences_came and not found.came
+    with pytest.raises(PlanError, match="by the caller"):
+        check(trace(lambda m, x: m.softmax(x)), {"down": Row()}, size=2)
+
+
+def test_words_that_are_whole_stay_so() -> None:
+    m = Written()
+    x = m.table("words", m.given(2, 8), 32, 6)
+    plan: Plan = {"words": Vocabulary(sequence=1), **PLAN}
+    found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)
+    assert not found.came_in_parts and not found.came

@@ -1,0 +1,73 @@
+"""The probe in a process of its own: whatever becomes of that is an answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from commlib.process.alone import alone
+from commlib.transport.cuda_probe import Found, probe
+
+SAY = "def say(text): print('commlib.transport.cuda_probe: ' + __import__('json').dumps(text), flush=True)\n"
+
+
+def tried(program: str, seconds: float = 20.0) -> Found:
+    return probe((sys.executable, "-c", SAY + program), seconds)
+
+
+def test_all_bytes_arrived():
+    assert tried("print('noise'); say('MPI X: yes'); say('')") == Found("MPI X: yes", "")
+
+
+def test_wrong_bytes():
+    assert tried("say('MPI X: yes'); say('3 of 64 bytes arrived wrong')").failure == "3 of 64 bytes arrived wrong"
+
+
+def test_the_process_dies():
+    found = tried("say('MPI X: yes'); import ctypes; ctypes.string_at(1)")
+    assert found == Found("MPI X: yes", "the process that tried it was ended by SIGSEGV")
+
+
+def test_it_gives_up():
+    found = tried("import sys; print('no device\\n', file=sys.stderr); sys.exit(3)")
+    assert found == Found("", "the process that tried it ended with code 3: no device")
+    assert tried("").failure.endswith("ended with code 0: it said nothing")  # no proof
+
+
+def test_it_hangs(tmp_path: Path):
+    """It and what it has started are ended."""
+    file = tmp_path / "children"
+    program = f"""
+import os, time
+child = os.fork()
+if child:
+    open({str(file)!r}, "w").write(f"{{os.getpid()}} {{child}}")
+    say("MPI X: yes")
+time.sleep(60)
+"""
+    started = time.monotonic()
+    assert tried(program, 2.0) == Found("MPI X: yes", "it did not end within 2 s")
+    assert time.monotonic() - started < 20
+    for process in file.read_text().split():
+        status = Path("/proc", process, "stat")
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() - started < 20
+            time.sleep(0.01)
+
+
+def test_no_process_can_be_started():
+    assert probe(("/no/such/program",)).failure.startswith("no process to try it in: ")
+
+
+def test_it_is_alone():
+    """It must not take itself for a rank of the job; but what the user says of MPI counts."""
+    told = {
+        "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "7", "SLURM_PROCID": "1", "PRTE_LAUNCHED": "1",
+        "OMPI_MCA_orte_hnp_uri": "x", "OMPI_MCA_ess_base_vpid": "1", "MPI_LOCALRANKID": "1", "PALS_RANKID": "1",
+    }  # fmt: skip
+    kept = {"OMPI_MCA_pml": "ucx", "UCX_TLS": "cuda", "MPICH_GPU_SUPPORT_ENABLED": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    made = alone({**told, **kept})
+    assert not told.keys() & made.keys() and kept.items() <= made.items()
+    assert made["PYTHONPATH"].split(os.pathsep) == [path for path in sys.path if path]
