@@ -1,4 +1,4 @@
-"""Python imports this as it starts, if this folder is on its path: see ci/coverage.sh."""
+"""Python imports this as it starts, if this folder is on its path: see `ci.suites`."""
 
 import coverage
 

@@ -16,7 +16,7 @@ FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "mult
 # What pytest says of each folder is in a file of that name; everything else is well.
 PYTHON = f"""#!/bin/sh
 case "$1$2" in
-*while_moving.py*) exec {sys.executable} "$@" ;;
+*while_moving.py*|-mci.suites) exec {sys.executable} "$@" ;;
 -mpytest)
     for last; do :; done
     cat "said/$(basename "$last")"

@@ -26,6 +26,22 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert all(f"`{variable(field.name)}`" in text for field in fields(Config))
 
 
+def test_the_index_has_every_guide() -> None:
+    pages = ROOT / "docs/pages"
+    text = (pages / "index.md").read_text()
+    guides = [path.name for path in pages.glob("*.md") if path.name != "index.md"]
+    assert len(guides) > 15 and not [name for name in guides if f"]({name})" not in text]
+    lives = (pages / "lives/index.md").read_text()
+    assert not [path.name for path in (pages / "lives").glob("*.md") if f"({path.name})" not in lives + "(index.md)"]
+
+
+def test_the_map_is_short_and_has_every_folder() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 120
+    folders = [path.parent.relative_to(ROOT / "commlib") for path in (ROOT / "commlib").glob("*/__init__.py")]
+    assert len(folders) > 30 and not [name for name in folders if f"{name}/" not in text]
+
+
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="has no"):
         settings.page("# Settings\n")
