@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Lanes:
             for thread in threads:
                 thread.join()
 
-    def _lane(self, waiting: object) -> None:
+    def _lane(self, waiting: Iterator[Part]) -> None:
         while (part := self._next(waiting)) is not None:
             began = time.monotonic()
             watched = [sys.executable, str(Path(__file__).with_name("while_moving.py")), f"{SILENCE}:{LONGEST}"]
@@ -102,9 +102,9 @@ class Lanes:
                 part.seconds = time.monotonic() - began
                 part.code = code
 
-    def _next(self, waiting: object) -> Part | None:
+    def _next(self, waiting: Iterator[Part]) -> Part | None:
         with self._lock:
-            return None if self._is_over else next(waiting, None)  # type: ignore[call-overload, no-any-return]
+            return None if self._is_over else next(waiting, None)
 
     def _follow(self, part: Part) -> None:
         """Print what a part prints, until it has ended."""
