@@ -52,9 +52,11 @@ NOUNS = some(
     """
 )
 ALLOWED = {
-    "InFlight": "CUDA's and MPI's own term for an operation that was started and has not completed",
+    "InFlight": "MPI's and CUDA's term for an operation that was started and has not completed",
     "in_flight": "the same",
-    "on_device": "as in `on_host`: where a kernel runs",
+    "PerRank": "a style in users' plans",
+    "breadth_first": "a schedule's name in the literature",
+    "interleaved": "the same",
 }
 SAME_NAME: dict[str, str] = {}
 
