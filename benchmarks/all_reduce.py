@@ -1,19 +1,18 @@
-"""All-reduce against its peers, in turn inside one process on buffers of the same kind.
+"""All-reduce against its peers, alternating in one process on buffers of the same kind.
 
     mpirun -n 2 python benchmarks/all_reduce.py [--dtype float32] [--buffers symmetric] [--quick] [--out FILE.json]
 
-A fixed selection of what `commlib bench` measures, with the same code, in the form that compare.py reads. Columns as in
-nccl-tests: size, count, type, time, algbw (size / time), busbw (algbw * 2(P-1)/P), wrong elements, then each peer's
-time and, in brackets, how many times as long as ours it takes. Times are those of the slowest rank: the median over
-rounds of the mean of a burst of calls. Peers:
+This is a fixed selection of the measurements of `commlib bench`, with the same code, in the format of compare.py. The
+columns are those of nccl-tests: size, count, type, time, algbw (size / time), busbw (algbw * 2(P-1)/P), wrong elements,
+then each peer's time and, in brackets, its ratio to ours. Times are those of the slowest rank: the median over rounds
+of the mean of a burst of calls. Peers:
 
     mpi     MPI_Allreduce in place through mpi4py (for float16 and bfloat16: a user-defined operation in numpy)
     pieces  the same in pieces of 1 MiB
     gloo    torch.distributed on gloo, if torch is installed
 
-`--fresh` rewrites the buffer before every call, as a training step does; without it the data may stay in the cache
-where it was reduced, for every contender alike. An MPI library tuned by its own settings is another process start:
-see compare.py.
+`--fresh` rewrites the buffer before every call, as a training step does; without it the data may stay in the cache, for
+every contender alike. An MPI library with tuned settings needs another process start: see compare.py.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from mpi4py import MPI
 import commlib
 from benchmarks import record
 from commlib.bench import gloo_peer
-from commlib.bench.options import PEERS, Options, check
-from commlib.bench.rows import Row, mistakes
+from commlib.bench.options import PEERS, BenchOptions, check
+from commlib.bench.rows import BenchRow, mistakes
 from commlib.bench.session import Session
 
 SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -53,7 +52,7 @@ def main() -> None:
     comm, world = commlib.init(), MPI.COMM_WORLD
     facts = record.find_facts(world)
     peers = [peer for peer in arguments.peers if peer != "gloo" or gloo_peer.problem() is None]
-    options = Options(
+    options = BenchOptions(
         "all_reduce",
         sizes=tuple(arguments.sizes or (QUICK if arguments.quick else SIZES)),
         dtypes=(arguments.dtype,),
@@ -65,7 +64,7 @@ def main() -> None:
     rows = []
     with ExitStack() as stack:
         if "gloo" in peers:
-            stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+            stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
         session = Session(comm, world, check(options, comm.size), bound=False)
         session.probe()
         for row in session.rows():
@@ -80,7 +79,7 @@ def main() -> None:
         raise SystemExit(f"{failed} wrong elements")
 
 
-def print_row(row: Row, *, header: bool) -> None:
+def print_row(row: BenchRow, *, header: bool) -> None:
     if header:
         peers = "".join(f"{name + ' us':>22}" for name in PEERS)
         print(f"{'size':>10}{'count':>10}{'type':>10}{'time us':>12}{'algbw':>8}{'busbw GB/s':>12}{'wrong':>7}{peers}")

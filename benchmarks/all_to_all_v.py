@@ -4,15 +4,15 @@
 
 A size is the bytes from each rank to each on average. Patterns:
 
-balanced    as much to every rank
-skewed      of eight parts seven go to the last rank, as to an expert that all like
-shifted     all to the next rank, nothing to any other one, also not to itself
+balanced    the same amount to every rank
+skewed      seven eighths to the last rank, as to a popular expert
+shifted     everything to the next rank, nothing to all others including this rank
 
-Contenders move the same bytes in turn, in rounds whose order rotates, in one process on each rank. All know the counts
-(`takes=`) and have a result (`out=`), as MPI does; "told" is the verb without them: counts are told to each other, and
-the result is a new array. "plan" and "verb" are called on ordinary arrays, and on an `x`, an `out` or both in symmetric
-memory. Times are those of the slowest rank, of one call: the median over rounds of the mean of a burst. After each
-round every result is compared with what was sent.
+Contenders alternate on the same bytes, in rounds whose order rotates, in one process on each rank. All get the counts
+(`takes=`) and a result array (`out=`), as MPI does. "told" is the verb without them: ranks exchange counts, and the
+result is a new array. "plan" and "verb" are called on ordinary arrays, and on an `x`, an `out` or both in symmetric
+memory. Times are those of the slowest rank, per call: the median over rounds of the mean of a burst. After each round
+every result is compared with the sent data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Call = Callable[[], Any]
 
 
 def matrix(pattern: str, size: int, count: int) -> Any:
-    """Return how many elements go from each rank to each, `count` on average."""
+    """Return the number of elements from each rank to each rank, `count` on average."""
     found = np.zeros((size, size), np.int64)
     if pattern == "balanced":
         found[:] = count
@@ -62,7 +62,7 @@ def matrix(pattern: str, size: int, count: int) -> Any:
 
 
 def contenders(comm: Any, counts: Any, names: list[str], memory: Any) -> dict[str, tuple[Call, Any, Any]]:
-    """Return each contender's call, its array and the result that it writes to, if any."""
+    """Return each contender's call, its array and its result array, if any."""
     splits, takes = counts[comm.rank].tolist(), counts[:, comm.rank].tolist()
     given, got = sum(splits), sum(takes)
     plain_x, plain_out = np.zeros(given, np.float32), np.zeros(got, np.float32)
@@ -101,7 +101,7 @@ def is_right(contender: tuple[Call, Any, Any], counts: Any, rank: int) -> bool:
     x[:] = np.arange(len(x)) % 1009 + rank
     if out is not None:
         out[:] = -1
-    MPI.COMM_WORLD.Barrier()  # else a fast rank writes into what a slow one clears
+    MPI.COMM_WORLD.Barrier()  # else a fast rank writes into an array that a slow one clears
     answer = call()
     came = answer[0] if out is None else out
     starts = np.cumsum(counts, axis=1) - counts
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the times of one size and pattern, and how many times as long MPI takes."""
+    """Print the times of one size and pattern, and the ratio of MPI's time to each."""
     peer = next((row["us"] for row in rows if row["contender"] == "MPI"), None)
     text = ", ".join(
         f"{row['contender']} {row['us']:.1f}" + (f" ({peer / row['us']:.2f} x)" if peer and row["us"] != peer else "")

@@ -3,16 +3,16 @@
     mpirun --bind-to none -n 2 python benchmarks/channel.py [--sizes BYTES ...] [--rounds 15] [--out FILE.json]
     python ci/hosts.py 2 --rate 1gbit --ranks-per-host 1 -- python benchmarks/channel.py   # two hosts
 
-Contenders move the same bytes in turn, in rounds whose order rotates, in one process on each rank. Times are those of
-the slower rank, of one message: the median over rounds of the mean of a burst. Patterns:
+Contenders alternate on the same bytes, in rounds whose order rotates, in one process on each rank. Times are those of
+the slower rank, per message: the median over rounds of the mean of a burst. Patterns:
 
 exchange    both ranks send one message, then receive one
-there       one message to the other rank and one back, halved
+there       half of a round trip: one message to the other rank and one back
 stream      rank 0 sends messages one after the other, rank 1 receives them
 
-"channel" is send, recv and release of an ordinary array, whose data the receiver has when recv returns. In "in place"
-the message is written where `buffer` said: what is timed is to hand it over. "send/recv" are commlib's verbs. Each
-contender's last message of every round is compared with what was sent.
+"channel" is send, recv and release of an ordinary array; the receiver has the data when recv returns. In "in place" the
+message is already in the memory returned by `buffer`: only its transfer is timed. "send/recv" are commlib's verbs. Each
+contender's last message of every round is compared with the sent data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Move = Callable[[], Any]
 
 
 class Contender:
-    """Send one message and receive one. `recv` returns what has come; `done` ends its use."""
+    """A contender: sends one message and receives one. `recv` returns the received array; `done` ends its use."""
 
     def __init__(self, send: Move, recv: Callable[[], Any], done: Move, exchange: Move | None = None) -> None:
         self.send, self.recv, self.done = send, recv, done
@@ -63,7 +63,7 @@ def contenders(comm: Any, x: Any, names: list[str]) -> dict[str, Contender]:
         found["channel"] = Contender(lambda: channel.send(x), channel.recv, channel.release)
     if "in place" in names:
         direct = comm.channel(peer, f"in place {x.nbytes}", x.shape, x.dtype)
-        for _ in range(2 * direct.depth):  # the data is there before, as it is when a computation writes it there
+        for _ in range(2 * direct.depth):  # the data is in place, as after a computation in this memory
             direct.buffer()[...] = x
             direct.send(direct.buffer())
             direct.recv()
@@ -126,7 +126,7 @@ def burst(pattern: str, contender: Contender, count: int, rank: int) -> None:
     elif rank == 0:
         for _ in range(count):
             send()
-        recv()  # one back: all are there
+        recv()  # one message back: all have arrived
         done()
     else:
         for _ in range(count):
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the times of one size and pattern, and how many times as fast as MPI's contenders the channel is."""
+    """Print the times of one size and pattern, and the channel's speed-up over MPI's contenders."""
     by_name = {row["contender"]: row["us"] for row in rows}
     text = "  ".join(f"{name} {us:.2f}" for name, us in by_name.items())
     ratios = [

@@ -2,14 +2,14 @@
 
     python benchmarks/codecs.py [int8 "topk:ratio=0.001" ...] [--count 1048576] [--repeat 20] [--out FILE.json]
 
-Speeds are GB/s of float32: 4 bytes for each element of the array, whatever else is read and written. The time is the
-best of many runs on the same arrays, normally distributed; arrays that fit in the caches stay there. Columns:
+Speeds are GB/s of float32: 4 bytes per element of the array, without other reads and writes. The time is the best of
+many runs on the same arrays of normally distributed values; arrays that fit in the caches stay cached. Columns:
 
     encode      from the array to the payload
     feedback    the same with a residual: two arrays are read, and a third one is written
     decode      from the payload to an array
-    add         the same, added to what is there
-    bytes       of the payload for each element; float32 has 4
+    add         the same, added to the array
+    bytes       payload bytes per element; float32 has 4
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("codecs", nargs="*", default=[*CODECS, *VARIANTS], help="names, with options after a colon")
     parser.add_argument("--count", type=int, default=1 << 20, help="elements of the array")
-    parser.add_argument("--repeat", type=int, default=20, help="runs, of which the best counts")
+    parser.add_argument("--repeat", type=int, default=20, help="runs; the best one counts")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     return parser.parse_args()
 
 
 def best(run: Callable[[], object], repeat: int) -> float:
-    """Return the seconds of the fastest of so many runs, after one that compiles."""
+    """Return the seconds of the fastest of `repeat` runs, after one run that compiles."""
     run()
     times = []
     for _ in range(repeat):
@@ -50,7 +50,7 @@ def best(run: Callable[[], object], repeat: int) -> float:
 
 
 def measure(codec: Codec, count: int, repeat: int) -> tuple[list[float], float]:
-    """Return (GB/s of encode, with feedback, decode, add; payload bytes for each element)."""
+    """Return (GB/s of encode, with feedback, decode, add; payload bytes per element)."""
     x = np.random.default_rng(1).standard_normal(count, np.float32)
     payload = np.zeros(codec.payload_bytes(count), np.uint8)
     before, after, out = (np.zeros_like(x) for _ in range(3))

@@ -1,11 +1,11 @@
-"""The all-reduce benchmark in several process starts, against MPI as it comes and as it is tuned.
+"""The all-reduce benchmark in several process starts, against default and tuned MPI.
 
     python benchmarks/compare.py [--ranks 2] [--starts 3] [--out FILE.json] [-- OPTIONS OF all_reduce.py]
 
-One process may be slower than the next for its whole life, so a single start proves nothing; and Open MPI's segmented
-ring, its best algorithm for large arrays, is chosen when the job starts. This runs all_reduce.py so many times with
-each setting, alternating, and prints for each size the median time, and for each peer the median, least and greatest of
-the ratios (peer's time / commlib's, both of the same process).
+One process may be slower than the next from start to end, so a single start proves nothing. And Open MPI's segmented
+ring, its best algorithm for large arrays, can only be chosen when the job starts. This program runs all_reduce.py
+several times with each setting, alternating. It prints for each size the median time, and for each peer the median,
+least and greatest ratio (peer's time / commlib's, both of the same process).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = {"default": {}, "tuned ring": RING}
 
 
 def start(ranks: int, environment: dict[str, str], options: list[str], file: Path) -> dict[str, Any]:
-    """Run all_reduce.py once and return what it measured."""
+    """Run all_reduce.py once and return its figures."""
     command = ["mpiexec", "-n", str(ranks), sys.executable, str(WORKER), "--out", str(file), *options]
     subprocess.run(command, env={**os.environ, **environment}, check=True, stdout=subprocess.DEVNULL)
     return json.loads(file.read_text())  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def main() -> None:
             for setting, environment in SETTINGS.items():
                 measured = start(arguments.ranks, environment, arguments.options, Path(folder) / "start.json")
                 starts.append({"setting": setting, "rows": measured["rows"]})
-                facts = facts or measured["facts"]  # later ones find the load of those before
+                facts = facts or measured["facts"]  # later starts see the load of earlier ones
     facts["command"] = shlex.join(["python", "benchmarks/compare.py", *record.arguments()])
     if arguments.out:
         record.write(arguments.out, "compare", facts, arguments, starts=starts)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def figures(starts: list[dict[str, Any]]) -> tuple[dict[int, list[float]], dict[int, dict[str, list[float]]]]:
-    """Return, by size, commlib's times in seconds and the ratios of each peer, a figure for each start."""
+    """Return, by size, commlib's times in seconds and the ratios of each peer, one figure per start."""
     ours: dict[int, list[float]] = {}
     ratios: dict[int, dict[str, list[float]]] = {}
     for one in starts:
@@ -77,7 +77,7 @@ def figures(starts: list[dict[str, Any]]) -> tuple[dict[int, list[float]], dict[
 
 
 def show(ours: dict[int, list[float]], ratios: dict[int, dict[str, list[float]]]) -> None:
-    print(f"{'size':>10}{'time us':>11}  how many times as long the peer takes: median (least-greatest)")
+    print(f"{'size':>10}{'time us':>11}  peer's time / commlib's: median (least-greatest)")
     for size, times in ours.items():
         cells = "   ".join(
             f"{name} {statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"

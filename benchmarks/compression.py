@@ -5,20 +5,20 @@
     python benchmarks/compression.py --hosts 4 --rate 1gbit --width 256 --rows 2 --lr 0.05
     python benchmarks/compression.py --hosts 1 [--ranks-per-host 2]  # this node, no network
 
-Starts one job on emulated hosts (ci/hosts.py) or on this node, which trains a small transformer
-(benchmarks/text_model.py) once for each contender: from the same start, on the same data, each on a model of its own,
-in blocks of steps that take turns in rotating order, so that all meet the same machine in the same mood.
+Starts one job on emulated hosts (ci/hosts.py) or on this node. The job trains a small transformer
+(benchmarks/text_model.py) once per contender: from the same weights, on the same data, each with a separate model.
+Contenders alternate in blocks of steps whose order rotates, so that all run under the same conditions.
 
-A step's time is that of the slowest rank; the table shows the median. `sent` is what left a host by its network card,
-TCP and headers included, per rank and step; on one node what commlib itself counted. `to loss` is how many seconds of
-training it took until the validation loss, measured after each block and not counted, was that of uncompressed
-training at its end, give or take 1 %. `local` trains each rank by itself: the least that a step can take, and what its
-loss would be without the other ranks.
+A step's time is that of the slowest rank; the table shows the median. `sent` is the number of bytes sent by a host's
+network card, including TCP and headers, per rank and step; on one node it is commlib's own count. `to loss` is the
+training time in seconds until the validation loss is within 1 % of the final loss of uncompressed training; validation
+after each block is not timed. `local` trains each rank separately: a lower bound of a step's time, and the loss without
+the other ranks.
 
-The default is plain SGD, which is what error feedback is proved for. With momentum or Adam the coarsest codecs (signs,
-random elements) do worse with feedback, and at high rates diverge: try --optimizer.
+The default is plain SGD, for which error feedback is proved. With momentum or Adam the coarsest codecs (signs, random
+elements) do worse with feedback, and diverge at high learning rates: try --optimizer.
 
-Contenders that are not in the table of benchmarks/compression_contenders.py are names of compressions of ours:
+Contenders that are not in the table of benchmarks/compression_contenders.py are names of commlib's compressions:
 --contenders none int4 topk:ratio=0.001.
 """
 
@@ -40,13 +40,13 @@ from benchmarks.launching import run
 from ci.hosts import bits_per_second
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-REFERENCE = "none"  # what others are compared with
+REFERENCE = "none"  # the contender with which others are compared
 NEAR = 1.01  # of the reference's loss: close enough to count as reached
 
 
 @dataclass
 class Figures:
-    """Hold the figures of one contender."""
+    """Figures of one contender."""
 
     seconds: list[float] = field(default_factory=list)  # of each step, of the slowest rank
     sent: list[float | None] = field(default_factory=list)  # bytes per rank and step, of each block
@@ -54,18 +54,18 @@ class Figures:
     validation: list[tuple[int, float, float]] = field(default_factory=list)  # after a block: steps, seconds, loss
 
     def first_below(self, loss: float) -> float | None:
-        """Return after how many seconds the validation loss was there, or None."""
+        """Return the seconds until the validation loss was reached, or None."""
         return next((seconds for _, seconds, now in self.validation if now <= loss), None)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4, help="1 is this node as it is (default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=4, help="1: this node, not emulated (default: %(default)s)")
     parser.add_argument("--ranks-per-host", type=int, help="by default 1, and 2 on one host")
     parser.add_argument("--rate", default="100mbit", help="of every link, as tc writes it (default: %(default)s)")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
     parser.add_argument("--steps", type=int, default=200, help="of each contender (default: %(default)s)")
-    parser.add_argument("--block", type=int, default=10, help="steps before the next one's turn (default: %(default)s)")
+    parser.add_argument("--block", type=int, default=10, help="steps per turn (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=8, help="of a batch, per rank (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
 
 
 class Measurement:
-    """Trains every contender on this rank, and gathers what all ranks saw."""
+    """A measurement: trains every contender on this rank, and gathers the figures of all ranks."""
 
     def __init__(self, world: Any, options: argparse.Namespace) -> None:
         from benchmarks.text_model import Sizes, load_text
@@ -110,10 +110,10 @@ class Measurement:
         return contender(name)(make_model(self.sizes, self.options.seed), self.options)
 
     def warm_up(self) -> None:
-        """Compile and connect, on models that are thrown away: the curves are to begin with the first step."""
+        """Compile and connect, on temporary models: the curves then begin with the first step."""
         for name in self.options.contenders:
             training = self.make(name)
-            for step in range(4):  # DDP's buckets are made anew after the first, its PowerSGD begins with the third
+            for step in range(4):  # DDP rebuilds its buckets after the first step, its PowerSGD begins with the third
                 training.step(self.batch(step))
             training.close()
 
@@ -132,7 +132,7 @@ class Measurement:
                 self.block(self.trainings[name], self.figures[name], steps)
 
     def block(self, training: Training, figures: Figures, steps: range) -> None:
-        """Take these steps, and note how they went."""
+        """Run these steps, and record their figures."""
         import numpy as np
         from mpi4py import MPI
 
@@ -159,11 +159,11 @@ class Measurement:
         figures.validation.append((steps.stop, sum(figures.seconds), self.validate(training)))
 
     def sent_bytes(self) -> int:
-        """Return what this host has sent so far."""
+        """Return the number of bytes that this host has sent so far."""
         return 0 if self.options.hosts == 1 else int(SENT.read_text())
 
     def validate(self, training: Training) -> float:
-        """Return the validation loss; the ranks have a share of it each."""
+        """Return the validation loss; each rank computes a share of it."""
         import torch
 
         from benchmarks.text_model import VALIDATION, batch_of, loss_of
@@ -176,7 +176,7 @@ class Measurement:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Be one rank of the job."""
+    """Run one rank of the job."""
     import torch
     from mpi4py import MPI
 
@@ -187,7 +187,7 @@ def work(options: argparse.Namespace) -> int:
     commlib.init()
     world = MPI.COMM_WORLD.Dup()
     facts = record.find_facts(world, starts_itself=True)
-    with gloo_peer.joined(world, one_node=options.hosts == 1):
+    with gloo_peer.join_gloo(world, one_node=options.hosts == 1):
         measurement = Measurement(world, options)
         measurement.run()
     if world.rank:
@@ -209,7 +209,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def show(figures: dict[str, Figures]) -> None:
-    """Print the table. Ratios are to uncompressed training, if that took part."""
+    """Print the table. Ratios are to uncompressed training, if it is a contender."""
     step_of_reference = sent_of_reference = goal = None
     if reference := figures.get(REFERENCE):
         step_of_reference, sent_of_reference = statistics.median(reference.seconds), mean_of(reference.sent)

@@ -1,4 +1,4 @@
-"""The contenders of benchmarks/compression.py: how each of them trains a model."""
+"""The contenders of benchmarks/compression.py: the training step of each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-RATES = {"sgd": 0.05, "momentum": 0.02, "adam": 0.001}  # by optimizer; all about as high as uncompressed training bears
+RATES = {"sgd": 0.05, "momentum": 0.02, "adam": 0.001}  # near the highest at which uncompressed training converges
 MOMENTUM = 0.9
 
 
 @dataclass
 class Training:
-    """One contender: its model, how to take a step, and what that sent, if it says so."""
+    """One contender: its model, its training step, and the bytes sent, if it counts them."""
 
     model: Any
     step: Callable[[Any], float]  # takes a batch; returns this rank's loss
@@ -32,7 +32,7 @@ def make_optimizer(model: Any, options: argparse.Namespace) -> Any:
 
 
 def make_plain_sgd(model: Any, options: argparse.Namespace) -> Any:
-    """For what has a momentum of its own: steps in the long run as large as those of the optimizer that was chosen."""
+    """Return SGD for schemes with built-in momentum; its steps are in the long run as large as the optimizer's."""
     import torch
 
     rates = {"sgd": options.lr * (1 - MOMENTUM), "momentum": options.lr, "adam": RATES["momentum"]}
@@ -40,7 +40,7 @@ def make_plain_sgd(model: Any, options: argparse.Namespace) -> Any:
 
 
 def train_by(model: Any, optimizer: Any, options: argparse.Namespace) -> Callable[[Any], float]:
-    """Return a training step; in the first tenth of the steps the learning rate rises."""
+    """Return a training step; the learning rate rises during the first tenth of the steps."""
     import torch
 
     from benchmarks.text_model import loss_of
@@ -60,7 +60,7 @@ def train_by(model: Any, optimizer: Any, options: argparse.Namespace) -> Callabl
 
 
 def local(model: Any, options: argparse.Namespace) -> Training:
-    """No communication: every rank trains on its own data alone."""
+    """Train without communication: every rank trains on its own data alone."""
     return Training(model, train_by(model, make_optimizer(model, options), options))
 
 
@@ -79,13 +79,13 @@ def ours(
         make_optimizer(model, options),
         model.named_parameters(),
         compression=compression,
-        compress_within_node=options.hosts == 1,  # it is to be measured there too, though nothing is gained by it
+        compress_within_node=options.hosts == 1,  # measured on one node too, although nothing is gained by it
     )
     train = train_by(model, optimizer, options)
     backward_passes.leave(optimizer._gradients)
 
     def step(batch: Any) -> float:
-        # Several reducers in one process launch nothing before backward ends. Each contender is to be the only one.
+        # With several reducers in one process, none launches before backward ends. So only one exists at a time.
         backward_passes.join(optimizer._gradients)
         loss = train(batch)
         backward_passes.leave(optimizer._gradients)
@@ -95,7 +95,7 @@ def ours(
 
 
 def ddp(model: Any, options: argparse.Namespace, *, hook: str = "") -> Training:
-    """torch's DistributedDataParallel on gloo, with one of its communication hooks.
+    """Train with torch's DistributedDataParallel on gloo, with one of its communication hooks.
 
     PowerSGD gets one bucket: with several, gloo aborted, since callbacks of the hook issue collectives in any order.
     Like ours, its matrices have rank 4; it may not compress the first two steps.
@@ -136,5 +136,5 @@ CONTENDERS: dict[str, Make] = {
 
 
 def contender(name: str) -> Make:
-    """Return what is in the table by this name; another one is the name of a compression of ours."""
+    """Return the contender of this name from the table; any other name is one of commlib's compressions."""
     return CONTENDERS.get(name) or partial(ours, compression=name)

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PEERS = "ddp"  # how names of peers begin
-LOCAL = "local"  # the contender that only sends what its network chats
+PEERS = "ddp"  # prefix of the names of peers
+LOCAL = "local"  # the contender that sends nothing; only background traffic is counted
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw what compression.py measured into `path`, whose suffix says how. One line per contender, ours solid."""
+    """Draw the figures of compression.py into `path` (.png or .svg). One line per contender, ours solid."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter

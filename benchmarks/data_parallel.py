@@ -1,11 +1,11 @@
-"""Step time of data-parallel training on CPUs, ours against what people use today.
+"""Step time of data-parallel training on CPUs, ours against MPI and torch's DistributedDataParallel.
 
     mpiexec -n 2 python benchmarks/data_parallel.py [--out result.json] [--rounds 20] [--steps 5] [--width 1152]
 
 A multilayer perceptron 784-width x 4-10 is trained by SGD with momentum on random data, by default 64 rows and one
-thread per rank. The contenders run in turn inside one process per rank, in rounds whose order rotates, each on a model
-of its own: so they meet the same machine in the same mood. A round's figure is its slowest rank's mean step time; the
-table shows median and spread over rounds, and the median over rounds of the ratio to no communication at all.
+thread per rank. The contenders alternate inside one process per rank, in rounds whose order rotates, each with a
+separate model, so they run under the same conditions. A round's figure is its slowest rank's mean step time; the table
+shows median and spread over rounds, and the median over rounds of the ratio to a step without communication.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def make_model(width: int) -> nn.Module:
-    """A perceptron, the same on every rank."""
+    """Return an MLP, the same on every rank."""
     torch.manual_seed(0)
     sizes = [784, width, width, width, width, 10]
     layers: list[nn.Module] = []
@@ -53,7 +53,7 @@ def plain_step(
     arguments: argparse.Namespace,
     between: Callable[[], None] | None = None,
 ) -> Step:
-    """A training step; `between` runs between backward and the optimizer."""
+    """Return a training step; `between` runs between backward and the optimizer."""
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         optimizer.zero_grad(set_to_none=not arguments.keep_gradients)
@@ -70,7 +70,7 @@ def without_communication(comm: Any, model: nn.Module, arguments: argparse.Names
 
 
 def only_meeting(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
-    """Ranks wait for each other in every step, and exchange nothing: what no synchronous training can avoid."""
+    """Return a step with a barrier and no data: the minimum of any synchronous training."""
     return plain_step(model, make_optimizer(model), arguments, comm.barrier)
 
 
@@ -85,7 +85,7 @@ def with_optimizer(comm: Any, model: nn.Module, arguments: argparse.Namespace, *
     backward_passes.leave(optimizer._gradients)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
-        # Several reducers in one process launch nothing before backward ends. Each contender is to be the only one.
+        # With several reducers in one process, none launches before backward ends. So only one exists at a time.
         backward_passes.join(optimizer._gradients)
         train(inputs, labels)
         backward_passes.leave(optimizer._gradients)
@@ -94,7 +94,7 @@ def with_optimizer(comm: Any, model: nn.Module, arguments: argparse.Namespace, *
 
 
 def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
-    """One MPI_Allreduce of all gradients, copied into one buffer; the optimizer reads them there."""
+    """Return a step with one MPI_Allreduce of all gradients in one buffer, which the optimizer reads."""
     from mpi4py import MPI
 
     parameters = list(model.parameters())
@@ -114,7 +114,7 @@ def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step
 
 
 def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Step:
-    """torch's DistributedDataParallel, by default with its defaults, on gloo."""
+    """Return a step of torch's DistributedDataParallel on gloo, with torch's defaults unless `options` are given."""
     wrapped = nn.parallel.DistributedDataParallel(model, **options)
     return plain_step(wrapped, make_optimizer(model), arguments)
 
@@ -126,7 +126,7 @@ CONTENDERS: dict[str, Callable[..., Step]] = {
     "flat MPI_Allreduce": flat_mpi,
     "torch DDP, gloo": ddp_gloo,
 }
-# What --sweep measures too: other bucket sizes, with and without overlap.
+# Additional contenders of --sweep: other bucket sizes, with and without overlap.
 SWEEP: dict[str, dict[str, Any]] = {
     "ours, overlap": {"overlap": True},
     "ours, overlap, 25 MiB": {"overlap": True, "bucket_cap_mib": 25},
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--keep-gradients",
         action="store_true",
-        help="zero gradients in place, zero_grad(set_to_none=False), instead of letting autograd make new ones",
+        help="zero gradients in place, zero_grad(set_to_none=False), instead of letting autograd allocate new ones",
     )
     parser.add_argument("--sweep", action="store_true", help="measure bucket sizes and overlap too")
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")
@@ -202,7 +202,7 @@ def main() -> None:
     contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
     options = dict(SWEEP) if arguments.sweep else {}
     with ExitStack() as stack:
-        stack.enter_context(gloo_peer.joined(MPI.COMM_WORLD, one_node=comm.one_node))
+        stack.enter_context(gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=comm.one_node))
         steps = {name: make(comm, make_model(arguments.width), arguments) for name, make in contenders.items()}
         for name, chosen in options.items():
             steps[name] = ours(comm, make_model(arguments.width), arguments, **chosen)

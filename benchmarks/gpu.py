@@ -1,27 +1,27 @@
-"""Collectives, staging, kernels and training steps on GPUs, against peers and against what the memory can do.
+"""Collectives, staging, kernels and training steps on GPUs, against peers and the memory bound.
 
     mpiexec -n 2 python benchmarks/gpu.py verbs [--sizes BYTES ...] [--peers gloo nccl mpi] [--out FILE.json]
     COMMLIB_DEVICE_IPC=0 mpiexec -n 2 python benchmarks/gpu.py staging
     python benchmarks/gpu.py kernels
     mpiexec -n 2 python benchmarks/gpu.py step
 
-`ci/gpu` runs all of them. Ranks share the GPU that is current, unless each is told another one. A line for each
-contender has the columns of nccl-tests: size, count, type, the time of a call as the host sees it ("time us") and as
-CUDA's events on the caller's stream do ("event us"; not where a peer has streams of its own), each the median over
-rounds of the mean of a burst, of the slowest rank; algbw, busbw, wrong elements (after the last round), and how many
-times as long as the first contender it takes. Contenders take turns, in rounds whose order rotates.
+`ci/gpu` runs all of them. Ranks share the current GPU, unless each has a different one. A line per contender has the
+columns of nccl-tests: size, count, type, the time of a call on the host ("time us") and by CUDA events on the caller's
+stream ("event us"; not for peers with internal streams), each the median over rounds of the mean of a burst, of the
+slowest rank; algbw, busbw, wrong elements (after the last round), and the ratio of its time to the first contender's.
+Contenders take turns, in rounds whose order rotates.
 
-verbs      "symmetric" is commlib on memory of comm.empty, "ordinary" on arrays of CuPy, as all peers are. The bound
+verbs      "symmetric" is commlib on memory of comm.empty, "ordinary" on CuPy arrays, which all peers use. The bound
            is the bytes that must be read and written, 2 P N for an all_reduce of P ranks that share a GPU, at the rate
            of a copy within its memory, which counts both. Between several GPUs there is no bound.
-staging    all_reduce through memory of the host, by the GPUs ("between", COMMLIB_DEVICE_IPC=0) or by the host's cores
+staging    all_reduce through host memory, by the GPUs ("between", COMMLIB_DEVICE_IPC=0) or by the host's cores
            ("staged", COMMLIB_DEVICE_PEERS=0). The bound is the time in which all ranks at once copy as many bytes to
            pinned memory, and on another stream as many back.
 kernels    one process. GB/s counts the bytes that must be read and written, "of copy" compares with a copy of those.
-step       a perceptron of torch on the GPU; exposed communication is what a step takes longer than one without, in per
-           cent of that.
+step       an MLP of torch on the GPU; exposed communication is the additional time of a step, in per cent of a step
+           without communication.
 
---tiny runs all lines of this on a stand-in of host memory, where there is no GPU: its figures mean nothing.
+--tiny runs every line of this on an emulated GPU in host memory: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mpi4py import MPI
 import commlib
 from benchmarks import record
 from benchmarks.gpu_contenders import PEERS
-from benchmarks.gpu_data import NAMES, Job
+from benchmarks.gpu_data import NAMES, VerbJob
 from benchmarks.gpu_kernels import measure as measure_kernels
 from benchmarks.gpu_machine import Machine, copy_rate, pinned_rate
 from benchmarks.gpu_session import HEADER, Bound, Session, show
 from benchmarks.gpu_step import measure as measure_step
 from commlib.bench import gloo_peer
 
-# Those that goals are about come first: time may end.
+# Sizes with performance goals come first: time may run out.
 SIZES = [4 << 10, 256 << 20, 64 << 10, 1 << 20, 16 << 20]
 FEWER = [4 << 10, 64 << 20, 1 << 20]  # of other verbs
 TINY = [512, 1 << 20]
@@ -59,8 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES, help="of all_reduce; others: float32")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3600, help="after so many no further row begins")
-    parser.add_argument("--tiny", action="store_true", help="on the stand-in, in tiny sizes")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no further row after this time")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on an emulated GPU")
     parser.add_argument("--out", type=Path, help="write raw figures to this JSON file")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -68,19 +68,19 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def jobs_of(arguments: argparse.Namespace, ranks: int) -> list[Job]:
-    """Return what is measured, in order."""
+def jobs_of(arguments: argparse.Namespace, ranks: int) -> list[VerbJob]:
+    """Return the jobs to measure, in order."""
     staging = arguments.part == "staging"
     jobs = []
     for verb in ["all_reduce"] if staging else arguments.verbs:
         sizes = arguments.sizes or (SIZES if verb == "all_reduce" else FEWER)
         for dtype in arguments.dtypes[: 1 if staging or verb != "all_reduce" else None]:
-            jobs += [Job.of(verb, dtype, nbytes, ranks) for nbytes in sizes]
+            jobs += [VerbJob.of(verb, dtype, nbytes, ranks) for nbytes in sizes]
     return jobs
 
 
 def run_verbs(arguments: argparse.Namespace, machine: Machine, comm: Any, stack: ExitStack) -> dict[str, Any]:
-    """Measure verbs between the ranks' GPUs, or by way of the host. Collective."""
+    """Measure verbs between the ranks' GPUs, or through the host. Collective."""
     world, until = MPI.COMM_WORLD, time.monotonic() + arguments.seconds
     jobs = jobs_of(arguments, comm.size)
     longest = max(job.nbytes for job in jobs)
@@ -101,7 +101,7 @@ def run_verbs(arguments: argparse.Namespace, machine: Machine, comm: Any, stack:
     if "gloo" in arguments.peers:
         if problem := gloo_peer.problem():
             raise SystemExit(problem)
-        stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+        stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
     peers = arguments.peers
     session = Session(machine, comm, world, own, peers, bound, rounds=arguments.rounds, until=until)
     rows = []

@@ -1,4 +1,4 @@
-"""Contenders of the benchmark of GPUs: commlib, torch's gloo, NCCL and MPI, each verb on the same arrays of a GPU."""
+"""Contenders of the GPU benchmark: commlib, torch's gloo, NCCL and MPI, each verb on the same GPU arrays."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from commlib.transport import cuda_aware
 
 
 class NoPeer(Exception):
-    """A contender has no such verb here."""
+    """A contender does not support this verb here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class VerbTask:
     """One verb on arrays of a rank. counts: elements from each rank to each, for exchanges; `out` may be `x`."""
 
     verb: str
@@ -28,16 +28,16 @@ class Task:
     counts: Sequence[Sequence[int]] = ()
 
     def splits(self, rank: int) -> list[int]:
-        """Return how many elements a rank gives to each."""
+        """Return the number of elements that a rank sends to each rank."""
         return list(self.counts[rank])
 
     def takes(self, rank: int) -> list[int]:
-        """Return how many a rank takes of each."""
+        """Return the number of elements that a rank receives from each rank."""
         return [row[rank] for row in self.counts]
 
 
-def ours(comm: Any, task: Task) -> Call:
-    """Return what runs the verb of commlib once."""
+def ours(comm: Any, task: VerbTask) -> Call:
+    """Return a function that runs commlib's verb once."""
     x, out, verb = task.x, task.out, getattr(comm, task.verb)
     if task.verb == "all_to_all_v":
         splits, takes = task.splits(comm.rank), task.takes(comm.rank)
@@ -45,13 +45,13 @@ def ours(comm: Any, task: Task) -> Call:
     return lambda: verb(x, out=out)
 
 
-class Gloo:
-    """torch.distributed on gloo, which must have been joined."""
+class GlooPeer:
+    """torch.distributed on gloo, which must be initialised."""
 
     def __init__(self, machine: Machine, world: Any) -> None:
         self._machine, self._rank, self.finish = machine, world.rank, machine.finish_torch
 
-    def call(self, task: Task) -> Call:
+    def call(self, task: VerbTask) -> Call:
         import torch.distributed as dist
 
         x, out = (self._machine.as_torch(array, task.dtype) for array in (task.x, task.out))
@@ -68,14 +68,14 @@ class Gloo:
 
 
 def _newest(*names: str) -> Any:
-    """Return the first of these functions that this torch has: it warns when the others are called."""
+    """Return the first of these functions that this torch has: calls of the older ones print warnings."""
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
-class Nccl:
-    """NCCL by way of CuPy; ranks may share a GPU if this NCCL lets them."""
+class NcclPeer:
+    """NCCL through CuPy; ranks may share a GPU if this NCCL supports it."""
 
     def __init__(self, machine: Machine, world: Any) -> None:
         self._machine, self._world, self.finish = machine, world, machine.finish
@@ -84,11 +84,11 @@ class Nccl:
     def _nccl(self) -> Any:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         if self._machine.is_real:
-            import torch  # noqa: F401  # brings a library of NCCL into the process
+            import torch  # noqa: F401  # loads an NCCL library into the process
         from cupy.cuda import nccl
 
         if not nccl.available:
-            raise NoPeer("CuPy finds no library of NCCL")
+            raise NoPeer("CuPy finds no NCCL library")
         return nccl
 
     @cached_property
@@ -96,7 +96,7 @@ class Nccl:
         number = self._world.bcast(self._nccl.get_unique_id() if self._world.rank == 0 else None)
         return self._nccl.NcclCommunicator(self._world.size, number, self._world.rank)
 
-    def call(self, task: Task) -> Call:
+    def call(self, task: VerbTask) -> Call:
         nccl, comm, stream = self._nccl, self._comm, self._machine.device.current().raw.ptr
         kind = {"float32": nccl.NCCL_FLOAT32, "bfloat16": nccl.NCCL_BFLOAT16}[task.dtype]
         x, out = self._machine.address(task.x), self._machine.address(task.out)
@@ -122,7 +122,7 @@ class Nccl:
 
 
 def _parts(address: int, counts: Sequence[int], item: int) -> list[tuple[int, int]]:
-    """Return where parts that follow each other begin, and their lengths."""
+    """Return the address and length of each of several consecutive parts."""
     return [(address + item * start, count) for start, count in zip(_starts(counts), counts, strict=True)]
 
 
@@ -130,23 +130,23 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(counts[:-1])]
 
 
-class Mpi:
-    """MPI's own collectives on device pointers, where the library says that it takes them."""
+class MpiPeer:
+    """MPI's own collectives on device pointers, if the library says that it supports them."""
 
     def __init__(self, machine: Machine, world: Any) -> None:
         self._machine, self._world = machine, world
         self.finish = machine.finish
 
-    def call(self, task: Task) -> Call:
+    def call(self, task: VerbTask) -> Call:
         from mpi4py import MPI
 
         if self._machine.is_real and not is_cuda_aware():
-            raise NoPeer("this MPI takes no memory of a GPU")
+            raise NoPeer("this MPI is not CUDA-aware")
         if task.dtype != "float32":
-            raise NoPeer(f"MPI reduces no {task.dtype}")
+            raise NoPeer(f"MPI cannot reduce {task.dtype}")
         world = self._world
         x, out = (MPI.memory.fromaddress(self._machine.address(array), array.nbytes) for array in (task.x, task.out))
-        wait, rank = self._machine.finish, world.rank  # MPI knows no streams
+        wait, rank = self._machine.finish, world.rank  # MPI has no streams
 
         def behind(call: Call) -> Call:
             def run() -> None:
@@ -167,10 +167,10 @@ class Mpi:
 
 
 def is_cuda_aware() -> bool:
-    """Return whether the MPI library of this process says that it takes memory of a GPU."""
+    """Return whether the MPI library of this process says that it is CUDA-aware."""
     from mpi4py import MPI
 
     return bool(cuda_aware.ask_loaded(MPI).says)
 
 
-PEERS: dict[str, Callable[[Machine, Any], Any]] = {"gloo": Gloo, "nccl": Nccl, "mpi": Mpi}
+PEERS: dict[str, Callable[[Machine, Any], Any]] = {"gloo": GlooPeer, "nccl": NcclPeer, "mpi": MpiPeer}

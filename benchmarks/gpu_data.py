@@ -1,6 +1,6 @@
-"""Tasks of the benchmark of GPUs: what each verb moves, what ranks give, and what they must get.
+"""Tasks of the GPU benchmark: bytes moved, inputs and expected results of each verb.
 
-The numbers are those of `commlib.bench.numbers`: whole ones that combine exactly in every dtype, so that an element is
+The numbers are those of `commlib.bench.numbers`: integers that combine exactly in every dtype, so an element is either
 right or wrong.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_contenders import Task
+from benchmarks.gpu_contenders import VerbTask
 from benchmarks.gpu_machine import Call, Machine
 from commlib.bench import numbers
 from commlib.bench.verbs import VERBS
@@ -26,8 +26,8 @@ Blocks = list[tuple[int, Array]]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One verb at one size: `nbytes` is the whole buffer, as nccl-tests counts it. counts: of exchanges."""
+class VerbJob:
+    """One verb at one size: `nbytes` is the full buffer, as in nccl-tests. counts: of all-to-alls."""
 
     verb: str
     dtype: str
@@ -37,10 +37,10 @@ class Job:
     counts: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, verb: str, dtype: str, nbytes: int, ranks: int) -> Job:
-        """Return the job whose buffer comes nearest to `nbytes` from below.
+    def of(cls, verb: str, dtype: str, nbytes: int, ranks: int) -> VerbJob:
+        """Return the job with the largest buffer of at most `nbytes`.
 
-        In all_to_all_v rank r gives 1 + (r + t) % P shares to rank t: uneven, and the same for all in total.
+        In all_to_all_v rank r sends 1 + (r + t) % P shares to rank t: uneven, with equal totals.
         """
         item = NUMPY[dtype].itemsize
         shares = ranks * (ranks + 1) // 2 if verb == "all_to_all_v" else ranks
@@ -53,23 +53,23 @@ class Job:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many elements a rank gives and gets."""
+        """The number of elements that a rank sends, and that it receives."""
         part = self.count // self.ranks
         return {"all_gather": (part, self.count), "reduce_scatter": (self.count, part)}.get(
             self.verb, (self.count, self.count)
         )
 
-    def task(self, machine: Machine, x: Any, out: Any) -> Task:
+    def task(self, machine: Machine, x: Any, out: Any) -> VerbTask:
         """Return the verb on the beginnings of two memories; all_reduce is in place."""
         given, got = self.lengths
         first = machine.view(x, given, self.dtype)
-        return Task(
+        return VerbTask(
             self.verb, self.dtype, first,
             first if self.verb == "all_reduce" else machine.view(out, got, self.dtype), self.counts,
         )  # fmt: skip
 
     def moved(self) -> int:
-        """Return how many bytes all ranks together must read and write at least: see `commlib.bench.verbs`."""
+        """Return the least number of bytes that all ranks together read and write: see `commlib.bench.verbs`."""
         verb = VERBS[self.verb.removesuffix("_v")]
         read, written, _ = verb.bound(self.nbytes, self.ranks, in_place=self.verb == "all_reduce")
         return self.ranks * (read + written)
@@ -79,26 +79,30 @@ class Job:
         return VERBS[self.verb.removesuffix("_v")].factor(self.ranks)
 
     def given(self, rank: int) -> Array:
-        """Return what a rank gives."""
+        """Return a rank's input."""
         dtype, ranks, part = self.dtype, self.ranks, self.count // self.ranks
         if self.verb == "all_reduce":
-            return _written([(self.count, numbers.given(dtype, "sum", rank, ranks))])
+            return _written([(self.count, numbers.reduction_input(dtype, "sum", rank, ranks))])
         if self.verb == "reduce_scatter":
-            return _written([(part, numbers.given(dtype, "sum", rank, ranks, block)) for block in range(ranks)])
+            return _written(
+                [(part, numbers.reduction_input(dtype, "sum", rank, ranks, block)) for block in range(ranks)]
+            )
         if self.verb == "all_gather":
-            return _written([(part, numbers.moved(dtype, rank, 0))])
-        return _written([(self.counts[rank][to], numbers.moved(dtype, rank, to)) for to in range(ranks)])
+            return _written([(part, numbers.exchange_input(dtype, rank, 0))])
+        return _written([(self.counts[rank][to], numbers.exchange_input(dtype, rank, to)) for to in range(ranks)])
 
     def wanted(self, rank: int) -> Array:
-        """Return what a rank must get."""
+        """Return a rank's expected result."""
         dtype, ranks, part = self.dtype, self.ranks, self.count // self.ranks
         if self.verb == "all_reduce":
-            return _written([(self.count, numbers.combined(dtype, "sum", ranks))])
+            return _written([(self.count, numbers.reduction_result(dtype, "sum", ranks))])
         if self.verb == "reduce_scatter":
-            return _written([(part, numbers.combined(dtype, "sum", ranks, rank))])
+            return _written([(part, numbers.reduction_result(dtype, "sum", ranks, rank))])
         if self.verb == "all_gather":
-            return _written([(part, numbers.moved(dtype, source, 0)) for source in range(ranks)])
-        return _written([(self.counts[source][rank], numbers.moved(dtype, source, rank)) for source in range(ranks)])
+            return _written([(part, numbers.exchange_input(dtype, source, 0)) for source in range(ranks)])
+        return _written(
+            [(self.counts[source][rank], numbers.exchange_input(dtype, source, rank)) for source in range(ranks)]
+        )
 
 
 def _written(blocks: Blocks) -> Array:
@@ -109,7 +113,7 @@ def _written(blocks: Blocks) -> Array:
         block = whole[start : start + length]
         done = min(length, len(period))
         block[:done] = period[:done]
-        while done < length:  # a multiple of the period, so what follows begins it anew
+        while done < length:  # a multiple of the period, so the next part starts a new period
             more = min(done, length - done)
             block[done : done + more] = block[:more]
             done += more
@@ -119,20 +123,20 @@ def _written(blocks: Blocks) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one rank gives and must get in a job, to see after a call of each contender how much is wrong."""
+    """A check of one rank: input and expected result of a job, to count wrong elements after a contender's call."""
 
     given: Array
     wanted: Any
 
     @classmethod
-    def of(cls, job: Job, rank: int) -> Check:
+    def of(cls, job: VerbJob, rank: int) -> Check:
         return cls(job.given(rank), _bits(job.wanted(rank)))
 
-    def wrong(self, machine: Machine, world: Any, task: Task, call: Call, finish: Call) -> int:
-        """Return how many elements of the result of one call are wrong, over all ranks. Collective."""
+    def wrong(self, machine: Machine, world: Any, task: VerbTask, call: Call, finish: Call) -> int:
+        """Return the number of wrong elements in the results of one call, over all ranks. Collective."""
         machine.put(task.out, ~self.wanted)
         machine.put(task.x, self.given)
-        world.Barrier()  # whoever writes to its peers must not be overwritten by what they still fill in
+        world.Barrier()  # peers that still fill their arrays must not overwrite data written by a contender
         call()
         finish()
         found = _bits(machine.fetch(task.out))

@@ -1,4 +1,4 @@
-"""Stand in, for a dry run, for what benchmarks use of CuPy and the tests do not: timed events, messages of NCCL.
+"""Emulate, for a dry run, the parts of CuPy that only benchmarks use: timed events, NCCL messages.
 
 Names and signatures are CuPy's.
 """
@@ -13,23 +13,23 @@ import numpy as np
 
 
 def install() -> None:
-    """Let `import cupy` find the tests' stand-in, with all of this, for the rest of the process."""
+    """Make `import cupy` return the tests' emulation, with these additions, for the rest of the process."""
     from tests.cuda import nccl_standin, standin
 
     cupy: Any = standin.install()
     cuda = cupy.cuda
 
     class Event(standin.Event):
-        """One that notes when it was queued."""
+        """An event that records the time at which it was queued."""
 
         def record(self, stream: Any = None) -> None:
             super().record(stream)
             self.at = time.perf_counter()
 
     class NcclCommunicator(nccl_standin.NcclCommunicator):
-        """One that sends messages: with none in between they are under way until `groupEnd`."""
+        """An NCCL communicator with messages, which are in flight until `groupEnd`."""
 
-        requests: list[Any] = []  # noqa: RUF012  # of the process, as groups are
+        requests: list[Any] = []  # noqa: RUF012  # per process, like NCCL groups
 
         def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
             from mpi4py import MPI
@@ -44,7 +44,7 @@ def install() -> None:
             self.requests.append(self._world.Irecv(self._at(recvbuf, count, datatype, stream), peer))
 
         def _at(self, address: int, count: int, datatype: int, stream: int) -> Any:
-            """Return memory as bytes, when what the stream was told before is done."""
+            """Return memory as bytes, after all earlier work on the stream."""
             standin.Stream.known[stream].record().block()
             width = {cuda.nccl.NCCL_FLOAT32: 4, cuda.nccl.NCCL_BFLOAT16: 2}[datatype]
             raw: Any = (ctypes.c_uint8 * (count * width)).from_address(address)

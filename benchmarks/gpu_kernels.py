@@ -1,8 +1,8 @@
-"""Kernels on the GPU of one process: how fast each one goes through memory, beside a copy of as many bytes.
+"""Kernels on the GPU of one process: the memory rate of each, against a copy of as many bytes.
 
-Those that return a number are measured twice: as the host sees them, which waits for it, and "unread", as the GPU does.
+Kernels that return a number are measured twice: by the host, which waits for the number, and "unread", by GPU events.
 
-Their results are compared with the host's by tests/gpu/test_kernels.py.
+tests/gpu/test_kernels.py compares their results with the host's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.protocol import Kernels
 
 NBYTES, TINY_BYTES = 256 << 20, 16 << 10  # of a float32 array
-BLOCKS = (256, 1024)  # one or the other is what codecs take if nothing is said
+BLOCKS = (256, 1024)  # the codecs' default is one of these
 ROUNDS, BURST_SECONDS = 3, 0.03
 PIECES = 64  # arrays that are packed into one
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A kernel on fixed arrays. moved: bytes that it must read and write. waits: for a number, which it returns."""
+class KernelCase:
+    """A kernel on fixed arrays. moved: bytes read and written. waits: whether it waits for a number, to return it."""
 
     name: str
     moved: int
@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KernelRow:
     """GB/s of a kernel and of a copy of as many bytes; seconds of each round, by events, or by the host if it waits."""
 
     name: str
@@ -51,69 +51,69 @@ class Row:
         return self.moved / statistics.median(self.seconds) / 1e9
 
 
-class Unread(CupyLauncher):
-    """A launcher that waits for nothing: the numbers that kernels are to return are all zero."""
+class UnreadLauncher(CupyLauncher):
+    """A launcher that never waits: the numbers returned by kernels are all zero."""
 
     def read(self, memory: Any, dtype: Any) -> Any:
         return np.zeros(memory.nbytes, np.uint8).view(dtype)
 
 
-def waiting(machine: Machine, name: str, moved: int, call: Callable[[Kernels], Any]) -> Iterator[Case]:
+def waiting(machine: Machine, name: str, moved: int, call: Callable[[Kernels], Any]) -> Iterator[KernelCase]:
     """Yield a kernel that returns a number, read and unread."""
-    unread = CudaKernels(Unread(machine.device, machine.cupy))
-    yield Case(name, moved, lambda: call(machine.device.kernels), waits=True)
-    yield Case(f"{name}, unread", moved, lambda: call(unread))
+    unread = CudaKernels(UnreadLauncher(machine.device, machine.cupy))
+    yield KernelCase(name, moved, lambda: call(machine.device.kernels), waits=True)
+    yield KernelCase(f"{name}, unread", moved, lambda: call(unread))
 
 
-def cases(machine: Machine, nbytes: int) -> Iterator[Case]:
-    """Yield every kernel whose speed counts."""
+def cases(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
+    """Yield every kernel whose speed matters."""
     yield from _reductions(machine, nbytes)
     kernels, count = machine.device.kernels, nbytes // 4
     x, before, out = (_floats(machine, count, seed) for seed in range(3))
     half = _array(machine, count, "bfloat16")
     wide = _array(machine, count // 2, "float64")
-    yield Case("cast float32 to bfloat16", 6 * count, lambda: kernels.cast(x, half))
-    yield Case("cast bfloat16 to float32", 6 * count, lambda: kernels.cast(half, out))
-    yield Case("cast float32 to float64", 6 * count, lambda: kernels.cast(x[: count // 2], wide))
-    yield Case("fill float32", 4 * count, lambda: kernels.fill(out, 1))
-    yield Case("scale float32", 8 * count, lambda: kernels.scale(out, 0.5))
+    yield KernelCase("cast float32 to bfloat16", 6 * count, lambda: kernels.cast(x, half))
+    yield KernelCase("cast bfloat16 to float32", 6 * count, lambda: kernels.cast(half, out))
+    yield KernelCase("cast float32 to float64", 6 * count, lambda: kernels.cast(x[: count // 2], wide))
+    yield KernelCase("fill float32", 4 * count, lambda: kernels.fill(out, 1))
+    yield KernelCase("scale float32", 8 * count, lambda: kernels.scale(out, 0.5))
     yield from waiting(machine, "squares float32", 4 * count, lambda kernels: kernels.squares(x))
     yield from waiting(machine, "is_finite", 4 * count, lambda kernels: kernels.is_finite(x))
-    yield Case("add_momentum", 20 * count, lambda: kernels.add_momentum(out, before, before, 1.0, 0.9, False))
+    yield KernelCase("add_momentum", 20 * count, lambda: kernels.add_momentum(out, before, before, 1.0, 0.9, False))
     packed = _array(machine, 4 * count, "uint8")
     pieces = [x[start : start + count // PIECES] for start in range(0, count, count // PIECES)]
-    yield Case(f"pack {PIECES} arrays", 8 * count, lambda: kernels.pack(pieces, packed))
-    yield Case(f"unpack {PIECES} arrays", 8 * count, lambda: kernels.unpack(packed, pieces))
+    yield KernelCase(f"pack {PIECES} arrays", 8 * count, lambda: kernels.pack(pieces, packed))
+    yield KernelCase(f"unpack {PIECES} arrays", 8 * count, lambda: kernels.unpack(packed, pieces))
     yield from _codecs(machine, x, before, out, packed)
 
 
-def _reductions(machine: Machine, nbytes: int) -> Iterator[Case]:
+def _reductions(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
     kernels = machine.device.kernels
     for dtype in DTYPES:
         arrays = [_array(machine, nbytes // NUMPY[dtype].itemsize, dtype) for _ in range(5)]
         op = kernel_operation(dtype, "sum")
         for inputs in (2, 4):
             given, target = arrays[:inputs], arrays[4]
-            yield Case(
+            yield KernelCase(
                 f"reduce {inputs} {dtype}", (inputs + 1) * nbytes,
                 lambda given=given, target=target, dtype=dtype, op=op: kernels.reduce(dtype, op, 1, given, target),  # type: ignore[misc]
             )  # fmt: skip
         if dtype not in COMPLEX:
             targets = arrays[:2]
-            yield Case(
+            yield KernelCase(
                 f"reduce_to 2 {dtype}", 4 * nbytes,
                 lambda targets=targets, dtype=dtype, op=op: kernels.reduce_to(dtype, op, 1, targets, targets),  # type: ignore[misc]
             )  # fmt: skip
 
 
-def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> Iterator[Case]:
+def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> Iterator[KernelCase]:
     kernels, count = machine.device.kernels, len(x)
-    yield Case("narrow to bfloat16", 6 * count, lambda: kernels.narrow(x, None, None, payload, True))
-    yield Case("widen from bfloat16", 6 * count, lambda: kernels.widen(payload[: 2 * count], out, True, False))
+    yield KernelCase("narrow to bfloat16", 6 * count, lambda: kernels.narrow(x, None, None, payload, True))
+    yield KernelCase("widen from bfloat16", 6 * count, lambda: kernels.widen(payload[: 2 * count], out, True, False))
     for block in BLOCKS:
         yield from _blocks(machine, x, before, out, payload, block)
     k = max(1, count // 1000)
-    # Of what is chosen, and how long that is, nothing is counted: it is little.
+    # The chosen elements and their number are not counted: they are few.
 
     def largest(kernels: Kernels) -> int:
         return kernels.largest(x, None, None, k, "float32", payload)
@@ -125,26 +125,26 @@ def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> It
     )
 
 
-def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block: int) -> Iterator[Case]:
-    """Yield the codecs whose payloads are of blocks."""
+def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block: int) -> Iterator[KernelCase]:
+    """Yield the codecs whose payloads consist of blocks."""
     kernels, count = machine.device.kernels, len(x)
     scales = 4 * count // block
     for code, top, size in (("int8", 127.0, count), ("int4", 7.0, count // 2), ("e4m3", 448.0, count)):
         written, name = payload[: size + scales], f"{code} {block}"
         how: tuple[Any, ...] = (block, code, top, False, False, 0)
-        yield Case(f"quantise {name}", 4 * count + size + scales,
+        yield KernelCase(f"quantise {name}", 4 * count + size + scales,
                    lambda written=written, how=how: kernels.quantise(x, None, None, written, *how))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"quantise {name} with feedback", 12 * count + size + scales,
+        yield KernelCase(f"quantise {name} with feedback", 12 * count + size + scales,
                    lambda written=written, how=how: kernels.quantise(x, before, before, written, *how))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"restore {name}", 4 * count + size + scales,
+        yield KernelCase(f"restore {name}", 4 * count + size + scales,
                    lambda written=written, code=code: kernels.restore(written, out, block, code, False))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"restore {name}, added", 8 * count + size + scales,
+        yield KernelCase(f"restore {name}, added", 8 * count + size + scales,
                    lambda written=written, code=code: kernels.restore(written, out, block, code, True))  # type: ignore[misc]  # fmt: skip
     bits = payload[: count // 8 + scales]
-    yield Case(f"signs {block}", 4 * count + len(bits), lambda: kernels.signs(x, None, None, bits, block))
-    yield Case(f"signs {block} with feedback", 12 * count + len(bits),
+    yield KernelCase(f"signs {block}", 4 * count + len(bits), lambda: kernels.signs(x, None, None, bits, block))
+    yield KernelCase(f"signs {block} with feedback", 12 * count + len(bits),
                lambda: kernels.signs(x, before, before, bits, block))  # fmt: skip
-    yield Case(f"unsign {block}", 4 * count + len(bits), lambda: kernels.unsign(bits, out, block, False))
+    yield KernelCase(f"unsign {block}", 4 * count + len(bits), lambda: kernels.unsign(bits, out, block, False))
 
 
 def _array(machine: Machine, count: int, dtype: str) -> Any:
@@ -174,7 +174,7 @@ def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
         taken = [machine.seconds(case.call, calls)[0 if case.waits else 1] for _ in range(1 if tiny else ROUNDS)]
         if case.moved not in copies:
             copies[case.moved] = copy_rate(machine, case.moved // 2, 2 if tiny else 10)
-        row = Row(case.name, case.moved, "host" if case.waits else "events", taken, copies[case.moved])
+        row = KernelRow(case.name, case.moved, "host" if case.waits else "events", taken, copies[case.moved])
         rows.append({**asdict(row), "rate": row.rate})
         print(
             f"{row.name:<32}{row.moved / 2**20:>11.1f}{statistics.median(taken) * 1e6:>10.1f}{row.rate:>9.1f}"

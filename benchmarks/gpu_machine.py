@@ -1,4 +1,4 @@
-"""Machine: the GPU of this process as the benchmarks of GPUs use it, or for a dry run the tests' stand-in for one."""
+"""Machine: the GPU of this process for the GPU benchmarks, or for a dry run the tests' emulated GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from commlib.dtypes import NUMPY, Array
 Call = Callable[[], Any]
 
 NO_GPU = (
-    "there is no GPU that this process can use ({error}); --tiny runs everything on a stand-in of host memory, and its "
-    "figures mean nothing. PREDICTED, not measured, for all_reduce on one H100 that the ranks share:\n{predicted}"
+    "this process finds no usable GPU ({error}); --tiny runs everything on an emulated GPU in host memory, whose "
+    "figures mean nothing. PREDICTED, not measured, for all_reduce on one H100 shared by the ranks:\n{predicted}"
 )
 
 
 def predicted() -> str:
-    """Return what the cost model says of a GPU, as a table."""
+    """Return the cost model's prediction for a GPU, as a table."""
     lines = ["ranks        bytes   symmetric us    ordinary us"]
     for ranks in (2, 4):
         for nbytes in (4 << 10, 1 << 20, 256 << 20):
@@ -33,8 +33,8 @@ def predicted() -> str:
     return "\n".join(lines)
 
 
-class Bytes:
-    """Memory of a GPU as other libraries take it."""
+class GpuBytes:
+    """GPU memory in the form that other libraries accept."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -43,10 +43,10 @@ class Bytes:
 
 
 class Machine:
-    """See above. is_real: whether there is a GPU. `device` is commlib's, `cupy` the library or its stand-in."""
+    """A GPU or its emulation. is_real: whether it is a GPU. device: commlib's. cupy: the library or its emulation."""
 
     def __init__(self, *, tiny: bool) -> None:
-        """tiny: take the stand-in. Ends the program where there is no GPU otherwise."""
+        """tiny: emulate a GPU. Without tiny, ends the program if there is no GPU."""
         if tiny:
             from benchmarks import gpu_dry
 
@@ -63,7 +63,7 @@ class Machine:
         self.cupy, self.is_real = cupy, not tiny
 
     def empty(self, count: int, dtype: str) -> Any:
-        """Return a new 1-D array of CuPy, uninitialised."""
+        """Return a new uninitialised 1-D CuPy array."""
         return self.device.empty((count,), NUMPY[dtype])
 
     def view(self, memory: Any, count: int, dtype: str) -> Any:
@@ -74,14 +74,14 @@ class Machine:
         return int(array.data.ptr)
 
     def put(self, array: Any, values: Array) -> None:
-        """Write host values to an array, and wait until they are there."""
+        """Write host values to an array, and wait until they are written."""
         block = self.device.staging(values.nbytes)
         block[:] = values.reshape(-1).view(np.uint8)
         self.copy(array, block)
         self.finish()
 
     def fetch(self, array: Any, into: Array | None = None) -> Array:
-        """Return the values of an array, when what this thread's stream was told is done. into: pinned, from before."""
+        """Return the values of an array, after all work on this thread's stream. into: existing pinned memory."""
         block = self.device.staging(array.nbytes) if into is None else into[: array.nbytes]
         self.copy(block, array)
         self.finish()
@@ -95,14 +95,14 @@ class Machine:
         return array if isinstance(array, np.ndarray) else self.device.wrap(array, "benchmark").reshape(-1)
 
     def as_torch(self, array: Any, dtype: str) -> Any:
-        """Return a tensor over an array's memory; in a dry run one of the host."""
+        """Return a tensor over an array's memory; in a dry run a host tensor."""
         import ctypes
 
         import torch
 
         address, nbytes = self.address(array), array.nbytes
         if self.is_real:
-            flat = torch.as_tensor(Bytes(address, nbytes), device=torch.device("cuda", self.device.index))
+            flat = torch.as_tensor(GpuBytes(address, nbytes), device=torch.device("cuda", self.device.index))
         else:
             flat = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
         return flat.view(getattr(torch, dtype))
@@ -112,16 +112,16 @@ class Machine:
         self.device.current().raw.synchronize()
 
     def finish_torch(self) -> None:
-        """Wait for all that PyTorch has queued."""
+        """Wait for all work that PyTorch has queued."""
         if self.is_real:
             import torch
 
             torch.cuda.synchronize()
 
     def seconds(self, call: Call, calls: int, finish: Call | None = None) -> tuple[float, float]:
-        """Return the seconds of a call, the mean of several: as the host sees it, and as CUDA's events do.
+        """Return the mean seconds of several calls: by the host's clock, and by CUDA events.
 
-        finish: waits for what the calls have queued, by default for this thread's current stream.
+        finish: waits for the queued work of the calls; by default it waits for this thread's current stream.
         """
         cuda = self.cupy.cuda
         first, last, stream = cuda.Event(), cuda.Event(), self.device.current().raw
@@ -138,12 +138,12 @@ class Machine:
         return host / calls, cuda.get_elapsed_time(first, last) * 1e-3 / calls
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the GPU and of its software, for a record."""
+        """Return facts about the GPU and its software, for a record."""
         runtime, index = self.cupy.cuda.runtime, self.device.index
-        told = runtime.getDeviceProperties(index)
+        properties = runtime.getDeviceProperties(index)
         return {
-            "name": told["name"].decode(),
-            "bytes": int(told["totalGlobalMem"]),
+            "name": properties["name"].decode(),
+            "bytes": int(properties["totalGlobalMem"]),
             "gpus": int(runtime.getDeviceCount()),
             "driver": int(runtime.driverGetVersion()),
             "runtime": int(runtime.runtimeGetVersion()),
@@ -152,7 +152,7 @@ class Machine:
         }
 
     def where(self) -> str:
-        """Return which GPU this is, on the whole host."""
+        """Return an identifier of the GPU that is unique on the host."""
         return str(self.cupy.cuda.runtime.deviceGetPCIBusId(self.device.index))
 
 

@@ -1,9 +1,10 @@
-"""Probe: report in one table what a machine's GPU can do, as far as commlib depends on it.
+"""Probe: report in one table the capabilities of a machine's GPU on which commlib depends.
 
     mpiexec -n 2 python benchmarks/gpu_probe.py [--nccl] [--tiny] [--out FILE.json]
 
-Times of a meeting are those of a loop of meetings on one stream of each rank, per meeting: nothing else runs meanwhile.
---nccl tries last whether NCCL lets the ranks share a GPU: a library that does not may hang here.
+The time of a meeting (a synchronisation of streams) is measured in a loop of meetings on one stream of each rank; no
+other work runs meanwhile. --nccl finally tries whether NCCL lets the ranks share a GPU: a library without this support
+may hang here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mpi4py import MPI
 
 import commlib
 from benchmarks import record
-from benchmarks.gpu_contenders import Nccl
-from benchmarks.gpu_data import Check, Job
+from benchmarks.gpu_contenders import NcclPeer
+from benchmarks.gpu_data import Check, VerbJob
 from benchmarks.gpu_machine import Machine, copy_rate, one_way_rates, pinned_rate
 from commlib.buffers.views import address_of
 from commlib.errors import CommlibError
@@ -35,7 +36,7 @@ _PORTABLE_AND_MAPPED = 3  # of cudaHostRegister
 
 
 class Probe:
-    """Collects the rows of the table: what, how much of it, and in words."""
+    """A collection of the rows of the table: name, figures and text."""
 
     def __init__(self, comm: Any, machine: Machine, *, tiny: bool) -> None:
         self._comm, self._machine = comm, machine
@@ -62,7 +63,7 @@ class Probe:
         self.note("copies both ways, all ranks at once", f"{both:.1f} GB/s for each rank", gb_s=both)
 
     def launches(self) -> None:
-        """Measure what a kernel of one element costs."""
+        """Measure the cost of a kernel of one element."""
         machine, kernels = self._machine, self._machine.device.kernels
         one = machine.device.wrap(machine.empty(1, "float32"), "probe")
         launch = partial(kernels.fill, one, 0)
@@ -78,7 +79,7 @@ class Probe:
         self.note("launch of a kernel, and the wait for it", f"{waited * 1e6:.2f} us", us=waited * 1e6)
 
     def registering(self) -> None:
-        """Try to let the GPU know memory that processes share."""
+        """Try to register memory that processes share with the GPU."""
         runtime = self._machine.cupy.cuda.runtime
         with mmap.mmap(-1, 4096) as page:
             array = np.frombuffer(page, np.uint8)
@@ -92,10 +93,10 @@ class Probe:
                 self.note("shared host memory is registered", f"no: {error}")
 
     def peers(self) -> None:
-        """Try to open each other's memory, and to let streams meet. Collective."""
+        """Try to open each other's memory, and to synchronise streams. Collective."""
         group, device = self._comm.group, self._machine.device
         if group.size == 1:
-            self.note("meetings, IPC", "one rank has nobody to meet")
+            self.note("meetings, IPC", "not measured: only one rank")
             return
 
         def share() -> None:
@@ -127,20 +128,20 @@ class Probe:
         board.close()
 
     def _try(self, what: str, run: Callable[[], Any]) -> Any:
-        """Run something as one operation of all ranks; return its value, None if it failed."""
+        """Run a function as one operation of all ranks; return its value, None if it failed."""
 
-        def told() -> tuple[Any, str]:
+        def run_checked() -> tuple[Any, str]:
             try:
                 return run(), ""
             except CommlibError as error:
                 return None, str(error)
 
-        value, problem = self._comm.group.run(Operation(f"probe: {what}", told, meets=True))
+        value, problem = self._comm.group.run(Operation(f"probe: {what}", run_checked, meets=True))
         self.note(what, f"no: {problem}" if problem else "works")
         return value
 
     def mpi(self) -> None:
-        """Ask MPI, and try it if it says yes: in another process, which may die of it. Collective."""
+        """Ask MPI whether it is CUDA-aware, and if so try it in another process, which may crash. Collective."""
         answer, failure = cuda_aware.ask_loaded(MPI), ""
         if answer.says and MPI.COMM_WORLD.rank == 0:
             failure = cuda_probe.probe(seconds=15).failure
@@ -151,14 +152,14 @@ class Probe:
     def nccl(self) -> None:
         """Try an all-reduce by NCCL among all ranks. Collective."""
         world, machine = MPI.COMM_WORLD, self._machine
-        job = Job.of("all_reduce", "float32", 4096, world.size)
+        job = VerbJob.of("all_reduce", "float32", 4096, world.size)
         problem = ""
         try:
-            peer = Nccl(machine, world)
+            peer = NcclPeer(machine, world)
             task = job.task(machine, machine.empty(1024, "float32"), None)
             wrong = Check.of(job, world.rank).wrong(machine, world, task, peer.call(task), peer.finish)
             problem = f"{wrong} wrong elements" if wrong else ""
-        except Exception as error:  # NCCL's own, or that it is not there
+        except Exception as error:  # NCCL's own error, or a missing library
             problem = (str(error) or repr(error)).splitlines()[0]
         found = next(filter(None, world.allgather(problem)), "")
         self.note(f"NCCL among {world.size} ranks", f"no: {found}" if found else "works", yes=float(not found))
@@ -167,7 +168,7 @@ class Probe:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nccl", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="on the stand-in of host memory")
+    parser.add_argument("--tiny", action="store_true", help="on an emulated GPU in host memory")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     comm = commlib.init()
@@ -178,7 +179,7 @@ def main() -> None:
     with machine.device.using(machine.device.stream()):
         for step in (probe.memory, probe.launches, probe.registering, probe.peers, probe.mpi):
             step()
-            if comm.rank == 0 and arguments.out:  # what is known is kept, if the next one hangs
+            if comm.rank == 0 and arguments.out:  # write the results so far, in case the next probe hangs
                 record.write(arguments.out, "gpu probe", facts, arguments, rows=probe.rows)
         if arguments.nccl:
             probe.nccl()

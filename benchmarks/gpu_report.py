@@ -1,9 +1,9 @@
-"""Report: put all that `ci/gpu` found, tested and measured into one JSON file, and say in a few lines how it went.
+"""Report: collect all results of `ci/gpu` in one JSON file, and print a short summary.
 
     python benchmarks/gpu_report.py FOLDER FILE.json [--show]
 
-The folder has parts.tsv, a line for each part (name, exit code, seconds, limit), and for a part NAME.jsonl, its tests,
-or NAME.json, its figures. Ends with 1 if a test or a part failed. Nothing but the standard library is needed.
+The folder has parts.tsv with a line for each part (name, exit code, seconds, limit), and for each part NAME with tests
+NAME.jsonl, with figures NAME.json. The exit code is 1 if a test or a part failed. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-OVER, NO_TIME = 124, 125  # exit codes: the part's limit was over; there was no time to begin it
+OVER, NO_TIME = 124, 125  # exit codes: the part exceeded its limit; there was no time to begin it
 
 
 def tests_of(path: Path) -> list[dict[str, Any]]:
-    """Return the tests of one part: a test that has begun and not ended is "unfinished"."""
+    """Return the tests of one part; a test that began and did not end is "unfinished"."""
     found: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
-        told = json.loads(line)
-        before = found.get(told["test"])
-        # A test that passed may yet fail when it is taken down; not the other way round.
+        entry = json.loads(line)
+        before = found.get(entry["test"])
+        # A test that passed may still fail in its teardown; not the other way round.
         if before is None or before["outcome"] in ("begun", "passed"):
-            found[told["test"]] = told
-    for told in found.values():
-        if told["outcome"] == "begun":
-            told["outcome"] = "unfinished"
+            found[entry["test"]] = entry
+    for entry in found.values():
+        if entry["outcome"] == "begun":
+            entry["outcome"] = "unfinished"
     return list(found.values())
 
 
@@ -71,7 +71,7 @@ def show(content: dict[str, Any]) -> None:
 
 
 def has_failed(content: dict[str, Any]) -> bool:
-    """Return whether a part failed, or was ended; what had no time left has said nothing."""
+    """Return whether a part failed or exceeded its limit; a part without time to begin does not count."""
     bad = any(test["outcome"] in ("failed", "unfinished") for tests in content["tests"].values() for test in tests)
     return bad or any(part["code"] not in (0, NO_TIME) for part in content["parts"])
 

@@ -1,4 +1,4 @@
-"""Step: how much longer a data-parallel step of a torch model on GPUs takes than one without communication."""
+"""Step: the exposed communication of a data-parallel step of a torch model on GPUs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ TINY = {"width": 64, "rows": 8}
 def measure(comm: Any, stack: ExitStack, *, tiny: bool, rounds: int) -> dict[str, Any]:
     """Measure and print the steps of all contenders; return the figures. Collective.
 
-    In a dry run the model is on the host, as the stand-in has no tensors. Says "not yet" in one line, and returns that,
-    where commlib_torch takes no model on a GPU.
+    In a dry run the model is on the host, because the emulated GPU has no tensors. If commlib_torch cannot train a
+    model on a GPU, it prints "not yet" with the reason, and returns that.
     """
     try:
         import torch
 
         from benchmarks import data_parallel as training
     except ImportError as error:
-        return _not_yet(comm, f"PyTorch is not here: {error}")
+        return _not_yet(comm, f"PyTorch is not installed: {error}")
     world = MPI.COMM_WORLD
-    stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+    stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
     where = torch.device("cpu" if tiny else "cuda")
     width, rows = (TINY["width"], TINY["rows"]) if tiny else (WIDTH, ROWS)
     finish: Callable[[], None] = (lambda: None) if tiny else torch.cuda.synchronize
@@ -50,7 +50,7 @@ def measure(comm: Any, stack: ExitStack, *, tiny: bool, rounds: int) -> dict[str
         }
         steps["commlib"](inputs, labels)
         steps["no overlap"](inputs, labels)
-    except Exception as error:  # whatever it is, it is told
+    except Exception as error:  # report any error
         problem = f"commlib_torch: {(str(error) or repr(error)).splitlines()[0]}"
     if problems := [found for found in world.allgather(problem) if found]:
         return _not_yet(comm, problems[0])
@@ -91,6 +91,6 @@ def _not_yet(comm: Any, why: str) -> dict[str, Any]:
 
 
 def _differ(world: Any, model: Any) -> bool:
-    """Return whether the ranks' weights differ, which started alike and saw other data. Collective."""
+    """Return whether the ranks' weights differ, after equal starts and training on different data. Collective."""
     bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     return len(set(world.allgather(hashlib.sha256(bits).hexdigest()))) > 1

@@ -1,4 +1,4 @@
-"""Make Markdown tables of the records of benchmarks of GPUs: each function takes the starts of one section."""
+"""Markdown tables of GPU benchmark records: each function takes the starts of one section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAYS = {"symmetric": "symmetric memory", "ordinary": "other memory", "between": 
 
 
 def verbs(records: Sequence[Record]) -> str:
-    """Collectives: commlib's times, their share of the bound, and how many times as long each peer takes."""
+    """Collectives: commlib's times, their share of the bound, and the ratio of each peer's time."""
     rows = [row for record in records for row in record["rows"]]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     ours, peers = [name for name in names if name in WAYS], [name for name in names if name not in WAYS]
@@ -37,7 +37,7 @@ def verbs(records: Sequence[Record]) -> str:
 
 
 def kernels(records: Sequence[Record]) -> str:
-    """Kernels: the rate at which each goes through memory, and its share of a copy's."""
+    """Kernels: the memory rate of each, and its share of a copy's rate."""
     lines = []
     for row in (row for record in records for row in record["kernels"]):
         share = f"{row['rate'] / row['copy']:.0%}"
@@ -47,7 +47,7 @@ def kernels(records: Sequence[Record]) -> str:
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Training steps: their time, and how much longer than one without communication they take, in per cent."""
+    """Training steps: their time, and their exposed communication in per cent of a step without communication."""
     lines = []
     for name in records[0]["seconds"]:
         taken = [1e3 * each for record in records for each in record["seconds"][name]]

@@ -1,13 +1,13 @@
-"""Cost of being able to explain a hang, in a job that does not hang.
+"""Cost of hang diagnosis in a job that does not hang.
 
     mpiexec -n 2 python benchmarks/hangs.py [--out result.json] [--rounds 40] [--calls 5000] [--steps 5] [--width 1152]
 
-Each call notes its text (`commlib.observe.flight`), and a thread looks now and then whether the job hangs. "Without"
-has neither: the same methods with the lines that note taken out, and no thread. With and without take turns in one
-process, in rounds whose order alternates, on a 4-byte all-reduce in symmetric memory, in ordinary memory, as a plan,
-and in a data-parallel step of PyTorch (the perceptron of `data_parallel.py`). A figure is the median over rounds of the
-ratio of both, of the slowest rank's times. Where ranks have no core of their own, start one rank: what is noted costs
-the same nanoseconds, and nobody is waited for.
+Each call records its text (`commlib.observe.flight_recorder`), and a thread checks periodically for hangs. "Without"
+has neither: the same methods without the recording lines, and no thread. With and without alternate in one process, in
+rounds whose order alternates, on a 4-byte all-reduce in symmetric memory, in ordinary memory, as a plan, and in a
+data-parallel step of PyTorch (the MLP of `data_parallel.py`). A figure is the median over rounds of the ratio of the
+slowest rank's times. If there are fewer cores than ranks, start one rank: recording costs the same nanoseconds, and
+there is no other rank to wait for.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from torch import nn
 import commlib
 from benchmarks import record
 from benchmarks.data_parallel import make_model, make_optimizer
-from commlib.runtime import compiled
-from commlib.runtime.hang_watch import Told, watch_for_hangs
+from commlib.runtime import compiled_call
+from commlib.runtime.hang_watch import Answers, watch_for_hangs
 from commlib_torch import DistributedOptimizer
 
-_NOTING = ((compiled.Compiled, "now"), (compiled.Compiled, "start"), (compiled.Plan, "__call__"))
+_NOTING = ((compiled_call.CompiledCall, "now"), (compiled_call.CompiledCall, "start"), (compiled_call.Plan, "__call__"))
 
 
 def without_note(method: Any) -> Any:
-    """Return a method without the line that notes the call."""
+    """Return a method without the line that records the call."""
     lines = textwrap.dedent(inspect.getsource(method)).splitlines()
     kept = [line for line in lines if "self._note(" not in line]
     if len(kept) == len(lines):
-        raise SystemExit(f"{method.__qualname__} notes nothing: there is nothing to measure")
+        raise SystemExit(f"{method.__qualname__} has no line with self._note(: there is nothing to measure")
     space: dict[str, Any] = {}
-    exec("\n".join(kept), vars(compiled), space)
+    exec("\n".join(kept), vars(compiled_call), space)
     return space[method.__name__]
 
 
-class Explaining:
-    """Turn both parts of it on and off."""
+class HangExplanation:
+    """A switch for both parts of hang diagnosis: the recording of calls, and the thread."""
 
     def __init__(self, comm: Any, after: float) -> None:
         self._comm, self._after = comm, after
         on = [(kind, name, vars(kind)[name]) for kind, name in _NOTING]
         self._methods = {True: on, False: [(kind, name, without_note(method)) for kind, name, method in on]}
-        self._told = comm.all_gather_object(Told.of(comm.config))
+        self._told = comm.all_gather_object(Answers.of(comm.config))
 
     def turn(self, on: bool) -> None:
-        """Do with it from now on, or without."""
+        """Turn hang diagnosis on or off."""
         for kind, name, method in self._methods[on]:
             setattr(kind, name, method)
         runtime = self._comm.runtime
@@ -68,7 +68,7 @@ class Explaining:
             watch_for_hangs(runtime, self._comm.rank, self._told)
 
 
-def measure(explaining: Explaining, burst: Callable[[], None], calls: int, rounds: int) -> dict[str, float]:
+def measure(explaining: HangExplanation, burst: Callable[[], None], calls: int, rounds: int) -> dict[str, float]:
     """Return medians over rounds: seconds of a call with and without, and the ratio."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(rounds + 1):
@@ -93,7 +93,7 @@ def measure(explaining: Explaining, burst: Callable[[], None], calls: int, round
 
 
 def steps_of(arguments: argparse.Namespace, rank: int) -> Callable[[], None]:
-    """Return what runs some data-parallel steps."""
+    """Return a function that runs some data-parallel steps."""
     torch.set_num_threads(1)
     model = make_model(arguments.width)
     optimizer = DistributedOptimizer(make_optimizer(model), model.named_parameters())
@@ -120,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     comm = commlib.init()
     facts = record.find_facts(MPI.COMM_WORLD)
-    explaining = Explaining(comm, comm.config.hang_after)
+    explaining = HangExplanation(comm, comm.config.hang_after)
     symmetric, ordinary = comm.empty(1), np.ones(1, "float32")
     plan, all_reduce = comm.plan_all_reduce(symmetric, out=symmetric), comm.all_reduce
 
@@ -149,7 +149,7 @@ def main() -> None:
             low, high = found["lower_quartile"], found["upper_quartile"]
             us = f"{found['with'] * 1e6:10.3f} us with {found['without'] * 1e6:10.3f} us without"
             ratio = f"ratio {found['ratio']:.4f} (quartiles {low:.4f} to {high:.4f})"
-            print(f"{name:20} {us}  {ratio}  of the best {found['least_difference'] * 1e9:+.0f} ns", flush=True)
+            print(f"{name:20} {us}  {ratio}  best rounds {found['least_difference'] * 1e9:+.0f} ns", flush=True)
     explaining.turn(True)
     if comm.rank == 0 and arguments.out:
         record.write(arguments.out, "hangs", facts, arguments, measured=measured)

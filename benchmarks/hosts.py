@@ -1,17 +1,17 @@
-"""Compare all-reduce between hosts with its peers and with what the links allow. The links have a known rate.
+"""Compare all-reduce between hosts with its peers and with the bound of the links, whose rate is known.
 
     source ci/env.sh
     python benchmarks/hosts.py [--hosts 2] [--ranks-per-host 1] [--rate 1gbit] [--sizes BYTES ...] [--out FILE.json]
 
-Starts one job on emulated hosts (ci/hosts.py: root only) with the mpiexec of this environment. The
-contenders reduce the same float32 array in place, in turn, in rounds whose order rotates: commlib, MPI_Allreduce of the
-MPI library in use, and gloo by torch.distributed if torch is installed. Times are those of the slowest rank: the median
-over rounds of the mean of a burst of calls.
+Starts one job on emulated hosts (ci/hosts.py: root only) with the mpiexec of this environment. The contenders reduce
+the same float32 array in place, in turn, in rounds whose order rotates: commlib, MPI_Allreduce of the MPI library in
+use, and gloo by torch.distributed if torch is installed. Times are those of the slowest rank: the median over rounds of
+the mean of a burst of calls.
 
-The bound: with H hosts a host must send, and be sent, 2(H-1)/H times the array, however many ranks it has. Beside each
-time stands the share of the link's rate that this comes to, and how many times that much the busiest host really sent.
-TCP's headers take 4.4 % of a link with packets of 1500 bytes, so no share can last above 96 %; but a link lets through
-1 ms at once, which flatters arrays that take few milliseconds.
+The bound: with H hosts, a host must send and receive at least 2(H-1)/H times the array, for any number of ranks. The
+next columns show the share of the bound that each time reaches, and the bytes really sent by the busiest host as a
+multiple of the bound. TCP's headers take 4.4 % of a link with packets of 1500 bytes, so no share can stay above 96 %.
+But a link passes a burst of 1 ms at once, so arrays of few milliseconds look better than they are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 @dataclass
 class Figures:
-    """Hold the figures of one contender with one size."""
+    """Figures of one contender at one size."""
 
     wrong: int
     calls: int
@@ -85,14 +85,14 @@ def contenders(comm: Any, x: Any, peers: list[str]) -> dict[str, Call]:
 
 
 def wrong(call: Call, x: Any) -> int:
-    """Return how many elements are not the sum, over all ranks."""
+    """Return the number of elements that differ from the sum, over all ranks."""
     import numpy as np
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     pattern = np.arange(len(x), dtype=np.float32) % 17
     x[:] = pattern + world.rank
-    world.Barrier()  # a contender that writes to its peers must not be overwritten by what they still fill in
+    world.Barrier()  # peers that still fill their arrays must not overwrite data written by a contender
     call()
     return int(world.allreduce(int((x != pattern * world.size + sum(range(world.size))).sum())))
 
@@ -102,7 +102,7 @@ def burst(call: Call, calls: int) -> tuple[float, float]:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    call()  # settles: a contender that sleeps in its waits leaves ranks on cores where the next one finds them
+    call()  # settles: a contender that sleeps in its waits may leave several ranks on one core for the next one
     world.Barrier()
     before = int(SENT.read_text())
     world.Barrier()
@@ -134,7 +134,7 @@ def measure(calls: dict[str, Call], x: Any, rounds: int) -> dict[str, Figures]:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Be one rank of the job; return 1 if any contender's result was wrong."""
+    """Run one rank of the job; return 1 if any contender's result was wrong."""
     import numpy as np
     from mpi4py import MPI
 
@@ -151,7 +151,7 @@ def work(options: argparse.Namespace) -> int:
             f"{options.hosts} hosts x {options.ranks_per_host}, {options.rate}, float32, {options.buffers}, {library}"
         )
     rows = []
-    with gloo_peer.joined(world, one_node=False) if "gloo" in options.peers else nullcontext():
+    with gloo_peer.join_gloo(world, one_node=False) if "gloo" in options.peers else nullcontext():
         for size in options.sizes:
             count = size // 4
             x = comm.empty(count) if options.buffers == "symmetric" else np.zeros(count, np.float32)
@@ -167,7 +167,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def print_row(size: int, figures: dict[str, Figures], options: argparse.Namespace, *, header: bool) -> None:
-    """Print the bound, then each contender's time, share of the link, traffic, and how many times as long as ours."""
+    """Print the bound, then each contender's time, share of the link, traffic, and ratio to our time."""
     need = 2 * (options.hosts - 1) / options.hosts * size
     bound = need / (bits_per_second(options.rate) / 8)
     if header:

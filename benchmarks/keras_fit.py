@@ -3,11 +3,11 @@
     mpiexec -n 2 python benchmarks/keras_fit.py [--out result.json] [--rounds 20] [--steps 20] [--width 1024]
 
 A multilayer perceptron 784-width x layers-10, by default of 4 million parameters, is trained by SGD on random data, by
-default 64 rows and one thread per rank. The contenders run in turn inside one process per rank, each on a model of its
-own, in rounds whose order rotates: so they meet the same machine in the same mood. With --legacy all use tf_keras
-instead of Keras 3, and TensorFlow's own MultiWorkerMirroredStrategy, which Keras 3 cannot use, is one of them. A
-round's figure is its slowest rank's mean time from the end of one batch to that of the next; the table shows median and
-spread over rounds, and the median over rounds of the ratio to no communication.
+default 64 rows and one thread per rank. The contenders alternate inside one process per rank, each with a separate
+model, in rounds whose order rotates, so they run under the same conditions. With --legacy all use tf_keras instead of
+Keras 3, and TensorFlow's own MultiWorkerMirroredStrategy, which Keras 3 cannot use, is one of them. A round's figure is
+its slowest rank's mean time from the end of one batch to that of the next; the table shows median and spread over
+rounds, and the median over rounds of the ratio to no communication.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REFERENCE = "no communication"
 
 
 def compiled(arguments: argparse.Namespace, *, distributed: bool, **settings: Any) -> Any:
-    """A perceptron, the same on every rank."""
+    """Return a compiled MLP, the same on every rank."""
     keras = arguments.keras
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(arguments.width, activation="relu") for _ in range(arguments.layers)]
@@ -48,7 +48,7 @@ def compiled(arguments: argparse.Namespace, *, distributed: bool, **settings: An
 
 
 def multi_worker() -> Any:
-    """TensorFlow's own data parallelism over the same ranks, by gRPC on this machine."""
+    """Return TensorFlow's own data-parallel strategy over the same ranks, by gRPC on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -121,7 +121,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
     facts = record.find_facts(MPI.COMM_WORLD)
-    strategy = multi_worker() if arguments.legacy else None  # has to come before anything else of TensorFlow
+    strategy = multi_worker() if arguments.legacy else None  # must be created before any other TensorFlow object
     arguments.keras = importlib.import_module("tf_keras" if arguments.legacy else "keras")
     models = {
         REFERENCE: compiled(arguments, distributed=False),

@@ -1,4 +1,4 @@
-"""Launching: start a benchmark as a job, on this node or on hosts that are made for it."""
+"""Launching: start a benchmark as a job, on this node or on emulated hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ci.hosts import Hosts, HostsError, find_mpiexec, launch_settings
 def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeout: float) -> int:
     """Run `script --worker` with this program's arguments on every rank; return the job's exit code.
 
-    One host is this node as it is; several are emulated (root only), with links of `rate`.
+    One host means this node; several hosts are emulated (root only), with links of `rate`.
     """
     name = os.path.basename(script)
     command = [sys.executable, os.path.abspath(script), "--worker", *sys.argv[1:]]
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # gloo warns of names it cannot look up
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # gloo warns of host names that it cannot resolve
     try:
         if hosts == 1:
             command = [find_mpiexec(), "-n", str(ranks_per_host), *command]
@@ -31,12 +31,12 @@ def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeou
     except HostsError as error:
         print(f"{name}: {error}", file=sys.stderr)
     except subprocess.TimeoutExpired:
-        print(f"{name}: the job was not done after {timeout:g} s: see --timeout", file=sys.stderr)
+        print(f"{name}: the job did not end within {timeout:g} s: see --timeout", file=sys.stderr)
     return 1
 
 
 def run(script: str, options: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """Do `work` if this is a rank of the job, else start the job, as `options` say; return the exit code."""
+    """Run `work` if this is a rank of the job, else start the job with these options; return the exit code."""
     for name in ("out", "plot"):
         if getattr(options, name, None):
             setattr(options, name, Path(os.path.abspath(getattr(options, name))))

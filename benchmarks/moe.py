@@ -1,14 +1,13 @@
-"""Mixtures of experts on CPUs: rows to experts and back, and a whole layer's step, beside torch.distributed over gloo.
+"""Mixtures of experts on CPUs: rows to experts and back, and a layer's step, against torch.distributed over gloo.
 
     mpirun -n 2 python benchmarks/moe.py [--out result.json] [--rounds 9]
 
-"moves": dispatch and combine, top-1, as many rows to each rank, of float32. "gloo" is two `all_to_all_single` of the
-same bytes, which neither sorts nor adds up anything; "gloo, counts" has before them the exchange of counts that rows
-without a capacity need. "layer": forward and backward. "by hand" is the same layer with `all_to_all_single`, whose
-outputs and gradients must be the same; "one-hot" the one with a capacity and masks [tokens, experts, capacity];
-"dense" an MLP with as many active parameters; "products" the experts' products of matrices and nothing else.
-Contenders take turns in one process per rank, in bursts; a figure is the slowest rank's mean. Beside them where the
-time of our step goes.
+"moves": dispatch and combine, top-1, the same number of float32 rows to each rank. "gloo" is two `all_to_all_single` of
+the same bytes, without sorting or summing; "gloo, counts" first exchanges the counts, which are needed without a
+capacity. "layer": forward and backward. "by hand" is the same layer with `all_to_all_single`, whose outputs and
+gradients must be equal; "one-hot" has a capacity and masks [tokens, experts, capacity]; "dense" is an MLP with as many
+active parameters; "products" is only the experts' matrix products. Contenders take turns in one process per rank, in
+bursts; a figure is the slowest rank's mean. A last table shows the parts of our step.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from torch import Tensor, nn
 
 import commlib
 from benchmarks import moe_peers, record
-from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio, shares, watched
+from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio, record_times, shares
 from commlib.bench import gloo_peer
 from commlib.dtypes import Array
 from commlib.expert import Experts
-from commlib.expert.placement import Placement
-from commlib.expert.ways import exchange_over
-from commlib.sharding.axis import Axis
+from commlib.expert.dispatchers import dispatcher_over
+from commlib.expert.placement import ExpertPlacement
+from commlib.sharding.axis import ParallelAxis
 from commlib_torch.expert import MoE, auxiliary_loss
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
-    """One expert for each token."""
+class Assignment:
+    """An assignment of one expert to each token."""
 
     tokens: Array
     counts: Array
@@ -47,8 +46,8 @@ class Assigned:
     slots: Array
 
     @classmethod
-    def of(cls, chosen: Array, experts: int) -> Assigned:
-        """Return the assignments of tokens to the experts that they have chosen."""
+    def of(cls, chosen: Array, experts: int) -> Assignment:
+        """Return the assignment of tokens to their chosen experts."""
         tokens = np.argsort(chosen, kind="stable").astype(np.int32)
         slots = np.empty_like(tokens)
         slots[tokens] = np.arange(len(tokens), dtype=np.int32)
@@ -58,14 +57,14 @@ class Assigned:
 
 def moves(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     experts, width, found = arguments.experts, arguments.width, []
-    exchange = exchange_over(Axis(comm), Placement.even(experts, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(experts, comm.size))
     local = experts // comm.size
     for kib in map(int, arguments.kib.split(",")):
         rows = max(1, (kib << 10) // (4 * width))
-        # As many tokens for each rank, evenly for its experts, in no order.
+        # The same number of tokens for each rank, evenly over its experts, in random order.
         draw = np.random.default_rng(comm.rank)
         chosen = np.repeat(np.arange(comm.size), rows) * local + np.tile(np.arange(rows) % local, comm.size)
-        assigned = Assigned.of(draw.permutation(chosen), experts)
+        assigned = Assignment.of(draw.permutation(chosen), experts)
         x = draw.standard_normal((rows * comm.size, width), np.float32)
         gates = draw.random(len(x), np.float32)
         y = both_ways(exchange, assigned, x, gates)
@@ -75,33 +74,38 @@ def moves(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
         sent = torch.from_numpy(x)
         came, back = torch.empty_like(sent), torch.empty_like(sent)
         counts = torch.from_numpy(assigned.counts)
-        told = torch.empty_like(counts)
+        received_counts = torch.empty_like(counts)
         calls: dict[str, Call] = {
             "ours": lambda a=assigned, x=x, gates=gates: both_ways(exchange, a, x, gates),  # type: ignore[misc]
             "gloo": lambda *group, given=(sent, came, back): peer(*given),
-            "gloo, counts": lambda *group, given=(sent, came, back), more=(counts, told): peer(*given, *more),
+            "gloo, counts": lambda *group, given=(sent, came, back), more=(counts, received_counts): peer(
+                *given, *more
+            ),
         }
         found.append({"nbytes": rows * 4 * width, "seconds": in_turn(world, calls, arguments.rounds)})
     return found
 
 
-def both_ways(exchange: Any, assigned: Assigned, x: Array, gates: Array) -> Array:
+def both_ways(exchange: Any, assigned: Assignment, x: Array, gates: Array) -> Array:
     passage, rows, came, _ = exchange.dispatch("bench", assigned, x, gates)
     found: Array = exchange.combine("bench", passage, rows, came)
     return found
 
 
-def peer(sent: Tensor, came: Tensor, back: Tensor, counts: Tensor | None = None, told: Tensor | None = None) -> None:
+def peer(
+    sent: Tensor, came: Tensor, back: Tensor, counts: Tensor | None = None, received_counts: Tensor | None = None
+) -> None:
     if counts is not None:
-        dist.all_to_all_single(told, counts)
+        dist.all_to_all_single(received_counts, counts)
     dist.all_to_all_single(came, sent)
     dist.all_to_all_single(back, came)
 
 
 def stepping(model: nn.Module, x: Tensor, of_y: Tensor) -> Call:
-    """Return what takes a step of a model that returns its outputs, and a loss beside them unless it is ours.
+    """Return a step of a model that returns its outputs and, unless it is ours, a load-balancing loss.
 
-    Tokens are one sequence: rows that are none have a loss of all ranks' rows, and the contenders' is of their own.
+    Tokens are one sequence: our loss is then over this rank's rows, like the contenders'. For inputs without a sequence
+    dimension our loss would be over the rows of all ranks.
     """
 
     def step() -> Tensor:
@@ -118,7 +122,7 @@ def stepping(model: nn.Module, x: Tensor, of_y: Tensor) -> Call:
 
 
 def check(model: Any, by_hand: Any, x: Tensor, of_y: Tensor) -> None:
-    """Raise AssertionError unless both make the same outputs and gradients."""
+    """Raise AssertionError unless both have the same outputs and gradients."""
     y = stepping(model, x, of_y)()
     of_x = x.grad
     torch.testing.assert_close(stepping(by_hand, x, of_y)(), y, rtol=1e-4, atol=1e-5)
@@ -126,7 +130,7 @@ def check(model: Any, by_hand: Any, x: Tensor, of_y: Tensor) -> None:
     torch.testing.assert_close(by_hand.router.weight.grad, model.router.weight.grad, rtol=1e-4, atol=1e-4)
     for name, stack in model.experts.named_parameters():
         own = [expert.get_parameter(name).grad for expert in by_hand.experts]
-        # An expert to which no token came has no gradient there.
+        # In the manual layer an expert without tokens has no gradient.
         own = [torch.zeros_like(stack[e]) if one is None else one for e, one in enumerate(own)]
         torch.testing.assert_close(torch.stack(own), stack.grad, rtol=1e-4, atol=1e-4)
 
@@ -145,14 +149,14 @@ def _layer(comm: Any, world: Any, arguments: argparse.Namespace, top_k: int, hid
     model = MoE(width, Experts(experts, top_k=top_k, hidden=hidden), comm)
     torch.manual_seed(1 + comm.rank)
     x, of_y = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, width)
-    by_hand = moe_peers.ByHand(width, hidden, experts, top_k)
-    one_hot = moe_peers.OneHot(width, hidden, experts, top_k, arguments.factor)
+    by_hand = moe_peers.ManualMoE(width, hidden, experts, top_k)
+    one_hot = moe_peers.OneHotMoE(width, hidden, experts, top_k, arguments.factor)
     for other in (by_hand, one_hot):
         moe_peers.load(other, model.router.weight, dict(model.experts.named_parameters()))
     check(model, by_hand, x, of_y)
     stepping(one_hot, x, of_y)()
     counts: list[list[int]] = []
-    with watched(model.mixture, {}, counts):
+    with record_times(model.mixture, {}, counts):
         step = stepping(model, x, of_y)
         step()
     calls: dict[str, Call] = {
@@ -177,7 +181,7 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     from rich.table import Table
 
     console = Console(width=160)
-    one = Table(title=f"dispatch and combine, {ranks} ranks")
+    one = Table(title=f"dispatch and combine, on {ranks} ranks")
     for column in ("bytes for each rank", "ours, us", "least", "gloo", "times", "gloo, counts", "times"):
         one.add_column(column, justify="right")
     for row in measured["moves"]:
@@ -198,9 +202,9 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
             shown += [f"{1e3 * statistics.median(row['seconds'][name]):.2f}", ratio(row, "ours", name)]
         two.add_row(str(row["top_k"]), str(row["hidden"]), *shown)
     console.print(two)
-    three = Table(title="of our step, us on rank 0 (meetings are within exchanges)")
+    three = Table(title="parts of our step, us on rank 0 (meetings are waits within exchanges)")
     columns = ("step", "routing", "routing, backward", *EXCHANGES, "meetings")
-    for column in ("top", "hidden", *columns, "share of exchanges", "and of routing", "dropped by one-hot"):
+    for column in ("top", "hidden", *columns, "share of exchanges", "share of routing", "dropped by one-hot"):
         three.add_column(column, justify="right")
     for row in measured["layer"]:
         spent = row["parts"]
@@ -216,9 +220,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--kib", default="1,16,64,256,1024", help="sent to each rank")
-    parser.add_argument("--tokens", type=int, default=256, help="of each rank, for the layer")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank, for the layer")
     parser.add_argument("--hidden", default="256,1024")
-    parser.add_argument("--factor", type=float, default=1.25, help="of the capacity of the layer that has one")
+    parser.add_argument("--factor", type=float, default=1.25, help="capacity factor of the layer with a capacity")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")
     arguments = parser.parse_args()
@@ -226,7 +230,7 @@ def main() -> None:
     comm = commlib.init()
     world = MPI.COMM_WORLD
     facts = record.find_facts(world)
-    with gloo_peer.joined(world, one_node=comm.one_node):
+    with gloo_peer.join_gloo(world, one_node=comm.one_node):
         measured = {"moves": moves(comm, world, arguments), "layer": layer(comm, world, arguments)}
     if comm.rank:
         return

@@ -1,13 +1,13 @@
-"""Mixtures of experts in graphs of TensorFlow: what their nodes of the host cost, and a step beside a dense MLP.
+"""Mixtures of experts in TensorFlow graphs: the cost of their host nodes, and a step against a dense MLP.
 
     mpirun -n 2 python benchmarks/moe_keras.py [--out result.json] [--rounds 9]
 
-"nodes": a traced function of several layers one after another that only send rows to experts and back, forward and
-backward, and the same with nothing in their places. Beside that, how long the functions of the host run in it: routing
-and exchanges, and what waiting for the other rank is of that; the rest is TensorFlow's, and what nodes tell each other.
-"step": forward, backward and plain SGD in a tf.function of a layer of Keras, and of an MLP with as many active
-parameters, which tells other ranks nothing. Contenders take turns in one process per rank, in bursts; a figure is the
-slowest rank's mean.
+"nodes": a traced function of several consecutive layers that only send rows to experts and back, forward and backward,
+against the same function without these layers. Further columns show the time in host functions: routing and exchanges,
+and as a part of it the waits for other ranks (meetings). The rest is TensorFlow's overhead and data passed between
+nodes. "step": forward, backward and plain SGD in a tf.function of a Keras layer, and of an MLP with as many active
+parameters, without communication. Contenders take turns in one process per rank, in bursts; a figure is the slowest
+rank's mean.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ import commlib
 from benchmarks import record
 from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio
 from commlib.expert import Experts
+from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.mixture import Mixture
-from commlib.expert.ranks import ExpertRanks
-from commlib_tensorflow._graph import result_empty
+from commlib_tensorflow._host_calls import result_empty
 from commlib_tensorflow.expert import MLP, MoE
-from commlib_tensorflow.expert._functions import combined, sent
+from commlib_tensorflow.expert._functions import combine_tokens, route_and_dispatch
 
 LAYERS = 4  # in one function
 NODES = 4 * LAYERS  # forward and backward
 
 
 def chain(mixture: Mixture | None, experts: int) -> Callable[[Any], Any]:
-    """Return a traced function of layers whose experts do nothing, forward and backward; None: without the layers."""
+    """Return a traced function of layers with empty experts, forward and backward; mixture None: without layers."""
 
     def forward(x: Any) -> Any:
         for _ in range(LAYERS):
             x = tf.tanh(x)
             logits = x[:, :experts] * 8.0
             if mixture is None:
-                x = x * tf.reduce_max(logits, 1, keepdims=True)  # so that logits have a gradient as well
+                x = x * tf.reduce_max(logits, 1, keepdims=True)  # gives the logits a gradient, too
                 continue
-            came = sent(x, logits, mixture, lambda logits: mixture.route(logits, training=True), [])
-            x = combined(came.rows, mixture, came, x)
+            came = route_and_dispatch(x, logits, mixture, lambda logits: mixture.route(logits, training=True), [])
+            x = combine_tokens(came.rows, mixture, came, x)
         return x
 
     def function(x: Any) -> Any:
@@ -84,7 +84,7 @@ def nodes(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
 
 
 class Dense(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """The MLP that computes as much for each token."""
+    """An MLP with the same computation per token."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def stepping(layer: Any, x: Any, target: Any) -> Call:
 def steps(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     width, draw = arguments.width, np.random.default_rng(comm.rank)
-    shape = 1, arguments.tokens, width  # one sequence: rows that are none have losses of all ranks' rows
+    shape = 1, arguments.tokens, width  # one sequence; else the loss is over all ranks' rows
     x, target = (tf.constant(draw.normal(size=shape), tf.float32) for _ in range(2))
     for top_k in (1, 2):
         for hidden in map(int, arguments.hidden.split(",")):
@@ -127,13 +127,13 @@ def steps(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
 
 
 def per_node(row: dict[str, Any]) -> list[float]:
-    """Return what one node took in each round, in seconds."""
+    """Return the seconds of one node in each round."""
     pairs = zip(row["seconds"]["nodes"], row["seconds"]["nothing"], strict=True)
     return [(one - nothing) / row["count"] for one, nothing in pairs]
 
 
 def host(spent: dict[str, float]) -> float:
-    """Return the seconds that routing and exchanges take."""
+    """Return the seconds of routing and exchanges."""
     return sum(seconds for name, seconds in spent.items() if name not in ("step", "meetings"))
 
 
@@ -142,8 +142,8 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     from rich.table import Table
 
     console = Console(width=160)
-    one = Table(title=f"nodes of the host, {ranks} ranks")
-    for column in ("tokens", "us for each node", "of it routing and exchange", "of it meetings"):
+    one = Table(title=f"host nodes, {ranks} ranks")
+    for column in ("tokens", "us per node", "of it routing and exchange", "of it meetings"):
         one.add_column(column, justify="right")
     for row in measured["nodes"]:
         cells = [statistics.median(per_node(row)), host(row["parts"]) / NODES, row["parts"]["meetings"] / NODES]
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="of each rank, for the steps")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank, for the steps")
     parser.add_argument("--hidden", default="256,1024")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks of mixtures of experts: contenders in turn, and where the time of a step goes."""
+"""Common parts of the benchmarks of mixtures of experts: alternating contenders, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXCHANGES = ("dispatch", "combine", "dispatch_back", "combine_back")
 
 
 def in_turn(world: Any, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a call of each contender in each round, the slowest rank's."""
+    """Return the slowest rank's seconds of a call, per contender and round."""
     bursts = {name: burst_of(world, call) for name, call in calls.items()}
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -30,11 +30,11 @@ def in_turn(world: Any, calls: dict[str, Call], rounds: int) -> dict[str, list[f
 
 
 def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
-    """Return the mean seconds of a step of this rank, and of what it spends outside of PyTorch."""
+    """Return the mean seconds of a step of this rank, and of its parts outside PyTorch."""
     found: list[dict[str, float]] = []
     for _ in range(rounds):
         spent: dict[str, float] = {}
-        with watched(mixture, spent, []):
+        with record_times(mixture, spent, []):
             step()
             spent.clear()
             began = time.perf_counter()
@@ -46,8 +46,8 @@ def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
 
 
 @contextmanager
-def watched(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> Iterator[None]:
-    """Add the seconds of routing, of each exchange and of what they wait in, and note how many rows experts get."""
+def record_times(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> Iterator[None]:
+    """Add up the seconds of routing, of each exchange and of its waits, and record the rows per expert."""
     exchange = mixture.exchange
     regions = getattr(getattr(exchange, "host", exchange), "regions", None)
     places = [(exchange, name, name) for name in EXCHANGES]
@@ -55,8 +55,8 @@ def watched(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> I
     if regions is not None:
         places.append((regions, "meet", "meetings"))
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
-    for owner, name, told in places:
-        setattr(owner, name, _timed(getattr(owner, name), told, spent))
+    for owner, name, part in places:
+        setattr(owner, name, _timed(getattr(owner, name), part, spent))
     dispatch = exchange.dispatch
 
     def noting(*given: Any) -> Any:
@@ -75,23 +75,23 @@ def watched(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> I
                 setattr(owner, name, own)
 
 
-def _timed(function: Callable[..., Any], told: str, spent: dict[str, float]) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:
     def timed(*given: Any, **more: Any) -> Any:
         began = time.perf_counter()
         found = function(*given, **more)
-        spent[told] = spent.get(told, 0.0) + time.perf_counter() - began
+        spent[part] = spent.get(part, 0.0) + time.perf_counter() - began
         return found
 
     return timed
 
 
 def shares(spent: dict[str, float]) -> tuple[float, float]:
-    """Return which shares of a step exchanges and routing take."""
+    """Return the shares of exchanges and of routing in a step."""
     routing = spent["routing"] + spent["routing, backward"]
     return sum(spent[name] for name in EXCHANGES) / spent["step"], routing / spent["step"]
 
 
 def ratio(row: dict[str, Any], one: str, other: str) -> str:
-    """Return how many times as long as another one a contender takes, the median of rounds."""
+    """Return the ratio of two contenders' times, the median over rounds."""
     pairs = zip(row["seconds"][one], row["seconds"][other], strict=True)
     return f"{statistics.median(a / b for a, b in pairs):.2f}"

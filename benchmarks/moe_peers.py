@@ -1,7 +1,7 @@
-"""The contenders of benchmarks/moe.py: mixtures of experts as one writes them with torch.distributed, and dense MLPs.
+"""The contenders of benchmarks/moe.py: hand-written mixtures of experts on torch.distributed, and dense MLPs.
 
-Experts are linear layers with biases and gelu in between, routers softmax of a linear layer without a bias;
-neighbouring experts are on one rank. Tokens are [tokens, width], one sequence.
+An expert is two linear layers with biases and a gelu in between; a router is the softmax of a linear layer without a
+bias. Each rank has neighbouring experts. Tokens are [tokens, width], one sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BALANCE_WEIGHT = 0.01
 
 
 class MLP(nn.Module):
-    """An expert, and the dense layer."""
+    """An expert, or the dense layer."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class MLP(nn.Module):
         return out
 
 
-class Exchanged(Function):
-    """Rows to and from all ranks: `splits[0]` of them go, `splits[1]` come; in backward the other way around."""
+class AllToAllRows(Function):
+    """An all-to-all of rows: sends `splits[0]` and receives `splits[1]` rows; in backward the other way around."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, splits: tuple[list[int], list[int]]) -> Tensor:
@@ -50,8 +50,8 @@ def exchanged(rows: Tensor, sent: list[int], came: list[int]) -> Tensor:
     return out
 
 
-class ByHand(nn.Module):
-    """Dropless: tokens sorted by expert, counts exchanged, rows exchanged there and back."""
+class ManualMoE(nn.Module):
+    """A dropless mixture: sorts tokens by expert, exchanges counts, sends rows to experts and back."""
 
     def __init__(self, width: int, hidden: int, experts: int, top_k: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class ByHand(nn.Module):
         segments = coming.view(self.ranks, -1)
         came = segments.sum(1).tolist()
 
-        parts = Exchanged.apply(x.index_select(0, tokens), (sent, came)).split(coming.tolist())  # type: ignore[no-untyped-call]
+        parts = AllToAllRows.apply(x.index_select(0, tokens), (sent, came)).split(coming.tolist())  # type: ignore[no-untyped-call]
         each = [
             expert(torch.cat(parts[e :: self.local])).split(segments[:, e].tolist())
             for e, expert in enumerate(self.experts)
         ]
         out = torch.cat([each[e][rank] for rank in range(self.ranks) for e in range(self.local)])
-        back = Exchanged.apply(out, (came, sent))  # type: ignore[no-untyped-call]
+        back = AllToAllRows.apply(out, (came, sent))  # type: ignore[no-untyped-call]
 
         weighted = back * gates.flatten().index_select(0, order).unsqueeze(1)
         y = torch.zeros_like(x).index_add(0, tokens, weighted)
@@ -89,10 +89,11 @@ class ByHand(nn.Module):
         return y, BALANCE_WEIGHT * self.count * (often * shares.mean(0)).sum()
 
 
-class OneHot(nn.Module):
-    """With a capacity, as GShard and DeepSpeed do it: products with masks [tokens, experts, capacity] move tokens.
+class OneHotMoE(nn.Module):
+    """A mixture with a capacity, as in GShard and DeepSpeed: masks [tokens, experts, capacity] move tokens.
 
-    Capacities are equal, so no counts need to be known, and what does not fit is dropped.
+    The masks are factors of matrix products. Capacities are equal, so no counts are exchanged, and tokens beyond the
+    capacity are dropped.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, top_k: int, factor: float) -> None:
@@ -128,17 +129,17 @@ class OneHot(nn.Module):
 
         equal = [self.count // self.ranks] * self.ranks, [self.count // self.ranks] * self.ranks
         sent = torch.einsum("sec,sm->ecm", dispatch, x)
-        came = Exchanged.apply(sent, equal).view(self.ranks, self.local, capacity, -1)  # type: ignore[no-untyped-call]
+        came = AllToAllRows.apply(sent, equal).view(self.ranks, self.local, capacity, -1)  # type: ignore[no-untyped-call]
         each = [expert(came[:, e].reshape(self.ranks * capacity, -1)) for e, expert in enumerate(self.experts)]
         out = torch.stack([one.view(self.ranks, capacity, -1) for one in each], 1).flatten(0, 1)
-        back = Exchanged.apply(out, equal)  # type: ignore[no-untyped-call]
+        back = AllToAllRows.apply(out, equal)  # type: ignore[no-untyped-call]
         y = torch.einsum("sec,ecm->sm", combine, back)
         often = torch.bincount(chosen.flatten(), minlength=self.count) / (len(x) * self.top_k)
         return y, BALANCE_WEIGHT * self.count * (often * shares.mean(0)).sum()
 
 
 class Dense(MLP):
-    """The MLP that computes as much for each token, without a loss of its own."""
+    """An MLP with the same computation per token, without a load-balancing loss."""
 
     def forward(self, x: Tensor) -> Any:
         """Return the outputs, and no loss."""
@@ -146,7 +147,7 @@ class Dense(MLP):
 
 
 def load(model: Any, router: Tensor, parameters: dict[str, Tensor]) -> None:
-    """Let a model have the values of another one: its router, and stacks [local experts, ...] of what experts have."""
+    """Copy the values of another model: its router, and the stacks [local experts, ...] of its experts' parameters."""
     with torch.no_grad():
         model.router.weight.copy_(router)
         for e, expert in enumerate(model.experts):
@@ -154,7 +155,7 @@ def load(model: Any, router: Tensor, parameters: dict[str, Tensor]) -> None:
 
 
 def products(counts: list[int], width: int, hidden: int) -> Any:
-    """Return what computes nothing but the products of matrices that experts with so many rows need, in a step."""
+    """Return a function that runs only the matrix products of a step, for experts with these numbers of rows."""
     up, down = torch.randn(len(counts), hidden, width), torch.randn(len(counts), width, hidden)
     of_up, of_down = torch.empty_like(up), torch.empty_like(down)
     x, of_x = (torch.randn(sum(counts), width) for _ in range(2))

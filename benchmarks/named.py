@@ -1,11 +1,11 @@
-"""Named operations that arrive in another order on every rank, against MPI_Allreduce called in the same order on all.
+"""Named operations, submitted in another order on every rank, against MPI_Allreduce in the same order on all.
 
     mpirun -n 2 python benchmarks/named.py [--tensors 1000] [--bytes 4096] [--rounds 15] [--out FILE.json]
 
 Contenders reduce the same float32 arrays in place, in turn, in rounds; times are those of the slowest rank, medians
-over rounds. "named" asks for all of them by name, each rank in a random order of its own, then waits for each.
-"grouped" asks for all under one name. "one by one" asks and waits, in order: a coordinator's price where nothing can be
-fused. "in order" is commlib without names. The first cycle, which tells the names in words, is reported apart.
+over rounds. "named" submits all of them by name, each rank in a different random order, then waits for each. "grouped"
+submits all under one name. "one by one" submits and waits, in order: the coordinator's cost without fusion. "in order"
+is commlib without names. The first cycle, which sends the names as text, is reported separately.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def main() -> None:
             each = 1e6 * middle / arguments.tensors
             print(f"{name:<15}{1e3 * middle:>9.2f}{each:>9.2f}{spread:>20}{middle / peer:>8.2f}")
         ask = 1e6 * statistics.median(asking) / arguments.tensors
-        print(f"to ask for one {ask:.2f} us; the first time {1e3 * first:.1f} ms in all")
+        print(f"submitting one takes {ask:.2f} us; the first cycle took {1e3 * first:.1f} ms in total")
         if arguments.out:
-            told = {"asking": asking, "first": first, "seconds": seconds}
-            record.write(arguments.out, "named", facts, arguments, wrong=wrong, **told)
+            measured = {"asking": asking, "first": first, "seconds": seconds}
+            record.write(arguments.out, "named", facts, arguments, wrong=wrong, **measured)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
 
 
 def slowest(world: Any, call: Callable[[], Any]) -> float:
-    """Return the seconds that a call took on the slowest rank."""
+    """Return the seconds of a call on the slowest rank."""
     world.Barrier()
     start = time.perf_counter()
     call()

@@ -1,12 +1,12 @@
-"""Compare training steps with overlap and without: reductions start during backward, and the network is slow.
+"""Compare training steps with and without overlap of backward and reductions, on a slow network.
 
     source ci/env.sh
     python benchmarks/overlap.py [--framework torch] [--hosts 2] [--rate 1gbit] [--rows 256]   # as root
 
 Starts one job on emulated hosts (ci/hosts.py), one rank on each. The models are those of
-benchmarks/data_parallel.py and benchmarks/keras_fit.py, 4 million parameters, and the contenders take turns as there;
-in PyTorch torch's DistributedDataParallel on gloo, which overlaps, is one of them. Beside each step stand what the
-training thread spent on communication and what ran meanwhile, of rank 0, as its reports say.
+benchmarks/data_parallel.py and benchmarks/keras_fit.py, 4 million parameters, and the contenders alternate in the same
+manner. In PyTorch, torch's DistributedDataParallel on gloo, which overlaps, is one of them. Further columns show the
+exposed and the hidden communication time per step, from the reports of rank 0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def in_torch(options: argparse.Namespace) -> Measured:
     def make() -> Any:
         return training.make_model(options.width)
 
-    with gloo_peer.joined(MPI.COMM_WORLD.Dup(), one_node=options.hosts == 1):
+    with gloo_peer.join_gloo(MPI.COMM_WORLD.Dup(), one_node=options.hosts == 1):
         ours = {name: training.with_optimizer(comm, make(), options, overlap=on) for name, on in OURS.items()}
         steps = {
             REFERENCE: training.without_communication(comm, make(), options),
@@ -103,7 +103,7 @@ def show(seconds: dict[str, list[float]], statistics_of: dict[str, Any]) -> None
 
 
 def work(options: argparse.Namespace) -> int:
-    """Be one rank of the job."""
+    """Run one rank of the job."""
     from mpi4py import MPI
 
     import commlib
@@ -114,9 +114,9 @@ def work(options: argparse.Namespace) -> int:
         print(f"{options.framework}, {options.hosts} hosts, {options.rate}, {options.rows} rows per rank, ms a step")
         show(seconds, statistics_of)
         if options.out:
-            told = {name: asdict(known) for name, known in statistics_of.items()}
+            reports = {name: asdict(known) for name, known in statistics_of.items()}
             options.keras = None  # a module in TensorFlow
-            record.write(options.out, "overlap", facts, options, seconds=seconds, statistics=told)
+            record.write(options.out, "overlap", facts, options, seconds=seconds, statistics=reports)
     return 0
 
 

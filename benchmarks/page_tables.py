@@ -1,4 +1,4 @@
-"""Make Markdown tables of the records of benchmarks: each function takes the starts of one section."""
+"""Markdown tables of benchmark records: each function takes the starts of one section."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_ONE_START = {  # where a record has no rounds
 
 
 def compare(records: Sequence[Record]) -> str:
-    """All-reduce: commlib's time, and how many times as long each peer takes. A file has several starts, or one."""
+    """All-reduce: commlib's time, and the ratio of each peer's time to it. A file has several starts, or one."""
     starts = [one for record in records for one in record.get("starts", [{"setting": "default", **record}])]
     ours, ratios = figures(starts)
     peers = list(dict.fromkeys(peer for of in ratios.values() for peer in of))
@@ -33,13 +33,13 @@ def compare(records: Sequence[Record]) -> str:
         [bytes_text(size), time_text(statistics.median(times)), *(spread_text(ratios[size].get(p, [])) for p in peers)]
         for size, times in ours.items()
     )
-    return "Peers' columns: how many times as long as commlib they take.\n\n" + table(
+    return "Peers' columns: the peer's time divided by commlib's.\n\n" + table(
         ["bytes", "commlib", *(names.get(peer, peer) for peer in peers)], rows
     )
 
 
 def verb(records: Sequence[Record]) -> str:
-    """`commlib bench VERB`: time, peers' times as multiples of it, and the share of what memory allows."""
+    """`commlib bench VERB`: time, peers' times as multiples of it, and the share of the memory bound."""
     shown = [row for record in records for row in record["rows"]]
     by_size: dict[int, list[Record]] = {}
     for row in shown:
@@ -56,7 +56,7 @@ def verb(records: Sequence[Record]) -> str:
 
 
 def channel(records: Sequence[Record]) -> str:
-    """Messages: the channel's time, and how many times as long the others take, a table for each pattern."""
+    """Messages: the channel's time, and the ratio of the other contenders' times to it, a table for each pattern."""
     parts = []
     for pattern in records[0]["options"]["patterns"]:
         found: dict[int, list[dict[str, float]]] = {}
@@ -78,7 +78,7 @@ def channel(records: Sequence[Record]) -> str:
 
 
 def all_to_all_v(records: Sequence[Record]) -> str:
-    """Uneven exchanges: MPI's time, and how many times as long as each way of ours it takes."""
+    """all_to_all_v: MPI's time, and its ratio to the time of each commlib variant."""
     kinds = dict.fromkeys((row["pattern"], row["bytes"]) for row in records[0]["rows"])
     names = [name for name in dict.fromkeys(row["contender"] for row in records[0]["rows"]) if name != "MPI"]
     rows = []
@@ -89,12 +89,12 @@ def all_to_all_v(records: Sequence[Record]) -> str:
         ]
         ours = (spread_text([one["MPI"] / one[name] for one in of]) for name in names)
         rows.append([kind[0], bytes_text(kind[1]), range_text([one["MPI"] for one in of], ".1f"), *ours])
-    text = "How many times as long as each way MPI_Alltoallv takes, which has ordinary arrays."
+    text = "MPI_Alltoallv's time, on ordinary arrays, divided by the time of each commlib variant."
     return f"{text}\n\n" + table(["counts", "bytes for each rank", "MPI_Alltoallv, us", *names], rows)
 
 
 def hosts(records: Sequence[Record]) -> str:
-    """All-reduce between hosts: time, and the share of what the links allow, of each contender."""
+    """All-reduce between hosts: time, and the share of the links' bound, of each contender."""
     options = records[0]["options"]
     names = [name for name in records[0]["rows"][0] if name != "size"]
     rate = bits_per_second(options["rate"]) / 8
@@ -110,7 +110,7 @@ def hosts(records: Sequence[Record]) -> str:
             share = range_text([bound / time for time in times], ".0%")
             cells.append(f"{time_text(statistics.median(times))}, {share}")
         rows.append([bytes_text(size), *cells])
-    return "Each cell: time, and the share of what the links allow.\n\n" + table(["bytes", *names], rows)
+    return "Each cell: time, and the share of the links' bound.\n\n" + table(["bytes", *names], rows)
 
 
 def named(records: Sequence[Record]) -> str:
@@ -124,24 +124,24 @@ def named(records: Sequence[Record]) -> str:
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Training steps: milliseconds, and multiples of the step without communication; hidden time where it is told."""
+    """Training steps: milliseconds, and multiples of the step without communication; hidden time if it is recorded."""
     reference = "no communication"
-    told = records[0].get("statistics", {})
+    reported = records[0].get("statistics", {})
     rows = []
     for name in records[0]["seconds"]:
         medians = [statistics.median(record["seconds"][name]) for record in records]
         cells = [name, range_text([1e3 * value for value in medians], ".1f")]
         cells.append(spread_text(ratios(records, reference, name)))
-        if told:
+        if reported:
             hidden = [record["statistics"].get(name) for record in records]
             milliseconds = [1e3 * one["hidden_seconds"] / one["reductions"] for one in hidden if one]
             cells.append(range_text(milliseconds, ".1f"))
         rows.append(cells)
-    return table(["contender", "ms a step", f"times {reference}", *(["hidden, ms"] if told else [])], rows)
+    return table(["contender", "ms a step", f"times {reference}", *(["hidden, ms"] if reported else [])], rows)
 
 
 def timeline(records: Sequence[Record]) -> str:
-    """Timelines: a step or call without one, and how many times as long, and as much processor time, it takes with."""
+    """Timelines: the time of a step or call without one, and the ratios of wall and processor time with one."""
     rows = []
     for name in records[0]["measured"]:
         both = [record["measured"][name] for record in records]
@@ -156,7 +156,7 @@ def timeline(records: Sequence[Record]) -> str:
 
 
 def pipeline(records: Sequence[Record]) -> str:
-    """Pipelines: a step beside torch's, the time of stages that sleep beside the simulator's, and of each action."""
+    """Pipelines: a step against torch's, sleeping stages against the simulator, and the time of each action."""
     peers, bubbles, overheads = (
         [[record[part][place] for record in records] for place in range(len(records[0][part]))]
         for part in ("peers", "bubble", "overhead")
@@ -181,8 +181,8 @@ def pipeline(records: Sequence[Record]) -> str:
             ]
             for of in peers
         ]
-        columns = ["layers", "a microbatch computes in a stage, ms", "and sends, bytes", "schedule", "ms a step"]
-        parts.append(table([*columns, "times torch.distributed.pipelining", "if computing were all"], rows))
+        columns = ["layers", "computing per microbatch and stage, ms", "bytes sent", "schedule", "ms a step"]
+        parts.append(table([*columns, "times torch.distributed.pipelining", "torch, times computing alone"], rows))
     if bubbles:
         rows = [
             [
@@ -196,7 +196,7 @@ def pipeline(records: Sequence[Record]) -> str:
             for of in bubbles
         ]
         columns = ["schedule", "stages", "ms", "times the simulator's", "idle", "simulated"]
-        parts.append("Stages that sleep:\n\n" + table(columns, rows))
+        parts.append("Sleeping stages:\n\n" + table(columns, rows))
     if overheads:
         rows = [
             [
@@ -206,17 +206,17 @@ def pipeline(records: Sequence[Record]) -> str:
             ]
             for of in overheads
         ]
-        parts.append("Stages that do nothing:\n\n" + table(["schedule", "actions", "us for each"], rows))
+        parts.append("Empty stages:\n\n" + table(["schedule", "actions", "us per action"], rows))
     return "\n\n".join(parts)
 
 
 def _longest(record: Record) -> int:
-    """Return how many microbatches follow each other on the longest path of a schedule with one stage on each rank."""
+    """Return the number of microbatches on the longest path of a schedule with one stage on each rank."""
     return int(record["options"]["microbatches"]) + int(record["facts"]["ranks"]) - 1
 
 
 def pipeline_keras(records: Sequence[Record]) -> str:
-    """Keras' fit in stages: beside one process, and beside what the simulator says of it."""
+    """Keras' fit in stages: against one process, and against the simulator's prediction."""
     rows = []
     for place in range(len(records[0]["fits"])):
         of = [record["fits"][place] for record in records]
@@ -236,7 +236,7 @@ def pipeline_keras(records: Sequence[Record]) -> str:
 
 
 def tensor(records: Sequence[Record]) -> str:
-    """A divided block: beside torch's DTensor, its own computing and one process; what is kept, and what is sent."""
+    """A sharded block: against torch's DTensor, computing alone and one process; memory, and bytes sent."""
     rows = []
     for place in range(len(records[0]["block"])):
         of = [record["block"][place] for record in records]
@@ -254,12 +254,12 @@ def tensor(records: Sequence[Record]) -> str:
             f"{bytes_text(of[0]['reduced'])} ({bytes_text(of[0]['formula'])})",
         ])  # fmt: skip
     columns = ["tokens", "ms a step", "times DTensor on gloo", "computing alone, ms", "speed-up over one process",
-               "MB kept, of one process'", "bytes all-reduced (by the formula)"]  # fmt: skip
+               "MB stored, of one process'", "bytes all-reduced (by the formula)"]  # fmt: skip
     return table(columns, rows)
 
 
 def tensor_keras(records: Sequence[Record]) -> str:
-    """Divided Keras models: what a move costs in a graph, and fit beside one process."""
+    """Sharded Keras models: the cost of a redistribution in a graph, and fit against one process."""
 
     def cost(row: Record) -> float:
         pairs = zip(row["seconds"]["moves"], row["seconds"]["nothing"], strict=True)
@@ -283,12 +283,12 @@ def tensor_keras(records: Sequence[Record]) -> str:
             range_text([1e3 * value for value in alone], ".1f"),
             range_text([a / b for a, b in zip(alone, divided, strict=True)], ".2f"),
         ])  # fmt: skip
-    one = table(["bytes", "", "us for each all-reduce"], moves)
+    one = table(["bytes", "", "us per all-reduce"], moves)
     return f"{one}\n\n" + table(["rows x width", "fit, ms a step", "one process", "speed-up"], fits)
 
 
 def moe(records: Sequence[Record]) -> str:
-    """Mixtures of experts: rows there and back beside gloo's, a layer's step beside others, and its parts."""
+    """Mixtures of experts: rows to experts and back against gloo, a layer's step against others, and its parts."""
     first = records[0]
     moves = []
     for place in range(len(first["moves"])):
@@ -305,10 +305,10 @@ def moe(records: Sequence[Record]) -> str:
         shown.append([name, *_parts([one["parts"] for one in of], _MOE_PARTS)])
     columns = ["experts", "ms a step", "times by hand", "times one-hot", "times dense", "times products"]
     return "\n\n".join([
-        table(["bytes for each rank", "there and back, us", "least", "gloo, times", "gloo with counts, times"], moves),
-        "A step of a layer, forward and backward; then how many times as long as each other one it takes:\n\n"
+        table(["bytes for each rank", "round trip, us", "least", "gloo, times", "gloo with counts, times"], moves),
+        "A step of a layer, forward and backward; then its time divided by that of each other contender:\n\n"
         + table(columns, steps),
-        "Of rank 0's step, in microseconds; meetings are within the exchanges:\n\n"
+        "Parts of rank 0's step, in microseconds; meetings (waits for other ranks) are part of the exchanges:\n\n"
         + table(["experts", *_MOE_PARTS], shown),
     ])  # fmt: skip
 
@@ -317,7 +317,7 @@ _MOE_PARTS = ("routing", "routing, backward", "dispatch", "combine", "dispatch_b
 
 
 def moe_keras(records: Sequence[Record]) -> str:
-    """Mixtures of experts in Keras: what a node of the host costs, and a step beside a dense one."""
+    """Mixtures of experts in Keras: the cost of a host node, and a step against a dense one."""
     nodes, steps = [], []
     for place in range(len(records[0]["nodes"])):
         of = [record["nodes"][place] for record in records]
@@ -337,8 +337,8 @@ def moe_keras(records: Sequence[Record]) -> str:
         cells = [_each(of, "ours", 1e3, ".2f"), spread_text(ratios(of, "dense", "ours"))]
         steps.append([name, *cells, *_parts([one["parts"] for one in of], _MOE_PARTS)])
     columns = ["experts", "ms a step", "times dense", *(f"{name}, us" for name in _MOE_PARTS)]
-    one = table(["tokens", "us for each node", "routing and exchange", "meetings"], nodes)
-    return f"{one}\n\nA step, and how many times as long as the dense one it takes:\n\n" + table(columns, steps)
+    one = table(["tokens", "us per node", "routing and exchange", "meetings"], nodes)
+    return f"{one}\n\nA step, and its time divided by that of the dense one:\n\n" + table(columns, steps)
 
 
 def _parts(records: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -350,7 +350,7 @@ def _in(seconds: Sequence[float], scale: float, form: str) -> str:
 
 
 def _each(records: Sequence[Record], name: str, scale: float, form: str) -> str:
-    """Return a contender's medians of the starts."""
+    """Return the range over the starts of a contender's median."""
     return _in([statistics.median(record["seconds"][name]) for record in records], scale, form)
 
 
@@ -370,17 +370,17 @@ def compression(records: Sequence[Record]) -> str:
 
 
 def codecs(records: Sequence[Record]) -> str:
-    """Codecs on one core: GB/s of float32, and bytes for each element."""
+    """Codecs on one core: GB/s of float32, and bytes per element."""
     columns = list(next(iter(records[0]["figures"].values())))
     rows = (
         [name, *(range_text([record["figures"][name][c] for record in records], "#.3g") for c in columns)]
         for name in records[0]["figures"]
     )
-    return "GB/s of float32, and bytes of the payload for each element.\n\n" + table(["codec", *columns], rows)
+    return "GB/s of float32, and payload bytes per element.\n\n" + table(["codec", *columns], rows)
 
 
 def ratios(records: Sequence[Record], base: str, name: str) -> list[float]:
-    """Return, for each start, how many times as long as `base` a contender takes; of one start for each inner round."""
+    """Return the ratio of a contender's time to that of `base`, per start; of a single start, per inner round."""
     if len(records) == 1:
         seconds = records[0]["seconds"]
         return inner([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
@@ -388,7 +388,7 @@ def ratios(records: Sequence[Record], base: str, name: str) -> list[float]:
 
 
 def each_text(records: Sequence[Record], name: str, count: int) -> str:
-    """Return microseconds for each of `count` arrays."""
+    """Return microseconds per array, for `count` arrays."""
     if len(records) == 1:
         return spread_text([1e6 * value / count for value in inner(records[0]["seconds"][name])])
     return spread_text([1e6 * statistics.median(record["seconds"][name]) / count for record in records])

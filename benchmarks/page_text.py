@@ -13,13 +13,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def inner(values: Sequence[float]) -> list[float]:
-    """Return the sorted values without the tenth at each end."""
+    """Return the sorted values without a tenth at each end."""
     cut = round(0.1 * (len(values) - 1))
     return sorted(values)[cut : len(values) - cut]
 
 
 def spread_text(values: Sequence[float]) -> str:
-    """Return "median (least-greatest)"; the median alone of one value, nothing of none."""
+    """Return "median (least-greatest)"; only the median of one value, and "" for no values."""
     if not values:
         return ""
     middle = f"{statistics.median(values):.2f}"
@@ -27,7 +27,7 @@ def spread_text(values: Sequence[float]) -> str:
 
 
 def range_text(values: Sequence[float], form: str) -> str:
-    """Return "least-greatest", or one value if they read the same."""
+    """Return "least-greatest", or one value if both have the same text."""
     ends = [format(value, form).removesuffix(".") for value in (min(values), max(values))] if values else [""]
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
 

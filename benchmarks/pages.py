@@ -1,11 +1,11 @@
 """Write the pages of benchmarks/results/ from the JSON files that benchmarks left there.
 
     python benchmarks/pages.py            # after `python benchmarks/NAME.py ... --out benchmarks/results/NAME.json`
-    python benchmarks/pages.py --check    # ends with 1 if a page is not what its files say
+    python benchmarks/pages.py --check    # ends with 1 if a page differs from its files
 
 A page has a section for each benchmark, MPI library and set of options; several files of one section are several
-starts. A section says machine, date, commit, versions and command, and its spread is that of the starts: least and
-greatest, or of one start the 10 % and 90 % quantiles of its rounds.
+starts. A section shows machine, date, commit, versions and command. Its spread is the range over the starts, or for a
+single start the 10 % and 90 % quantiles of its rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Table = Callable[[Sequence[Record]], str]
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One page. `tables`: by benchmark, how its records become a table; `hosts`: only of several hosts, or of one."""
+    """One page. tables: by benchmark, the function that tabulates its records. hosts: only several hosts, or one."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ TOPICS = (
         {"hosts": tables.hosts, "channel": tables.channel},
         hosts=True,
     ),
-    Topic("named", "Named operations", "Arrays that each rank asks for by name, in its own order.",
+    Topic("named", "Named operations", "Arrays that each rank submits by name, in its own order.",
           {"named": tables.named}),
     Topic(
         "training",
@@ -69,11 +69,11 @@ TOPICS = (
         "A training step with communication, as a multiple of the same step without.",
         {"data_parallel": tables.steps, "keras_fit": tables.steps, "overlap": tables.steps},
     ),
-    Topic("pipeline", "Pipelines", "Training steps in stages, beside a peer, the simulator and the time of nothing.",
+    Topic("pipeline", "Pipelines", "Training steps in stages, against a peer, the simulator and empty stages.",
           {"pipeline": tables.pipeline, "pipeline_keras": tables.pipeline_keras}),
-    Topic("tensor", "Divided layers", "Layers of a model divided among ranks, beside a peer and one process.",
+    Topic("tensor", "Sharded layers", "Layers of a model sharded over ranks, against a peer and one process.",
           {"tensor": tables.tensor, "tensor_keras": tables.tensor_keras}),
-    Topic("moe", "Mixtures of experts", "Tokens to experts and back, and the step of a layer, beside peers.",
+    Topic("moe", "Mixtures of experts", "Tokens to experts and back, and the step of a layer, against peers.",
           {"moe": tables.moe, "moe_keras": tables.moe_keras}),
     Topic(
         "gpu",
@@ -86,9 +86,9 @@ TOPICS = (
             "gpu kernels": gpu_tables.kernels,
         },
     ),
-    Topic("timeline", "Timelines", "Training steps and calls while a timeline is written, beside the same without.",
+    Topic("timeline", "Timelines", "Training steps and calls while a timeline is written, against the same without.",
           {"timeline": tables.timeline}),
-    Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
+    Topic("compression", "Compressed gradients", "Training with codecs, and the codecs separately.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip
 
@@ -102,7 +102,7 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
     """Return the Markdown of one topic."""
     parts = [
         f"# {topic.title}",
-        "<!-- Written by benchmarks/pages.py from the JSON files beside it. Do not edit. -->",
+        "<!-- Written by benchmarks/pages.py from the JSON files in this folder. Do not edit. -->",
         f"{topic.about} [How it is measured](../README.md).",
     ]
     sections: dict[str, list[Record]] = {}
@@ -110,7 +110,7 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
         if kind_of(record) in topic.tables and topic.hosts in (None, has_hosts(record)):
             sections.setdefault(heading(record), []).append(record)
     if not sections:
-        parts.append("No file of figures is kept yet. Earlier figures: [performance](../../docs/pages/performance.md).")
+        parts.append("No results are published yet. Earlier figures: [performance](../../docs/pages/performance.md).")
     for title, found in sections.items():
         parts += [f"## {title}", facts_text(found), topic.tables[kind_of(found[0])](found)]
     return "\n\n".join(parts) + "\n"
@@ -129,7 +129,7 @@ def has_hosts(record: Record) -> bool:
 
 
 def heading(record: Record) -> str:
-    """Return what was measured, on how many ranks, by which MPI, with which options. Equal for starts of the same."""
+    """Return benchmark, number of ranks, MPI library and options. Equal for starts of the same measurement."""
     facts, words = record["facts"], command(record).split()
     script = next((place for place, word in enumerate(words) if word.endswith(".py") or word == "bench"), 0)
     options = " ".join(words[script + 1 :])
@@ -140,7 +140,7 @@ def heading(record: Record) -> str:
 
 
 def facts_text(records: Sequence[Record]) -> str:
-    """Return where, when, at which commit and by which command the records of one section were measured."""
+    """Return machine, date, commit and command of the records of one section."""
     first = records[0]["facts"]
     dates = sorted({record["facts"]["date"][:10] for record in records})
     commits = sorted({record["facts"].get("commit") or "none" for record in records})
@@ -158,16 +158,16 @@ def facts_text(records: Sequence[Record]) -> str:
         f"- Command: `{command(records[0])}`; files: {len(records)}; spread: {spread}",
     ]
     if max(*loads, *(load - first["ranks"] for load in after)) > BUSY * first["cores"]:
-        lines.append("- **The machine was busy: these figures show the form of the page, and no speed.**")
+        lines.append("- **The machine was busy: these figures only show the layout of the page, not the speed.**")
     return "\n".join(lines)
 
 
 def command(record: Record) -> str:
-    """Return the command line of a record; `commlib bench` keeps its arguments only."""
-    told = record["facts"]["command"]
-    if isinstance(told, str):
-        return told
-    words = [word for word, before in zip(told, ["", *told], strict=False) if "--out" not in (word, before)]
+    """Return the command line of a record; records of `commlib bench` have its arguments only."""
+    recorded = record["facts"]["command"]
+    if isinstance(recorded, str):
+        return recorded
+    words = [word for word, before in zip(recorded, ["", *recorded], strict=False) if "--out" not in (word, before)]
     return " ".join(["mpirun", "-n", str(record["facts"]["ranks"]), "commlib", *words])
 
 
@@ -184,7 +184,7 @@ def main() -> int:
         if path.exists() and path.read_text() == text:
             continue
         if "--check" in sys.argv[1:]:
-            print(f"{path} is not what its JSON files say: python benchmarks/pages.py writes it anew")
+            print(f"{path} differs from its JSON files: run python benchmarks/pages.py")
             wrong += 1
         else:
             path.write_text(text)

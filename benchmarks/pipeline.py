@@ -1,12 +1,12 @@
-"""Step time of pipelines on CPUs: ours against torch.distributed.pipelining, against the simulator, and of nothing.
+"""Step time of pipelines on CPUs: ours against torch.distributed.pipelining and the simulator, and of empty stages.
 
     mpiexec -n 2 python benchmarks/pipeline.py [--out result.json] [--rounds 15] [--schedules gpipe,1f1b]
 
-Three parts. "peers": a network with a stage on each rank is trained by ours and by torch's pipelining over gloo, in
-turn in one process per rank, on models that are alike, at several sizes of a microbatch; beside it what computing alone
-takes on the schedule's longest path. "bubble": stages that sleep
-instead of computing, as long as the other one or not, beside what the simulator says. "overhead": stages that do
-nothing, per action. A round's figure is its slowest rank's mean step time; the tables show medians over rounds.
+Three parts. "peers": our pipeline and torch's over gloo train equal models with a stage on each rank, in turn in one
+process per rank, at several sizes of a microbatch; another column has the computing time alone on the schedule's
+longest path. "bubble": stages sleep instead of computing, for equal or unequal times, against the simulator's
+prediction. "overhead": the time per action of empty stages. A round's figure is its slowest rank's mean step time; the
+tables show medians over rounds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks import record
 from commlib.bench import gloo_peer
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Costs, chain, make, simulate, verify
-from commlib.pipeline.stage import Values
+from commlib.pipeline.stage import StageValues
 from commlib_torch import pipeline
 
 Step = Callable[[], object]
 
-# The kind of layers, the rows of a microbatch, and the width of the layers. What a stage computes in it is measured.
+# The kind of layers, the rows of a microbatch, and the width of the layers. A stage's computing time is measured.
 SIZES = (
     ("perceptron", 8, 128),
     ("perceptron", 32, 384),
@@ -49,7 +49,7 @@ PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 
 def layers(kind: str, count: int, width: int) -> nn.Sequential:
-    """A network of layers that are alike, the same on every rank."""
+    """Return a network of identical layers, the same on every rank."""
     torch.manual_seed(0)
 
     def layer() -> nn.Module:
@@ -76,7 +76,7 @@ def ours(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Tenso
 
 
 def theirs(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Tensor, y: Tensor) -> Step:
-    """torch.distributed.pipelining over gloo: a stage of as many layers on each rank."""
+    """Return a step of torch.distributed.pipelining over gloo, with a stage of as many layers on each rank."""
     size = len(model) // comm.size
     part = model[comm.rank * size : (comm.rank + 1) * size]
     stage = pipelining.PipelineStage(part, comm.rank, comm.size, torch.device("cpu"))
@@ -95,7 +95,7 @@ def theirs(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Ten
 
 
 def in_turn(comm: Any, steps: dict[str, Step], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each contender in each round, the slowest rank's."""
+    """Return the slowest rank's seconds per step, per contender and round."""
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 2):
@@ -129,7 +129,7 @@ def peers(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compute_seconds(part: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return what forward and backward of one microbatch in one stage take, the gradient of its input included."""
+    """Return the seconds of forward and backward of one microbatch in one stage, including the input's gradient."""
     times = []
     for _ in range(12):
         began = time.perf_counter()
@@ -139,9 +139,9 @@ def compute_seconds(part: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 class Arrays:
-    """Arrays are tensors."""
+    """A framework whose arrays are its tensors."""
 
-    device = None  # but the host's
+    device = None  # host memory
 
     def read(self, value: Any) -> Any:
         return value
@@ -165,13 +165,13 @@ class Arrays:
         pass
 
 
-class Sleeping:
+class SleepingStage:
     """A stage that sleeps instead of computing."""
 
     def __init__(self, stage: int, stages: int, seconds: float) -> None:
         self._before, self._after = stage > 0, stage < stages - 1
         self._stage, self._seconds = stage, seconds
-        self._values = Values([np.zeros(256, np.float32)])
+        self._values = StageValues([np.zeros(256, np.float32)])
 
     def _sleep(self, times: float) -> None:
         if self._seconds:
@@ -200,7 +200,7 @@ class Sleeping:
 
 
 def bubble(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare the time of stages that sleep with the simulator's; what a sleep takes too long is measured first."""
+    """Compare the time of sleeping stages with the simulator's; the mean oversleep is measured first."""
     unit = arguments.sleep_ms / 1e3
     late = statistics.mean(_oversleep(unit) for _ in range(100))  # they add up
     found = []
@@ -209,7 +209,7 @@ def bubble(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             schedule = make(name, comm.size, arguments.microbatches)
             stages = schedule.stages
             weights = [1.0 + 0.5 * (stage % 3) if kind == "uneven" else 1.0 for stage in range(stages)]
-            own = {s: Sleeping(s, stages, unit * weights[s]) for s in schedule.stages_of(comm.rank)}
+            own = {s: SleepingStage(s, stages, unit * weights[s]) for s in schedule.stages_of(comm.rank)}
             lowered = verify(schedule, chain(stages))
             part = comm.split(0, name=f"{name} {kind}")
             runner = Runner(part, lowered, own, Arrays())
@@ -246,7 +246,7 @@ def overhead(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name in ("1f1b", "zb_h1", "interleaved"):
         schedule = make(name, comm.size, 64)
-        own = {s: Sleeping(s, schedule.stages, 0) for s in schedule.stages_of(comm.rank)}
+        own = {s: SleepingStage(s, schedule.stages, 0) for s in schedule.stages_of(comm.rank)}
         lowered = verify(schedule, chain(schedule.stages))
         runner = Runner(comm.split(0, name=name), lowered, own, Arrays())
         seconds = in_turn(comm, {"ours": runner.run}, arguments.rounds, 5)["ours"]
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="gpipe,1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sleep-ms", type=float, default=5.0, help="of a forward, in the part about bubbles")
+    parser.add_argument("--sleep-ms", type=float, default=5.0, help="of a forward, in the part 'bubble'")
     parser.add_argument("--parts", default="peers,bubble,overhead")
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")
     arguments = parser.parse_args()
@@ -306,7 +306,7 @@ def main() -> None:
     facts = record.find_facts(MPI.COMM_WORLD)
     parts = {"peers": peers, "bubble": bubble, "overhead": overhead}
     with ExitStack() as stack:
-        stack.enter_context(gloo_peer.joined(MPI.COMM_WORLD, one_node=comm.one_node))
+        stack.enter_context(gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=comm.one_node))
         chosen = arguments.parts.split(",")
         measured = {name: part(comm, arguments) if name in chosen else [] for name, part in parts.items()}
     if comm.rank:

@@ -1,12 +1,12 @@
-"""Keras' `fit` in stages against one process: speed-up and idle time, beside what the simulator predicts.
+"""Keras' `fit` in stages against one process: speed-up and idle time, measured and predicted by the simulator.
 
     mpiexec -n 2 python benchmarks/pipeline_keras.py [--out result.json] [--rounds 9] [--schedules gpipe,1f1b]
 
 The same model is trained by `fit` in one process, on rank 0 while the others wait, and by a pipeline of all ranks, in
-turn. "dense" computes; "sleeping" sleeps for each row, forwards and backwards, so that cores and memory do not matter.
-The prediction: each rank measures its own stage, all ranks at once, and the simulator puts these times in the
-schedule's order; cutting the batch and updating weights is added. A round's figure is its slowest rank's mean step
-time; the table shows medians over rounds.
+turn. "dense" computes; "sleeping" sleeps for each row, forward and backward, so cores and memory do not matter. The
+prediction: each rank measures its own stage, all ranks at once, and the simulator runs the schedule with these times;
+the time to split the batch and to update weights is added. A round's figure is its slowest rank's mean step time; the
+table shows medians over rounds.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MODELS = (("sleeping", 32, 64), ("dense", 256, 512))
 """The kind of layers, the rows of a microbatch, and the width of the layers."""
 
 
-class Sleeping(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Sleeps for each row: in a forward once, in a backward twice."""
+class SleepingLayer(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A layer that sleeps for each row: once in forward, twice in backward."""
 
     def __init__(self, seconds: float, **options: Any) -> None:
         super().__init__(**options)
         self.seconds = seconds
 
     def call(self, x: Any) -> Any:
-        """Return x, late."""
+        """Return x, after the sleep."""
 
         def late(x: Any) -> Any:
             return self._after(x, 1.0), lambda gradient: self._after(gradient, 2.0)
@@ -61,30 +61,30 @@ class Sleeping(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 def model_of(kind: str, width: int, row_seconds: float) -> Any:
-    """A model of LAYERS layers that are alike, the same on every rank."""
+    """Return a model of LAYERS identical layers, the same on every rank."""
     keras.utils.set_random_seed(0)
     made = [keras.Input((width,))]
     for _ in range(LAYERS):
         if kind == "sleeping":
-            made.append(Sleeping(row_seconds / LAYERS))
+            made.append(SleepingLayer(row_seconds / LAYERS))
         made.append(keras.layers.Dense(width, activation="relu"))
     return keras.Sequential(made)
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Notes when each batch ends."""
+    """A clock that records the end of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the time."""
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def fit(model: Any, x: Any, y: Any, rows: int) -> Callable[[], float]:
-    """Return what fits for an epoch, and returns the mean seconds of a step after the first."""
+    """Return a function that trains for an epoch, and returns the mean seconds of a step after the first."""
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
 
     def run() -> float:
@@ -96,9 +96,10 @@ def fit(model: Any, x: Any, y: Any, rows: int) -> Callable[[], float]:
 
 
 def measured(comm: Any, pipe: Any, step: Callable[[], float]) -> tuple[Costs, float]:
-    """Return what each stage costs, as its rank measures it while all run, and what a step takes beside the schedule.
+    """Return the cost of each stage, measured by its rank while all ranks run, and a step's time outside the schedule.
 
-    Means over the actions of a kind. The rest is cutting the batch and updating weights, on the rank that waits least.
+    Costs are means over the actions of a kind. The time outside the schedule splits the batch and updates weights; it
+    is that of the rank that waits least.
     """
     runner = pipe.pipe.runner
     program = pipe.pipe.lowered.schedule.programs[comm.rank]
@@ -111,22 +112,22 @@ def measured(comm: Any, pipe: Any, step: Callable[[], float]) -> tuple[Costs, fl
             found.setdefault((action.stage, action.kind), []).append(ended - began)
         rests.append(whole - (runner.spans[-1][1] - runner.spans[0][0]))
     runner.spans = None
-    told: dict[tuple[int, Kind], float] = {}
+    cost_of: dict[tuple[int, Kind], float] = {}
     for one in comm.all_gather_object({key: statistics.mean(values) for key, values in found.items()}):
-        told |= one
+        cost_of |= one
     stages = range(pipe.pipe.schedule.stages)
-    sends = [value for (_, kind), value in told.items() if kind in (Kind.SEND_F, Kind.SEND_B)]
+    sends = [value for (_, kind), value in cost_of.items() if kind in (Kind.SEND_F, Kind.SEND_B)]
     costs = Costs(
-        tuple(told[stage, Kind.F] for stage in stages),
+        tuple(cost_of[stage, Kind.F] for stage in stages),
         tuple(0.0 for _ in stages),
-        tuple(told[stage, Kind.B] for stage in stages),
+        tuple(cost_of[stage, Kind.B] for stage in stages),
         send=statistics.mean(sends) if sends else 0.0,
     )
     return costs, min(comm.all_gather_object(statistics.median(rests)))
 
 
 def one(comm: Any, kind: str, rows: int, width: int, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of a step of both, and what was predicted."""
+    """Return the seconds of a step of both, and the predictions."""
     count = arguments.microbatches
     row_seconds = arguments.sleep_ms / 1e3 / rows
     generator = np.random.default_rng(0)

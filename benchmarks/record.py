@@ -1,6 +1,6 @@
-"""Write what a benchmark measured as one JSON file: where, when, at which commit and by which command as well.
+"""Record: write the figures of a benchmark, with machine, date, commit and command, to one JSON file.
 
-`benchmarks/pages.py` makes pages of such files.
+`benchmarks/pages.py` makes pages from such files.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from commlib.bench.record import gather_facts
 
-# Not the names of hosts and of who built MPI, which say nothing elsewhere; nor what launchers tell their processes.
+# Left out: host names and the builder of MPI, which mean nothing elsewhere, and variables set by launchers.
 _KEPT = ("date", "ranks", "cores", "cpu", "load", "mpi", "commit", "versions")
 _TOLD = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs", "mpi_event", "orte_", "ess", "plm", "pmix", "shmem_")
 _LAUNCHERS = tuple(f"OMPI_MCA_{name}" for name in _TOLD)
-_OWN = {"--out": 1, "--plot": 1, "--worker": 0}  # options without a meaning for the figures, and their values
+_OWN = {"--out": 1, "--plot": 1, "--worker": 0}  # options that do not affect the figures: number of values
 
 
 def find_facts(world: Any, *, starts_itself: bool = False) -> dict[str, Any]:
-    """Return what a reader needs to judge the figures. Collective over the mpi4py communicator `world`.
+    """Return the facts that a reader needs to judge the figures. Collective over the mpi4py communicator `world`.
 
-    starts_itself: whether the benchmark starts its own job, and so is no program for mpirun.
+    starts_itself: whether the benchmark starts its own job, so it is not run by mpirun.
     """
     found = gather_facts(world, one_node=True)
     facts = {name: found[name] for name in _KEPT}
@@ -47,7 +47,7 @@ def write(path: Path, benchmark: str, facts: dict[str, Any], options: argparse.N
 
 
 def arguments() -> list[str]:
-    """Return this program's arguments but for where it writes."""
+    """Return this program's arguments except for output files."""
     kept, skipped = [], 0
     for word in sys.argv[1:]:
         if skipped:

@@ -1,12 +1,12 @@
-"""Step time of a divided transformer block on CPUs: ours against torch's DTensor over gloo, and against one process.
+"""Step time of a sharded transformer block on CPUs: ours against torch's DTensor over gloo, and against one process.
 
     mpiexec -n 2 python benchmarks/tensor.py [--out result.json] [--rounds 15] [--tokens 1,16,64,512]
 
 The same block (attention of 8 heads with three projections, a feed-forward network of 4 times the width, both with a
-norm before and a residual around) runs forward and backward: divided by ours, divided by parallelize_module with
-ColwiseParallel and RowwiseParallel, and whole on rank 0 alone while the others wait. Contenders take turns in one
-process per rank; a round's figure is its slowest rank's mean step time, and ratios are medians of rounds. "computes" is
-what this rank's part takes without any communication. Beside them what a rank keeps, and what it sends.
+norm before and a residual around) runs forward and backward: sharded by commlib, sharded by parallelize_module with
+ColwiseParallel and RowwiseParallel, and unsharded on rank 0 alone while the others wait. Contenders take turns in one
+process per rank; a round's figure is its slowest rank's mean step time, and ratios are medians over rounds. "computes"
+is the time of this rank's shard without communication. Further columns: memory per rank, and bytes sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
 class Block(nn.Module):
-    """A block of a transformer, as one writes it."""
+    """A plain transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def theirs(comm: Any, arguments: argparse.Namespace) -> nn.Module:
 
 
 def own_part(comm: Any, arguments: argparse.Namespace) -> nn.Module:
-    """Return what a rank computes, without what ranks tell each other."""
+    """Return the computation of a rank, without communication."""
     part = block(arguments)
     for name in COLUMNS:
         layer: Any = part.get_submodule(name)
@@ -95,7 +95,7 @@ def stepping(model: nn.Module) -> Step:
 
 
 def in_turn(comm: Any, steps: dict[str, Step], x: Tensor, rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each contender in each round, the slowest rank's; "one process" is rank 0's."""
+    """Return the slowest rank's seconds per step, per contender and round; "one process" is rank 0's."""
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 2):
@@ -113,7 +113,7 @@ def in_turn(comm: Any, steps: dict[str, Step], x: Tensor, rounds: int, repeats: 
 
 
 def kept(model: nn.Module, x: Tensor) -> dict[str, int]:
-    """Return the bytes of the parameters, and of what forward keeps for backward."""
+    """Return the bytes of the parameters, and of the tensors that forward saves for backward."""
     seen: dict[int, int] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -124,7 +124,7 @@ def kept(model: nn.Module, x: Tensor) -> dict[str, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = model(x)  # held: its memory must not be given to what comes later
+        out = model(x)  # held: later tensors must not reuse its memory
         activations = sum(seen.values())
         del out
     return {"parameters": sum(p.numel() * p.element_size() for p in model.parameters()), "activations": activations}
@@ -169,7 +169,7 @@ def show(measured: list[dict[str, Any]], ranks: int) -> None:
     from rich.table import Table
 
     table = Table(title=f"a block, forward and backward, {ranks} ranks")
-    columns = ("tokens", "ours, ms", "torch, ms", "ratio", "computes, ms", "one process, ms", "speed-up", "MB kept",
+    columns = ("tokens", "ours, ms", "torch, ms", "ratio", "computes, ms", "one process, ms", "speed-up", "MB stored",
                "of", "reduced, bytes", "formula")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
@@ -199,7 +199,7 @@ def main() -> None:
     comm = commlib.init()
     facts = record.find_facts(MPI.COMM_WORLD)
     with ExitStack() as stack:
-        stack.enter_context(gloo_peer.joined(MPI.COMM_WORLD, one_node=comm.one_node))
+        stack.enter_context(gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=comm.one_node))
         measured = measure(comm, arguments)
     if comm.rank:
         return

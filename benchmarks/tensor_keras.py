@@ -1,11 +1,11 @@
-"""Keras models that are divided: what a move costs in a graph, and `fit` beside one process.
+"""Sharded Keras models: the cost of a redistribution in a graph, and `fit` against one process.
 
     mpiexec -n 2 python benchmarks/tensor_keras.py [--out result.json] [--rounds 9]
 
-"moves": a traced function of many all-reduces one after another, per all-reduce, beside the same function with nothing
-in their places; forward alone, and forward and backward, in which each all-reduce has a copy with it whose gradient is
-reduced. "fit": a feed-forward network of several blocks is trained by `fit` divided, and whole on rank 0 alone while
-the others wait, in turn. A round's figure is its slowest rank's; the table shows medians over rounds.
+"moves": the time per all-reduce in a traced function of many consecutive all-reduces, against the same function without
+them; forward alone, and forward and backward, in which each all-reduce is paired with a copy whose gradient is reduced.
+"fit": a feed-forward network of several blocks is trained by `fit`, sharded, and unsharded on rank 0 alone while the
+others wait, in turn. A round's figure is its slowest rank's; the table shows medians over rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Run = Callable[[], float]
 
 
 def chain(comm: Any, count: int, *, backward: bool) -> Callable[[Any], Any]:
-    """Return a traced function of `count` all-reduces, each of what the one before has made."""
+    """Return a traced function of `count` all-reduces, each of the previous result."""
 
     def forward(x: Any) -> Any:
         for _ in range(count):
@@ -85,7 +85,7 @@ def _timed(function: Callable[[Any], Any], x: Any) -> Run:
 
 
 def model_of(width: int) -> Any:
-    """Feed-forward blocks with residuals, the same on every rank."""
+    """Return a model of feed-forward blocks with residuals, the same on every rank."""
     keras.utils.set_random_seed(0)
     x = given = keras.Input((width,))
     for block in range(BLOCKS):
@@ -96,19 +96,19 @@ def model_of(width: int) -> Any:
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Notes when each batch ends."""
+    """A clock that records the end of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the time."""
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def fit(model: Any, rows: int, width: int) -> Run:
-    """Return what fits for an epoch, and returns the mean seconds of a step after the first."""
+    """Return a function that trains for an epoch, and returns the mean seconds of a step after the first."""
     x, y = np.random.default_rng(0).normal(size=(2, BATCHES * rows, width)).astype(np.float32)
     model.compile(keras.optimizers.SGD(1e-3), "mse", jit_compile=False)
 
@@ -130,7 +130,7 @@ def fits(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def in_turn(comm: Any, runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round, the slowest rank's; "one process" is rank 0's alone."""
+    """Return the slowest rank's seconds, per contender and round; "one process" is rank 0's."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
@@ -145,7 +145,7 @@ def in_turn(comm: Any, runs: dict[str, Run], rounds: int) -> dict[str, list[floa
 
 
 def per_move(row: dict[str, Any]) -> list[float]:
-    """Return what one all-reduce took in each round, in seconds."""
+    """Return the seconds of one all-reduce in each round."""
     pairs = zip(row["seconds"]["moves"], row["seconds"]["nothing"], strict=True)
     return [(moved - nothing) / row["count"] for moved, nothing in pairs]
 
@@ -155,15 +155,15 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     from rich.table import Table
 
     console = Console(width=120)
-    one = Table(title=f"moves in a graph, {ranks} ranks")
-    for column in ("bytes", "", "us for each all-reduce"):
+    one = Table(title=f"redistributions in a graph, {ranks} ranks")
+    for column in ("bytes", "", "us per all-reduce"):
         one.add_column(column, justify="right")
     for row in measured["moves"]:
         what = "forward and backward" if row["backward"] else "forward"
         one.add_row(str(row["nbytes"]), what, f"{1e6 * statistics.median(per_move(row)):.1f}")
     console.print(one)
     two = Table(title=f"fit, {ranks} ranks")
-    for column in ("rows", "width", "divided, ms", "one process, ms", "speed-up"):
+    for column in ("rows", "width", "sharded, ms", "one process, ms", "speed-up"):
         two.add_column(column, justify="right")
     for row in measured["fits"]:
         mine, alone = row["seconds"]["divided"], row["seconds"]["one process"]

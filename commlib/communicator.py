@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 from numpy import empty, ndarray
 
-from commlib.buffers.plain import are_plain
+from commlib.buffers.plain_arrays import are_plain
+from commlib.collectives.call_table import Calls
 from commlib.collectives.host import objects
-from commlib.collectives.ready import Calls
 from commlib.collectives.verbs.all_gather import all_gather
 from commlib.collectives.verbs.all_gather_v import all_gather_v
 from commlib.collectives.verbs.all_reduce import all_reduce
 from commlib.collectives.verbs.all_to_all import all_to_all
-from commlib.collectives.verbs.all_to_all_v import all_to_all_v, at_once
+from commlib.collectives.verbs.all_to_all_v import all_to_all_v, run_compiled
 from commlib.collectives.verbs.barrier import barrier
 from commlib.collectives.verbs.broadcast import broadcast
 from commlib.collectives.verbs.gather import gather
@@ -32,13 +32,13 @@ from commlib.observe.counters import Stats
 from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.registry import Channels
-from commlib.p2p.letters import Letters
-from commlib.p2p.post import Post
+from commlib.p2p.messenger import Messenger
+from commlib.p2p.rendezvous_owner import RendezvousOwner
 from commlib.process import forks
-from commlib.runtime.compiled import Plan
+from commlib.runtime.compiled_call import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
-from commlib.subgroups import Parts, Subgroups
+from commlib.subgroups import NodeAndRail, Subgroups
 from commlib.topology import Topology
 from commlib.transport.base import Transport
 
@@ -52,12 +52,12 @@ class Communicator:
     The verbs are collective unless they name a peer: every rank of the group calls the same verbs with the same
     arguments in the same order. Arrays are numpy arrays, or anything on the host with the buffer protocol,
     `__array_interface__` or `__dlpack__`, or arrays of a device that is registered (`commlib.devices`), of any dtype in
-    `commlib.dtypes`. `out=None` returns a new array, `out=x`
-    works in place. Every verb has an `_async` twin that returns a `Work` at once and runs on the progress thread, in
-    launch order; its arrays must not be touched until the work is done.
+    `commlib.dtypes`. `out=None` returns a new array, `out=x` works in place. Every verb has an `_async` twin: it
+    returns a `Work` at once and runs on the progress thread, in launch order. Do not touch its arrays until the work is
+    done.
 
-    Every verb raises UsageError for a bad argument (before anything is sent), MismatchError on all ranks if they call
-    different things, PeerError if a rank is gone, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
+    Every verb raises UsageError for a bad argument (before any data is sent), MismatchError on all ranks if their calls
+    differ, PeerError if a rank is gone, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Communicator:
     ) -> None:
         self.group = Group(transport, runtime, name) if group is None else group
         self.rank, self.size, self.name = self.group.rank, self.group.size, self.group.name
-        self._calls, letters = Calls(self.group), Letters(self.group)
-        self._channels, self._post = Channels(self.group, letters), Post(self.group, letters)
-        for part in (self._channels, self._post, letters):  # the letters last: the others may write some
+        self._calls, letters = Calls(self.group), RendezvousOwner(self.group)
+        self._channels, self._post = Channels(self.group, letters), Messenger(self.group, letters)
+        for part in (self._channels, self._post, letters):  # the letters last: the others may still send some
             self.group.attach(part)
         self._all_reduces = self._calls.all_reduces
         self._subgroups = Subgroups(self.group, _of_group)
-        self._meeting: Plan | None = None
+        self._barrier_plan: Plan | None = None
         self.kept: dict[Any, Any] = {}
-        """What other parts of commlib have made for these ranks."""
+        """Objects that other parts of commlib cache for these ranks, by key."""
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """The ranks of the group by node."""
         return self.group.topology
 
     @property
@@ -90,12 +90,12 @@ class Communicator:
 
     @property
     def native(self) -> Any:
-        """The mpi4py communicator underneath, or None where there is no MPI."""
+        """The underlying mpi4py communicator, or None without MPI."""
         return self.group.native
 
     @property
     def runtime(self) -> Runtime:
-        """What all communicators of this process share."""
+        """The runtime that all communicators of this process share."""
         return self.group.runtime
 
     @property
@@ -105,32 +105,32 @@ class Communicator:
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether some of its nodes have several ranks, which share memory."""
+        """Whether there are several nodes, some with several ranks that share memory."""
         return self.group.is_hierarchical
 
     # Groups
 
     def split(self, color: int, key: int = 0, *, name: str = "") -> Communicator | None:
-        """Return the communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+        """Return the communicator of the ranks with the same `color`, ordered by `key`, then by rank.
 
-        A negative `color` takes part but joins no group and gets None. name: what messages call the group, the same on
-        all ranks. A group costs no shared memory until its first collective.
+        A rank with a negative `color` takes part, joins no group and gets None. name: the group's name in messages, the
+        same on all ranks. A group costs no shared memory until its first collective.
         """
         return self.split_all([(color, key, name)])[0]
 
     def split_all(self, requests: Sequence[tuple[int, int, str]]) -> list[Communicator | None]:
-        """Return the communicators of several splits, each by (color, key, name), made in one meeting of all ranks."""
+        """Make several splits in one collective call, each given as (color, key, name); return their communicators."""
         return self._subgroups.split(requests)
 
-    def parts(self) -> Parts[Communicator]:
+    def parts(self) -> NodeAndRail[Communicator]:
         """Return private communicators of this rank's node and rail. Not collective.
 
-        For what runs within an operation of this group, as `plan_program` has it, or while no other one runs.
+        Use them within an operation of this group (see `plan_program`), or while this group runs no other operation.
         """
         return self._subgroups.parts()
 
     def private(self) -> Communicator:
-        """Return a communicator of the same ranks, for parts of this one's operations as in `parts`."""
+        """Return a communicator of the same ranks, for use within this group's operations (see `parts`)."""
         return self._subgroups.inner()
 
     def node(self) -> Communicator:
@@ -141,23 +141,23 @@ class Communicator:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
 
         Collective, with the same shape, dtype and kind of device on all ranks: "host", "cuda" (this process' GPU), or a
-        device (see `commlib.devices`). A collective on such arrays copies nothing. The memory is given back at a later
-        call of `empty`, once the arrays of all ranks are gone.
+        device (see `commlib.devices`). A collective on such arrays needs no staging copies. A later call of `empty`
+        frees the memory, once the arrays of all ranks are gone.
         """
         return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
 
     def watch(self, text: str) -> Callable[[], None]:
-        """Return what to call again and again in a wait of this rank for itself: it raises to end the wait."""
+        """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
         return self.group.watch(text, ())
 
     def ways(self, device: Any = "cuda") -> tuple[str, ...]:
-        """Return the names of the ways on which the data of a device's arrays can go, the first choice first.
+        """Return the names of the paths that can move a device's arrays, in order of preference.
 
-        "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on the devices' memory),
-        "host": each can be asked for as `algorithm=`. Makes what they need. Collective, with the same device, or kind
-        of device, on all ranks. Raises UsageError if this rank has no such device.
+        "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on device memory), "host":
+        pass one as `algorithm=` to select it. Sets up what the paths need. Collective, with the same device, or kind of
+        device, on all ranks. Raises UsageError if this rank has no such device.
         """
-        return self._calls.open_ways(device_named(device, "ways") if isinstance(device, str) else device)
+        return self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
 
     # Reductions
 
@@ -165,13 +165,13 @@ class Communicator:
         """Combine `x` of all ranks element by element; every rank gets the result, the same to the last bit.
 
         op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). Sums and products of integers
-        wrap around, as MPI's do. Their mean is exact, whatever their sum, and truncates toward zero. float16 and
-        bfloat16 are combined in float32 and rounded once, to nearest even.
+        wrap around, as in MPI. The mean of integers is exact even where their sum overflows, and truncates toward zero.
+        float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), "nccl" (between GPUs), or a schedule ("ring",
         "double_tree", ...).
         """
         if type(x) is ndarray:
-            # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
+            # Python's overhead dominates a small call: create no view, no string and no object here.
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and (x.flags.carray if out is x else are_plain(x, out)):
                 return known.now(x, empty(x.shape, x.dtype) if out is None else out)
@@ -191,26 +191,26 @@ class Communicator:
         return all_reduce(self._calls, x, op, out, algorithm).start()
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
-        """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
+        """Prepare an `all_reduce` that will run many times on the same contiguous memory.
 
-        `plan()` runs it now, `plan.start()` on the progress thread. Not collective; running it is. So for every
-        `plan_*` below: x and out are as for the verb, and must be contiguous.
+        `plan()` runs it now, `plan.start()` on the progress thread. Preparing is not collective; running is. The same
+        holds for every `plan_*` below: x and out are as for the verb, and must be contiguous.
         """
         return all_reduce(self._calls, x, op, out, algorithm).plan("all_reduce")
 
     def plan_program(self, text: str, run: Callable[[], Any], *, on: Any = None) -> Plan:
-        """Prepare what uses other groups, and must have one place in the order of this one, as one operation.
+        """Prepare a function that uses other groups, to run as one operation in this group's launch order.
 
-        All ranks must give the same `text`. `run` may not use this group. on: an array that it works on; what it asks
-        of that one's device is in order with what the caller's stream is told before and after. Not collective;
-        running it is.
+        All ranks must give the same `text`. `run` may not use this group. on: an array that it works on. Its work on
+        that array's device is ordered after the caller's earlier work on the current stream, and before later work.
+        Preparing is not collective; running is.
         """
         return program(self._calls, text, run, on).plan("program")
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
+        """Combine `x` of all ranks and give each rank its shard of the result along dimension 0.
 
-        If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
+        If the length of dimension 0 is not a multiple of the group's size, the first ranks get one row more.
         """
         if type(x) is ndarray:
             known = self._calls.plain("reduce_scatter", (x.dtype, x.shape, op, algorithm), x, out)
@@ -229,7 +229,7 @@ class Communicator:
     def reduce_scatter_v(
         self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. The counts agree on all ranks."""
+        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. All ranks give the same counts."""
         return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).run()
 
     def reduce_scatter_v_async(
@@ -257,7 +257,7 @@ class Communicator:
         return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
 
     def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Combine `x` of all ranks up to this one, itself included. op: as for `all_reduce`, but "mean"."""
+        """Combine `x` of all ranks up to and including this one. op: as for `all_reduce`, except "mean"."""
         return scan(self._calls, "scan", x, op, out).run()
 
     def scan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
@@ -269,7 +269,7 @@ class Communicator:
         return scan(self._calls, "scan", x, op, out).plan("scan")
 
     def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` stays as it is."""
+        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` is unchanged."""
         return scan(self._calls, "exscan", x, op, out).run()
 
     def exscan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
@@ -283,7 +283,7 @@ class Communicator:
     # Movement
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
-        """Overwrite `x` on all ranks with that of rank `root`, and return it."""
+        """Overwrite `x` on all ranks with rank `root`'s `x`, and return it."""
         if type(x) is ndarray and type(root) is int:
             known = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
@@ -299,7 +299,7 @@ class Communicator:
         return broadcast(self._calls, x, root, algorithm).plan("broadcast")
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Return `x` of all ranks, one after another along dimension 0. Shapes must agree (0-d: one element each)."""
+        """Concatenate `x` of all ranks along dimension 0, in rank order. Shapes must agree (0-d: one element each)."""
         if type(x) is ndarray:
             known = self._calls.plain("all_gather", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
@@ -315,7 +315,7 @@ class Communicator:
         return all_gather(self._calls, x, out, algorithm).plan("all_gather")
 
     def all_gather_v(self, x: Any) -> Any:
-        """Return `x` of all ranks, one after another along dimension 0, whose lengths may differ."""
+        """Concatenate `x` of all ranks along dimension 0, in rank order. The lengths of dimension 0 may differ."""
         return all_gather_v(self._calls, x).run()
 
     def all_gather_v_async(self, x: Any) -> Work:
@@ -339,7 +339,7 @@ class Communicator:
         return gather(self._calls, x, root, out, algorithm).plan("gather")
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Return this rank's equal part of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored."""
+        """Return this rank's equal share of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored."""
         return scatter(self._calls, x, root, out, algorithm).run()
 
     def scatter_async(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
@@ -351,7 +351,7 @@ class Communicator:
         return scatter(self._calls, x, root, out, algorithm).plan("scatter")
 
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Send the i-th of `size` equal parts of `x` along dimension 0 to rank i; return what the ranks sent here."""
+        """Split `x` along dimension 0 into `size` equal blocks, send block i to rank i; return the received blocks."""
         if type(x) is ndarray:
             known = self._calls.plain("all_to_all", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
@@ -369,15 +369,16 @@ class Communicator:
     def all_to_all_v(
         self, x: Any, splits: Sequence[int], *, takes: Sequence[int] | None = None, out: Any = None
     ) -> Any:
-        """Send `splits[i]` rows of `x` to rank i; return (what the ranks sent here, int64 rows from each rank).
+        """Send `splits[i]` rows of `x` to rank i; return (the received rows, int64 row counts by source rank).
 
-        takes: the rows that come from each rank, where all ranks know them. They are then not told to each other, but
-        checked: MismatchError on ranks that do not agree; between nodes on those that receive. out: where to put what
-        comes, of as many rows. Without `takes` that shows when it comes: UsageError here if it is another number.
-        Fastest on a node where `x` or `out` is symmetric memory (`empty`) on all ranks, at any place in it.
+        takes: the number of rows to receive from each rank, if all ranks know it. The ranks then do not exchange the
+        counts but check them: MismatchError on ranks that disagree; between nodes only on the receiving ranks. out: the
+        array for the received rows, with exactly that many rows. Without `takes` the number is known only when the
+        counts arrive; if it differs, this rank raises UsageError. Fastest on a node where `x` or `out` is in
+        symmetric memory (`empty`) on all ranks, at any offset.
         """
         if type(x) is ndarray:
-            done = at_once(self._calls, x, splits, takes, out)
+            done = run_compiled(self._calls, x, splits, takes, out)
             if done is not None:
                 return done
         return all_to_all_v(self._calls, x, splits, takes, out).run()
@@ -394,10 +395,10 @@ class Communicator:
         """Prepare `all_to_all_v`. With `takes`, its result is always the same memory."""
         return all_to_all_v(self._calls, x, splits, takes, out).plan()
 
-    # Messages between two ranks. They match by (peer, tag), in order, and do not queue behind collectives.
+    # Point-to-point messages. They match by (peer, tag), in order, and do not queue behind collectives.
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
-        """Send `x` to rank `peer`. Returns when `x` may be changed, perhaps before it has been received."""
+        """Send `x` to rank `peer`. Returns when `x` may be changed, possibly before the peer has received it."""
         if not self._post.send_now(x, peer, tag):
             messages.send(self.group, self._post, x, peer, tag).complete()
 
@@ -406,7 +407,7 @@ class Communicator:
         return messages.send(self.group, self._post, x, peer, tag).start()
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
-        """Receive into `x` what rank `peer` sends with this tag, and return `x`. The byte counts must agree."""
+        """Receive a message from rank `peer` with this tag into `x`, and return `x`. The byte counts must agree."""
         if self._post.recv_now(x, peer, tag):
             return x
         return messages.recv(self.group, self._post, x, peer, tag).complete()
@@ -462,11 +463,12 @@ class Communicator:
     ) -> Any:
         """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
 
-        Not collective: it concerns two ranks and waits for nobody. `edge`, a number or a name, tells the edges of two
-        ranks apart. Both sides give the same shape, dtype, depth, codec and kind of device. `depth` messages fit into
-        each direction; a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats.
-        On a node the sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
-        device: "cuda", or a device (see `commlib.devices`): arrays are there on both sides: see `DeviceChannel`.
+        Not collective: it involves two ranks and does not block. `edge`, a number or a name, distinguishes several
+        edges between the same two ranks. Both sides give the same shape, dtype, depth, codec and kind of device. Each
+        direction holds up to `depth` messages; later messages may have other shapes. codec: a name ("int8") or a codec
+        of fixed length, for floats. On a node the sender writes into the receiver's memory, and `recv` returns a view
+        of it (see `Channel`). device: "cuda", or a device (see `commlib.devices`) for the arrays on both sides (see
+        `DeviceChannel`).
         """
         if codec is not None:
             from commlib.compress.registry import codec_of  # few need it
@@ -479,15 +481,15 @@ class Communicator:
     # Synchronisation and objects
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        if self._meeting is not None:
-            self._meeting()
+        """Wait until all ranks have called `barrier`."""
+        if self._barrier_plan is not None:
+            self._barrier_plan()
         else:
             barrier(self._calls).run()
-            self._meeting = self.plan_barrier()  # now that the group has what it works on
+            self._barrier_plan = self.plan_barrier()  # now that the group has its shared memory
 
     def barrier_async(self) -> Work:
-        """Start `barrier`; the work is done when all ranks have come."""
+        """Start `barrier`; the work is done when all ranks have called it."""
         return barrier(self._calls).start()
 
     def plan_barrier(self) -> Plan:
@@ -511,10 +513,11 @@ class Communicator:
         return self.group.start(objects.all_gather_object(self.group, value))
 
     def stats(self) -> Stats:
-        """Return by verb what was called in this group on this rank, since calls are counted.
+        """Return this rank's call counters of this group by verb, since counting started.
 
-        Of each verb: calls, failed ones, bytes, seconds, seconds in the queue, and seconds in which the caller waited
-        (`commlib.Count`). Raises UsageError if they never were: `commlib.metrics.start` or `commlib.start_recording`.
+        Each counter has calls, failed calls, bytes, seconds, seconds in the queue, and seconds that the caller waited
+        (`commlib.Count`). Raises UsageError if nothing was counted: call `commlib.metrics.start` or
+        `commlib.start_recording` first.
         """
         return self.runtime.recording.counters().stats(self.group.name)
 
@@ -523,7 +526,7 @@ class Communicator:
         return self.stats()
 
     def close(self) -> None:
-        """Release everything. Collective, and only when no rank uses it any more."""
+        """Release all resources. Collective; call it when no rank uses the communicator any more."""
         forks.check(f"close of {self.name}")
         self._subgroups.close()
         self._calls.clear()

@@ -1,4 +1,4 @@
-"""The dtypes that commlib moves and reduces, by name, and which operations each of them has."""
+"""Dtypes: the dtypes that commlib moves and reduces, by name, and the operations on each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = (*FLOATS, *INTEGERS, "bool", *COMPLEX)
 OPERATIONS = ("sum", "mean", "min", "max", "prod")
-BITWISE = ("and", "or")  # of integers, beside those
+BITWISE = ("and", "or")  # for integers, in addition
 
 NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in NUMPY.items()}
 KNOWN = frozenset(_NAMES)
 
-# Of sums of 64-bit integers that may need more: see `kernels.host.exact_mean`. Arrays of it are never the user's.
+# Holds sums of 64-bit integers that may need 128 bits: see `kernels.host.exact_mean`. Internal: users never see it.
 HALVES = "halves"
 WORKING = {**NUMPY, HALVES: np.dtype([("high", np.int64), ("low", np.int64)])}
-"""The dtypes of partial results, too."""
+"""All dtypes, including those of partial results."""
 
-# On truth values a sum is "any" and a product is "all".
+# On bools a sum is "any" and a product is "all".
 _LOGICAL = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
 
 
 def name_of(dtype: Any) -> str:
-    """Return commlib's name of a numpy dtype (or anything that numpy takes for one). Raises UsageError."""
+    """Return commlib's name of a dtype, or of anything that numpy converts to one. Raises UsageError."""
     if isinstance(dtype, str) and dtype in NUMPY:
         return dtype
     try:
@@ -46,7 +46,7 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def kernel_operation(dtype: str, operation: str) -> str:
-    """Return what the kernels call `operation` on `dtype`. Raises UsageError where it has no meaning."""
+    """Return the kernels' name of `operation` on `dtype`. Raises UsageError where it is undefined."""
     if operation in BITWISE and dtype in INTEGERS:
         return operation
     if operation not in OPERATIONS:
@@ -61,10 +61,10 @@ def kernel_operation(dtype: str, operation: str) -> str:
 
 
 def accumulator_dtype(dtype: str, operation: str) -> str:
-    """Return the dtype in which `operation` on `dtype` is combined before it is rounded, once, to `dtype`.
+    """Return the dtype in which `operation` on `dtype` accumulates before it is rounded, once, to `dtype`.
 
-    Half precision accumulates in float32, the mean of integers in 64 bits, or twice as many, so that their sum cannot
-    wrap around.
+    Half precision accumulates in float32. The mean of integers accumulates in 64 bits (64-bit integers: 128), where
+    their sum cannot wrap around.
     """
     if dtype in ("float16", "bfloat16"):
         return "float32"

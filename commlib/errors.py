@@ -1,11 +1,11 @@
-"""Errors: say what went wrong, one type for each place where the fault can lie.
+"""Errors: one type for each place of the fault.
 
 CommlibError                    catch this to catch everything commlib raises
 ├── UsageError                  this call, on this rank, is wrong: fix the call
-├── MismatchError               the ranks of a group called different things: fix the program
+├── MismatchError               the ranks of a group made different calls: fix the program
 ├── PeerError                   a rank of the group died, raised or left: look at that rank
-├── StallError                  a rank of the group did not come in time: look at that rank
-├── ShutdownError               commlib was shut down, or the group given up, before the operation ran
+├── StallError                  a rank of the group did not arrive in time: look at that rank
+├── ShutdownError               commlib was shut down, or the group abandoned, before the operation ran
 └── TransportError              MPI, shared memory or the network failed: look at the system
 """
 
@@ -18,35 +18,36 @@ class CommlibError(RuntimeError):
     """Base of every error that commlib raises."""
 
     missing: Mapping[int, str] = {}
-    """The ranks of the group that were waited for, each with why it will not come, or "": for who words it anew."""
+    """The ranks waited for, each with the reason why it will not arrive, or "". Callers reword the error with it."""
 
     at_start = False
-    """Raised by `init`: the other ranks have no other one, and the first can say it for all."""
+    """True if `init` raised it: all ranks raise the same error, so one rank can report it for all."""
 
 
 class UsageError(CommlibError, ValueError):
-    """This call is wrong on this rank, whatever the other ranks do. Nothing was sent."""
+    """This call is wrong on this rank, independent of the other ranks. No data was sent."""
 
 
 class MismatchError(CommlibError):
-    """The ranks of a group made different calls at the same place. Raised on all of them.
+    """The ranks of a group made different calls at the same point of their sequence. Raised on all ranks.
 
-    Where all have compared their calls beforehand the error says so: the group goes on. Else it runs no more calls.
+    If the ranks compared their calls before sending data, the error says so and the group stays usable. Otherwise the
+    group runs no more calls.
     """
 
 
 class PeerError(CommlibError):
-    """A rank of the group died, raised, or left while others still waited for it."""
+    """A rank of the group died, raised, or left while other ranks still waited for it."""
 
 
 class StallError(CommlibError, TimeoutError):
-    """A rank of the group did not come within the time that was allowed."""
+    """A rank of the group did not arrive within the timeout."""
 
 
 class ShutdownError(CommlibError):
-    """The operation was still pending, or was asked for, after `shutdown`, or after its group was given up.
+    """The operation was still pending at `shutdown`, or was called after it, or its group was abandoned.
 
-    A group is given up if an exception of the program (Ctrl-C, a signal handler's) ends one of its calls half-way.
+    A group is abandoned if an exception of the program (Ctrl-C, a signal handler's) interrupts one of its calls.
     """
 
 
@@ -55,6 +56,6 @@ class TransportError(CommlibError):
 
 
 def line(error: BaseException) -> str:
-    """Return an error in a line: its type, and how its text begins."""
+    """Return an error as one line: its type and the beginning of its text."""
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,12 +1,12 @@
-"""Extras: say which command installs what this project can use beyond what it must have."""
+"""Extras: the commands that install this project's optional dependencies."""
 
 from __future__ import annotations
 
 
 def install(*extras: str) -> str:
-    """Return, for a message, how to install one of these extras.
+    """Return an instruction, for a message, to install one of these extras.
 
-    The name commlib on PyPI belongs to another project, so it is always this checkout, or a wheel that was built of it.
+    The name commlib on PyPI belongs to another project, so the command installs from this checkout.
     """
     commands = " or ".join(f'pip install ".[{extra}]"' for extra in extras)
     named = " or ".join(f"'{extra}'" for extra in extras)

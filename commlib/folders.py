@@ -1,9 +1,9 @@
-"""Folders: find where commlib keeps files of its own, and check that only this user can change what lies there.
+"""Folders: find commlib's cache and config folders, and check that only this user can change the files in them.
 
-What is read back from such a folder decides what a job runs. So, as SSH does with its keys (StrictModes), the whole
-way to it is looked at: who owns a folder above, or may write to it, can put another one in its place. The way is
-walked from the root by descriptors, each folder opened within the one before it, and files are opened within the last.
-So what was checked is what is used, whatever is renamed meanwhile.
+Files from these folders decide what a job runs. So commlib checks the whole path, as SSH does for its keys
+(StrictModes): a user who owns a parent folder, or may write to it, can replace the folders below. The check walks from
+the root by descriptors: it opens each folder relative to its parent, and files relative to the last folder. A rename
+during the walk therefore cannot swap a checked folder for another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # O_PATH: a home may be passed, but not listed
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not be waited for
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # O_PATH: a home may be unreadable
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never block on a pipe
 
 
 class NotPrivateError(PermissionError):
@@ -39,22 +39,22 @@ def _user_folder(environment: Mapping[str, str], variable: str, in_home: str) ->
     given = environment.get(variable, "")
     if not os.path.isabs(given):
         home = os.path.expanduser("~")
-        given = os.path.join("/" if home == "~" else home, in_home)  # "~": a user whom this container does not know
+        given = os.path.join("/" if home == "~" else home, in_home)  # "~": the container has no entry for this user
     return Path(given) / "commlib"
 
 
 @contextmanager
-def private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[int]:
-    """Open a folder that only this user (and root) can change, and give its descriptor, for use as `dir_fd`.
+def open_private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[int]:
+    """Open a folder that only this user (and root) can change, and yield its descriptor, for use as `dir_fd`.
 
-    create: make what is missing of the path, for this user alone. Raises NotPrivateError that says which folder on the
-    way is not safe and why, and OSError as `os.open` does.
+    create: create missing folders of the path, for this user only. Raises NotPrivateError that names the unsafe folder
+    on the path and the reason, and OSError as `os.open` does.
     """
     here = os.open("/", _FOLDER)
     try:
-        way = Path(os.path.realpath(path))  # links are as safe as where they lead
+        way = Path(os.path.realpath(path))  # a link is as safe as its target
         ours = {os.geteuid(), 0}
-        above = ours | {os.fstat(here).st_uid}  # who owns / owns everything; in containers that is not always root
+        above = ours | {os.fstat(here).st_uid}  # the owner of / (in containers not always root)
         for folder in (*reversed(way.parents), way):
             if folder.name:  # all but /, which is open
                 below = _enter(folder.name, here, create)
@@ -67,7 +67,7 @@ def private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[i
 
 
 def read_private(name: str, folder: int) -> bytes:
-    """Return what is in a file of an opened folder. Raises NotPrivateError if another user can change it, OSError."""
+    """Read a file of an opened folder. Raises NotPrivateError if another user can change it, and OSError."""
     descriptor = os.open(name, _FILE, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -80,16 +80,16 @@ def read_private(name: str, folder: int) -> bytes:
 
 
 def write_private(name: str, folder: int, data: bytes) -> None:
-    """Write a file into an opened folder, for this user alone, whole or not at all. Raises OSError."""
-    beside = f"{name}.{os.getpid()}.{os.urandom(4).hex()}.new"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    """Write a file into an opened folder atomically, readable by this user only. Raises OSError."""
+    temporary = f"{name}.{os.getpid()}.{os.urandom(4).hex()}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
-        os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside, dir_fd=folder)
+            os.unlink(temporary, dir_fd=folder)
         raise
 
 
@@ -105,7 +105,7 @@ def _enter(name: str, folder: int, create: bool) -> int:
 
 
 def _check(path: Path, descriptor: int, trusted: set[int], *, may_be_shared: bool) -> None:
-    """may_be_shared: such as /tmp, where the sticky bit keeps all but the owner from renaming what lies there."""
+    """may_be_shared: accept a folder such as /tmp, where the sticky bit lets only owners rename their files."""
     status = os.fstat(descriptor)
     if status.st_uid not in trusted:
         raise NotPrivateError(f"{path} belongs to {_user(status.st_uid)}")
@@ -118,16 +118,16 @@ def _check(path: Path, descriptor: int, trusted: set[int], *, may_be_shared: boo
 
 
 def _is_own_group(gid: int, descriptor: int) -> bool:
-    """Return whether the group of a file is this user alone, as with the umask 002 that goes with such groups."""
-    with suppress(OSError):  # no access lists there
+    """Return whether a file's group has this user as its only member, as with umask 002 and per-user groups."""
+    with suppress(OSError):  # the file system has no access lists
         if "system.posix_acl_access" in os.listxattr(f"/proc/self/fd/{descriptor}"):
-            return False  # then these bits of the mode speak of others as well
+            return False  # then the group bits cover other users as well
     return is_group_of_one(gid, os.geteuid())
 
 
 @cache
 def is_group_of_one(gid: int, uid: int) -> bool:
-    """Return whether a group is that of one user, and has no other member."""
+    """Return whether a group is one user's private group, with no other member."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:

@@ -14,29 +14,30 @@ if TYPE_CHECKING:
     from commlib.communicator import Communicator
 
 _Request = tuple[int, int, str]
-"""Which group of some ranks a rank wants to be in (color), in which place (key), and the group's name."""
+"""A rank's group in a split (color), its order in the group (key), and the group's name."""
 
 
 class Mesh:
     """Named axes over the ranks of a group, each with a Communicator: `mesh = Mesh(pp=2, dp=-1, tp=2)`, `mesh["tp"]`.
 
     The last axis is the fastest: its groups are neighbouring ranks, which a launcher puts on one node. One size may be
-    -1 and is inferred. `mesh["dp", "tp"]` is the Communicator of a product of axes, whose last one is the fastest; it
-    is made when first asked for, so that is collective over all ranks of the mesh, in the same order on all of them.
+    -1 and is inferred. `mesh["dp", "tp"]` is the Communicator of a product of axes, whose last axis is the fastest. The
+    first access creates it, and is therefore collective over all ranks of the mesh, in the same order on all ranks.
 
-    Making a mesh is collective. comm: the group, by default all ranks (initialised if need be). Raises, on all ranks
-    alike, UsageError for sizes that do not multiply up and MismatchError if the ranks ask for different meshes.
+    Making a mesh is collective. comm: the group, by default all ranks (`init` is called if needed). Raises on all
+    ranks: UsageError if the product of the sizes is not the number of ranks, MismatchError if the ranks give different
+    meshes.
     """
 
     def __init__(self, *, comm: Communicator | None = None, **axes: int) -> None:
-        base = init() if comm is None else _checked(comm)
-        self._make(base, _agreed(base, lambda: MeshShape.of(axes, base.size)), None)
+        base = init() if comm is None else _check_comm(comm)
+        self._make(base, _agree_on_shape(base, lambda: MeshShape.of(axes, base.size)), None)
 
     def _make(self, comm: Communicator, shape: MeshShape, parent: Mesh | None) -> None:
         self.comm, self.shape = comm, shape
         self._parent, self._is_closed = parent, False
         self.kept: dict[Any, Any] = {}
-        """What other parts of commlib have made for these axes."""
+        """Objects that other parts of commlib cache for these axes, by key."""
         new: list[tuple[str, ...]] = [
             (axis,) for axis in shape.axes if parent is None or axis not in parent.shape.names
         ]
@@ -53,7 +54,7 @@ class Mesh:
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
         """Return the Communicator of this rank's group along an axis, or along a product of axes.
 
-        Collective over all ranks of the mesh when a product is first asked for. Raises UsageError.
+        The first access to a product is collective over all ranks of the mesh. Raises UsageError for an unknown axis.
         """
         names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         if (group := self._groups.get(names)) is not None:
@@ -69,10 +70,10 @@ class Mesh:
 
     def _keep(self, axes: tuple[str, ...], group: Communicator) -> None:
         self._groups[axes] = group
-        group.kept["mesh"] = self  # what is divided along it knows by that which ranks have the same parts
+        group.kept["mesh"] = self  # sharded layers along this axis find in the mesh the ranks that hold the same shards
 
     def __contains__(self, axis: object) -> bool:
-        """Return whether there is an axis of this name, former ones included."""
+        """Return whether there is an axis of this name, including axes from before `refactor`."""
         return axis in self.shape.names
 
     def __iter__(self) -> Iterator[str]:
@@ -88,30 +89,30 @@ class Mesh:
         return color, key, f"{self.comm.name}.{'*'.join(axes)}"
 
     def coordinate(self, *axes: str) -> int:
-        """Return where this rank is along an axis, or in its group of a product of axes."""
+        """Return this rank's coordinate along an axis, or its rank in the group of a product of axes."""
         return self.shape.coordinate(self.comm.rank, *axes)
 
     def refactor(self, factors: Factors, /, **sizes: int) -> Mesh:
-        """Return a mesh of the same ranks in which axes are factored anew: {"dp": {"edp": -1, "ep": 4}}.
+        """Return a mesh of the same ranks with some axes factored differently: {"dp": {"edp": -1, "ep": 4}}.
 
-        `{"dp": ("edp", "ep")}, ep=4` is the same, and {("dp", "tp"): ...} factors a product anew. The new mesh shares
-        the communicators of this one, under their old names, and must not be used once this one is closed. Collective;
-        raises what making a mesh does. See `MeshShape.refactor`.
+        `{"dp": ("edp", "ep")}, ep=4` is the same, and {("dp", "tp"): ...} factors a product of axes. The new mesh
+        shares this mesh's communicators, under their old names; do not use it after this mesh is closed. Collective;
+        raises the same errors as making a mesh. See `MeshShape.refactor`.
         """
         self._check_open()
         mesh = Mesh.__new__(Mesh)
-        mesh._make(self.comm, _agreed(self.comm, lambda: self.shape.refactor(factors, **sizes)), self)
+        mesh._make(self.comm, _agree_on_shape(self.comm, lambda: self.shape.refactor(factors, **sizes)), self)
         return mesh
 
     def picture(self) -> str:
-        """Draw which rank is where, which axes stay inside a node, and which cross. Not collective."""
+        """Draw the ranks on their nodes, and which axes stay within a node or cross nodes. Not collective."""
         return self.shape.picture(topology=self.comm.topology)
 
     def close(self) -> None:
-        """Release the communicators that this mesh has made. Collective, when no rank uses them any more."""
+        """Release this mesh's communicators. Collective; call it when no rank uses them any more."""
         if not self._is_closed:
             self._is_closed = True
-            self.comm.barrier()  # a rank that never comes is found here, where waits are watched
+            self.comm.barrier()  # the watched wait here finds a rank that never arrives
             for group in self._groups.values():
                 group.close()
             self._groups.clear()
@@ -123,7 +124,7 @@ class Mesh:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the other ranks may not come: the groups are freed once all ranks have dropped them
+        else:  # other ranks may never arrive: the groups are freed once all ranks have dropped them
             self._is_closed = True
             self._groups.clear()
             self.kept.clear()
@@ -133,7 +134,7 @@ class Mesh:
         return f"<{self.shape} over {self.comm.name}: rank {self.comm.rank} at {place}>"
 
 
-def _checked(comm: Communicator) -> Communicator:
+def _check_comm(comm: Communicator) -> Communicator:
     from commlib.communicator import Communicator
 
     if not isinstance(comm, Communicator):
@@ -141,8 +142,8 @@ def _checked(comm: Communicator) -> Communicator:
     return comm
 
 
-def _agreed(comm: Communicator, make: Callable[[], MeshShape]) -> MeshShape:
-    """Return the shape that all ranks have made. Raises on all ranks alike if one could not, or made another one."""
+def _agree_on_shape(comm: Communicator, make: Callable[[], MeshShape]) -> MeshShape:
+    """Make the shape on every rank and compare. Raises on all ranks if one of them failed or made another shape."""
     from commlib.group.call_check import mismatch
 
     shape, problem = None, None

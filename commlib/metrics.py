@@ -1,4 +1,4 @@
-"""Metrics: the counts of this rank's operations, as Prometheus reads them, and as experiment trackers do.
+"""Metrics: this rank's call counters, for Prometheus and for experiment trackers.
 
     from commlib import metrics
 
@@ -7,8 +7,8 @@
     server = metrics.serve(9464)                         # /metrics on 127.0.0.1, from now on
     wandb.log(metrics.values(), step=step)               # a plain dict
 
-Counting costs some microseconds a call; without it none of this costs anything. `Communicator.stats` has the same
-counts. What speaks of Prometheus needs the extra 'metrics'.
+Counting costs a few microseconds per call; without `start` it costs nothing. `Communicator.stats` returns the same
+counts. The functions for Prometheus need the extra 'metrics'.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("commlib")
 
 _LABELS = ("rank", "group", "verb")
 
-# Names as Prometheus wants them: base units, and "_total" is added to what only grows. Each with the field of a Count.
+# Names follow Prometheus: base units; the client adds "_total" to counters. Each with the field of a Count and a help.
 _FAMILIES = (
     ("commlib_calls", "calls", "Operations that have ended."),
     ("commlib_failed_calls", "failed", "Operations that have ended in an error."),
-    ("commlib_bytes", "nbytes", "Bytes of this rank's arrays in them."),
-    ("commlib_seconds", "seconds", "Seconds from when their turn came to their end."),
-    ("commlib_queued_seconds", "waited", "Seconds in the queue before that."),
-    ("commlib_exposed_seconds", "exposed", "Seconds in which threads of the program waited for them."),
+    ("commlib_bytes", "nbytes", "Bytes of this rank's arrays in these operations."),
+    ("commlib_seconds", "seconds", "Seconds from the start of operations to their end."),
+    ("commlib_queued_seconds", "waited", "Seconds of operations in the queue before their start."),
+    ("commlib_exposed_seconds", "exposed", "Seconds that threads of the program waited for operations."),
 )
 
 
@@ -61,14 +61,14 @@ def values(prefix: str = "commlib/") -> dict[str, float]:
 
 
 def _tidy(group: str) -> str:
-    """Return a group's name without what MLflow refuses in names."""
+    """Return a group's name with "_" for characters that MLflow refuses."""
     return "".join(letter if letter.isalnum() or letter in "_-. " else "_" for letter in group)
 
 
 class Collector:
-    """What Prometheus' client asks for the counts of this rank: register it, `REGISTRY.register(Collector())`.
+    """A collector for Prometheus' client with this rank's counts: `REGISTRY.register(Collector())`.
 
-    It has nothing before `start` and after `commlib.shutdown`. Families are counters with the labels rank, group, verb.
+    It is empty before `start` and after `commlib.shutdown`. Families are counters with the labels rank, group, verb.
     """
 
     def collect(self) -> Iterable[CounterMetricFamily]:
@@ -82,7 +82,7 @@ class Collector:
             yield family
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """Name the families, before there is anything to count."""
+        """Return the families without samples."""
         client = _client()
         return [client.core.CounterMetricFamily(name, about, labels=_LABELS) for name, _, about in _FAMILIES]
 
@@ -91,25 +91,25 @@ def _counts() -> tuple[dict[tuple[str, str], Any], str]:
     try:
         comm = world()
         return comm.runtime.recording.counters().counts(), str(comm.rank)
-    except UsageError:  # a scrape may come at any time
+    except UsageError:  # a scrape may arrive at any time
         return {}, ""
 
 
 def registry() -> CollectorRegistry:
-    """Return a registry of Prometheus' client with the counts of this rank, and nothing else."""
+    """Return a registry of Prometheus' client with only this rank's counts."""
     made = _client().CollectorRegistry()
     made.register(Collector())
     return made  # type: ignore[no-any-return]
 
 
 def write_textfile(path: str) -> None:
-    """Write the counts for node_exporter's textfile collector, whole or not at all.
+    """Write the counts for node_exporter's textfile collector, atomically.
 
-    `{rank}` in the path stands for this rank's number; ranks of one node need files of their own. Raises UsageError if
-    it cannot be written, or if nothing was counted.
+    `{rank}` in the path is replaced by this rank's number; ranks of one node need separate files. Raises UsageError if
+    the file cannot be written, or if nothing was counted.
     """
     comm = world()
-    comm.runtime.recording.counters()  # raises if there are none: an empty file would look like a rank without calls
+    comm.runtime.recording.counters()  # raises if there are none: an empty file would look idle
     path = path.replace("{rank}", str(comm.rank))
     try:
         _client().write_to_textfile(path, registry())
@@ -118,7 +118,7 @@ def write_textfile(path: str) -> None:
 
 
 class Server:
-    """Serves /metrics until `close`. port: where."""
+    """An HTTP server of /metrics, until `close`. port: the port it listens on."""
 
     def __init__(self, port: int, address: str) -> None:
         try:
@@ -128,24 +128,24 @@ class Server:
         self.port: int = self._server.server_port
 
     def close(self) -> None:
-        """Serve no more. Idempotent."""
+        """Stop serving. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def serve(port: int = 0, address: str = "127.0.0.1") -> Server:
-    """Count from now on, and serve the counts of this rank at http://address:port/metrics; port 0 takes a free one.
+    """Count from now on, and serve this rank's counts at http://address:port/metrics; port 0 takes a free port.
 
-    Whoever reaches the address can read them: other addresses than this host's own are for networks that are trusted.
-    Each rank of a node needs a port of its own, `9464 + local_rank` for example. Raises UsageError if it is taken.
+    Anyone who can reach the address can read the counts: use addresses other than 127.0.0.1 only in trusted networks.
+    Each rank of a node needs a separate port, `9464 + local_rank` for example. Raises UsageError if the port is taken.
     """
     start()
     return Server(port, address)
 
 
 class Reports:
-    """Calls back again and again until `close`."""
+    """A thread that calls `callback` with the counts every `every` seconds, until `close`."""
 
     def __init__(self, callback: Callable[[dict[str, float]], Any], every: float) -> None:
         self._callback, self._every = callback, every
@@ -161,24 +161,24 @@ class Reports:
                 return  # commlib was shut down
             try:
                 self._callback(found)
-            except Exception as error:  # training must not end because a tracker cannot be reached
+            except Exception as error:  # an unreachable tracker must not end the training
                 log.warning("metrics: the callback failed: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
-        """Call back no more; what is under way ends first."""
+        """Stop calling back; a callback in progress ends first."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
 
 def on_metrics(callback: Callable[[dict[str, float]], Any], every: float = 60.0) -> Reports:
-    """Count from now on, and call `callback(values())` every so many seconds, in a thread of its own.
+    """Count from now on, and call `callback(values())` every `every` seconds, in a separate thread.
 
-    For trackers that take values at any time; to log by steps, call `values` in the training loop. What the callback
-    raises is logged. Ends with `close`, or with `commlib.shutdown`. Raises UsageError if `every` is not positive.
+    For trackers that accept values at any time; to log by steps, call `values` in the training loop. Exceptions of the
+    callback are logged. Ends with `close` or `commlib.shutdown`. Raises UsageError if `every` is not positive.
     """
     if not every > 0:
-        raise UsageError(f"on_metrics: every is {every}, expected seconds, more than 0")
+        raise UsageError(f"on_metrics: every is {every}, expected a positive number of seconds")
     start()
     return Reports(callback, every)
 

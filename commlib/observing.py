@@ -1,4 +1,4 @@
-"""Observing: record, count and trace the operations of this process. Off until it is asked for."""
+"""Observing: record, count and trace the operations of this process. Off by default."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def start_recording(events: int = 4096) -> None:
-    """Record operations that are launched from now on, on this rank, and keep the last so many events.
+    """Record the operations that this rank launches from now on, and keep the last `events` events.
 
-    An operation has two events or more. Errors and warnings about long waits then say what this rank did last.
-    Raises UsageError if they are recorded already; COMMLIB_EVENTS does it from the start.
+    An operation has two events or more. Errors and warnings about long waits then list this rank's last calls.
+    Raises UsageError if recording is on already; COMMLIB_EVENTS turns it on from the start.
     """
     world().runtime.recording.start(events)
 
 
 def stop_recording() -> None:
-    """Record no more. What was recorded can be asked for until recording starts again."""
+    """Stop recording. The recorded events stay available until recording starts again."""
     world().runtime.recording.stop()
 
 
@@ -33,19 +33,19 @@ def recorded() -> list[Event]:
 
 
 def statistics() -> dict[tuple[str, str], Count]:
-    """Return how often each verb was called in each group, by (group, verb), since recording was started.
+    """Return this rank's call counters by (group, verb), since recording started.
 
-    Raises UsageError if it never was.
+    Raises UsageError if nothing was recorded.
     """
     return world().runtime.recording.counters().counts()
 
 
 def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
-    """Write what operations do, from now on, to a Chrome trace (chrome://tracing, Perfetto).
+    """Write operations, from now on, to a Chrome trace (chrome://tracing, Perfetto).
 
-    Rank 0 writes it, or each rank where `{rank}` stands in the path for its number. Not collective; other ranks may
-    call it too. mark_cycles: also say when ranks agree on named operations. Raises UsageError if a trace is being
-    written, or cannot be. COMMLIB_TIMELINE does it from the start.
+    Rank 0 writes it, or each rank if the path contains `{rank}` for its number. Not collective; other ranks may call it
+    too. mark_cycles: also mark the cycles in which ranks agree on named operations. Raises UsageError if a trace is
+    being written already, or cannot be written. COMMLIB_TIMELINE turns it on from the start.
     """
     comm = world()
     comm.runtime.recording.start_timeline(path, comm.rank, mark_cycles=mark_cycles)
@@ -57,17 +57,17 @@ def stop_timeline() -> None:
 
 
 class timeline:
-    """Write what operations do, from now on, to a Chrome trace; until `stop`, or the end of a `with` block.
+    """Write operations to a Chrome trace from now on, until `stop` or the end of a `with` block.
 
         with commlib.timeline("run/trace{rank}.json"):
             train()
 
-    With `{rank}` in the path each rank writes a file of its own, and this is collective: ranks on several machines
-    compare their clocks, by some messages now and again at the end of a `with` block that no exception left, so that
-    `commlib trace merge` can put the files together. Else rank 0 writes what it sees, and any ranks may call this.
-    `start_timeline` is the same without comparing clocks, and never collective; COMMLIB_TIMELINE does this from the
-    start. mark_cycles: also say when ranks agree on named operations. Raises UsageError if a trace is being written, or
-    cannot be: with `{rank}` on all ranks, naming those where.
+    With `{rank}` in the path each rank writes a separate file, and the call is collective: ranks on several machines
+    compare their clocks by some messages, here and at the end of a `with` block that ends without an exception. Then
+    `commlib trace merge` can merge the files. Without `{rank}` rank 0 writes its own operations, and any ranks may make
+    this call. `start_timeline` does the same without comparing clocks, and is never collective; COMMLIB_TIMELINE turns
+    it on from the start. mark_cycles: also mark the cycles in which ranks agree on named operations. Raises UsageError
+    if a trace is being written already, or cannot be written: with `{rank}` on all ranks, naming the failing ones.
     """
 
     def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
@@ -93,7 +93,7 @@ class timeline:
             note_clock(self._written, comm, self._clocks)
 
     def stop(self) -> None:
-        """Finish the trace, unless it is finished. Not collective."""
+        """Finish the trace. Idempotent; not collective."""
         if self._written is not None and self._recording.timeline is self._written:
             self._recording.stop_timeline()
 
@@ -111,8 +111,8 @@ class timeline:
 
 
 def mark_step() -> None:
-    """Say in the timeline, if one is written, that a training step has ended: `commlib trace summary` looks at steps.
+    """Mark the end of a training step in the timeline, if one is written; `commlib trace summary` reports by step.
 
-    Not needed where gradients are reduced by `DistributedOptimizer`, or a model is a pipeline.
+    Not needed if `DistributedOptimizer` reduces the gradients, or if the model is a pipeline.
     """
     world().group.journal.step("user")

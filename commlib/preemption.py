@@ -1,8 +1,8 @@
-"""Preemption: signals that ask training to save its state and to leave, and that all ranks obey at the same step.
+"""Preemption: on a signal, let all ranks save their state and leave at the same step.
 
-Slurm sends a signal before the time limit, or before it takes the nodes away (`sbatch --signal=USR1@120`). It may come
-to one rank only, and never at the same point of the program on two. So a handler only takes note of it, and ranks ask
-each other at the end of a step.
+Slurm sends a signal before the time limit, or before it reclaims the nodes (`sbatch --signal=USR1@120`). The signal may
+reach only one rank, and reaches ranks at different points of the program. So the handler only records it, and the ranks
+agree on it at the end of a step.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlib")
 
 TRY_AGAIN = 75
-"""Exit code of a job that wants to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a job that asks to be restarted: EX_TEMPFAIL of sysexits.h."""
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a job that was asked to stop, as a shell says it of a process that SIGTERM has ended."""
+"""Exit code of a job that was asked to stop: a shell's exit code for a process killed by SIGTERM."""
 
-# Who sends these wants the job to end: it saves its state, and does not come back.
+# These signals end the job for good: it saves its state and does not restart.
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
-_ASKING_SLURM = 60.0  # seconds that scontrol gets
+_ASKING_SLURM = 60.0  # seconds; timeout of scontrol
 
 
 class Preemption:
-    """Take note of signals until all ranks can obey: `with commlib.Preemption() as preemption:` around training.
+    """Record signals until all ranks can obey: `with commlib.Preemption() as preemption:` around training.
 
-    signals: which ones; SIGUSR1 by default. SIGTERM and SIGINT may be among them: they ask for an end without a return.
-    every: ranks ask each other in every so-manieth call of `requested`.
-    comm: the ranks that ask each other; by default all.
+    signals: the signals to handle; SIGUSR1 by default. SIGTERM and SIGINT may be included: they end the job without a
+    restart. every: ranks synchronise in every `every`-th call of `requested`. comm: the ranks that synchronise; by
+    default all.
 
-    Until it is entered a signal ends the process, so enter it first, before imports that take long. Raises UsageError
-    outside the main thread, where Python sets no handlers.
+    Before it is entered a signal ends the process, so enter it first, before slow imports. Raises UsageError outside
+    the main thread, where Python cannot set signal handlers.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class Preemption:
             raise UsageError(f"Preemption: expected some signals and every >= 1, got {self._signals} and {every}")
         self._every, self.comm = every, comm
         self._before: dict[int, Any] = {}
-        self._came: list[signal.Signals] = []  # to this rank
+        self._received: list[signal.Signals] = []  # the signals that this rank received
         self._calls = 0
         self._is_agreed = self._stops = False
 
     def __enter__(self) -> Self:
         try:
             for number in self._signals:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record_signal)
         except (ValueError, OSError) as error:
-            self._put_back()
+            self._restore_handlers()
             raise UsageError(f"Preemption: cannot handle {number.name} here: {error}") from None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._put_back()
+        self._restore_handlers()
 
     def requested(self) -> bool:
         """Return whether any rank was asked to leave; the same on all ranks. Call it at the end of each step.
 
-        Collective in every `every`-th call until it returns True, and from then on not at all.
+        Every `every`-th call is collective, until it has returned True.
         """
         self._calls += 1
         if self._is_agreed or self._calls % self._every:
@@ -84,37 +84,37 @@ class Preemption:
         import numpy as np
 
         comm = self._ranks()
-        counts = np.array([len(self._came), any(number in _STOPS for number in self._came)], np.int64)
+        counts = np.array([len(self._received), any(number in _STOPS for number in self._received)], np.int64)
         comm.all_reduce(counts, out=counts)
         if counts[0]:
             self._is_agreed, self._stops = True, bool(counts[1])
-            self._tell(comm.all_gather_object(sorted({number.name for number in self._came})))
+            self._log_signals(comm.all_gather_object(sorted({number.name for number in self._received})))
         return self._is_agreed
 
     @property
     def stops(self) -> bool:
-        """Whether the job is to end for good: a rank has got SIGTERM or SIGINT. Known when `requested` is True."""
+        """Whether the job ends for good: a rank received SIGTERM or SIGINT. Valid once `requested` is True."""
         return self._stops
 
     def leave(self) -> NoReturn:
-        """End the program, once all ranks have come here: their state is saved. Collective.
+        """End the program once all ranks have called this, after saving their state. Collective.
 
-        Under Slurm rank 0 asks for the job to be put into the queue again, unless it was asked to stop. Raises
-        SystemExit with `TRY_AGAIN` (75), so that a loop in a shell can start the job again where there is no Slurm; or
-        with `STOPPED` (143).
+        Under Slurm rank 0 requeues the job, unless it was asked to stop. Raises SystemExit with `TRY_AGAIN` (75), on
+        which a shell loop can restart the job without Slurm; or with `STOPPED` (143) if the job was asked to stop.
         """
         comm = self._ranks()
         comm.barrier()
         if comm.rank == 0 and not self._stops and (job := slurm_job()):
             requeue(job)
-        comm.barrier()  # a launcher ends the others when the first one leaves with such a code
+        comm.barrier()  # a launcher kills the other ranks when the first one exits with such a code
         raise SystemExit(STOPPED if self._stops else TRY_AGAIN)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append(signal.Signals(number))
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number))
 
-    def _put_back(self) -> None:
-        # Who was asked to leave is about to, and launchers may pass a signal on twice: it must not end the process.
+    def _restore_handlers(self) -> None:
+        # A process that was asked to leave is about to. Launchers may forward a signal twice: the second must not kill
+        # it.
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, signal.SIG_IGN if self._is_agreed else before)
@@ -122,8 +122,8 @@ class Preemption:
     def _ranks(self) -> Communicator:
         return world() if self.comm is None else self.comm
 
-    def _tell(self, everyone: list[list[str]]) -> None:
-        """Log, once for all ranks, which signals came where."""
+    def _log_signals(self, everyone: list[list[str]]) -> None:
+        """Log, once for all ranks, the signals and the ranks that received them."""
         if self._ranks().rank:
             return
         to = {
@@ -131,18 +131,18 @@ class Preemption:
             for theirs in everyone
             for name in theirs
         }
-        said = "; ".join(f"{name} came to {ranks_text(ranks)}" for name, ranks in to.items())
-        log.warning("preemption: %s: all ranks save their state and leave", said)
+        summary = "; ".join(f"{name} received by {ranks_text(ranks)}" for name, ranks in to.items())
+        log.warning("preemption: %s: all ranks save their state and leave", summary)
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what scontrol calls the job of this process, or "" outside Slurm. Of an array it is this element alone."""
+    """Return this process's job id for scontrol, or "" outside Slurm. In a job array it names only this element."""
     array, element = environment.get("SLURM_ARRAY_JOB_ID", ""), environment.get("SLURM_ARRAY_TASK_ID", "")
     return f"{array}_{element}" if array and element else environment.get("SLURM_JOB_ID", "")
 
 
 def requeue(job: str) -> bool:
-    """Put a job of Slurm into its queue again, which ends it here; return whether Slurm takes it, and log if not."""
+    """Requeue a Slurm job, which ends it here; return whether Slurm accepted, and log an error if not."""
     command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_SLURM)
@@ -150,5 +150,5 @@ def requeue(job: str) -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     if why:
-        log.error("preemption: the job does not come back by itself: %s failed (%s)", " ".join(command), why)
+        log.error("preemption: the job is not requeued: %s failed (%s)", " ".join(command), why)
     return not why

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SharedMemory(Protocol):
-    """Memory that every rank of a node maps. `bases[r]` is where rank r's part begins in THIS rank's address space."""
+    """Memory that every rank of a node maps. `bases[r]` is the address of rank r's segment in THIS rank's process."""
 
     @property
     def bases(self) -> Sequence[int]: ...
@@ -16,5 +16,5 @@ class SharedMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Unmap it, or let who else holds it do so. Every rank closes its own, when it likes."""
+        """Unmap the memory, or leave that to another holder. Not collective: every rank closes its own mapping."""
         ...

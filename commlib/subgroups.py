@@ -1,4 +1,4 @@
-"""Subgroups: the communicators that are made of another one's ranks."""
+"""Subgroups: communicators made from the ranks of another communicator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from commlib.group.operation import Operation
 from commlib.transport.base import Transport
 
 
-class Closable(Protocol):
+class ClosableComm(Protocol):
     """A communicator."""
 
     def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=Closable)
+C = TypeVar("C", bound=ClosableComm)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Generic[C]):
-    """This rank's node, its rail, and its number in the node, which is that of the rail if it is on one."""
+class NodeAndRail(Generic[C]):
+    """This rank's node, its rail, and its index in the node, which is also the number of its rail if it has one."""
 
     node: C
     rail: C | None
@@ -34,13 +34,13 @@ class Parts(Generic[C]):
 
 
 class Subgroups(Generic[C]):
-    """Keep the subgroups of one group. make: makes the communicator of a group."""
+    """The subgroups of one group. make: makes a communicator from a group."""
 
     def __init__(self, group: Group, make: Callable[[Group], C]) -> None:
         self._group, self._make = group, make
         self._numbers = itertools.count(1)
         self._node: C | None = None
-        self._parts: Parts[C] | None = None
+        self._parts: NodeAndRail[C] | None = None
 
     def split(self, requests: Sequence[tuple[int, int, str]]) -> list[C | None]:
         """Return the communicators of several splits: see `Communicator.split_all`. Collective."""
@@ -50,8 +50,8 @@ class Subgroups(Generic[C]):
                     raise UsageError(f"split: {what} is {value}, expected a 32-bit integer")
 
         def run() -> list[C | None]:
-            numbers = [next(self._numbers) for _ in requests]  # alike on all ranks, also after calls that differed
-            self._group.runtime.retired.free(self._group.gather_objects)  # now that all ranks are here
+            numbers = [next(self._numbers) for _ in requests]  # the same on all ranks, even after calls that differed
+            self._group.runtime.retired.free(self._group.gather_objects)  # now that all ranks have arrived
             return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
 
         text = ", ".join(["split", *(name for _, _, name in requests if name)])
@@ -66,7 +66,7 @@ class Subgroups(Generic[C]):
         return self._make(group.child(transport, name or f"{group.name}.{unique}", f"{group.key}.{unique}"))
 
     def node(self) -> C:
-        """Return the communicator of the ranks on this node. Collective at first."""
+        """Return the communicator of the ranks on this node. The first call is collective."""
         if self._node is None:
             group = self._group
             run = partial(self._child, group.topology.node(group.rank), group.rank, f"{group.name}.node", 0)
@@ -74,12 +74,12 @@ class Subgroups(Generic[C]):
         assert self._node is not None
         return self._node
 
-    def parts(self) -> Parts[C]:
+    def parts(self) -> NodeAndRail[C]:
         """Return private communicators of this rank's node and rail. Not collective."""
         if self._parts is None:
             made = self._group.hierarchy
             rail = None if made.rail is None else self._private(made.rail, "rail")
-            self._parts = Parts(self._private(made.node, "node"), rail, made.place)
+            self._parts = NodeAndRail(self._private(made.node, "node"), rail, made.place)
         return self._parts
 
     def inner(self) -> C:
@@ -90,7 +90,7 @@ class Subgroups(Generic[C]):
         return self._make(self._group.child(transport, f"{self._group.name}.{name}", private=True))
 
     def close(self) -> None:
-        """Close what was made and kept here."""
+        """Close the communicators of `node` and `parts`."""
         if self._node is not None:
             self._node.close()
         if self._parts is not None:

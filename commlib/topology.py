@@ -1,4 +1,4 @@
-"""Topology: tell which ranks of a group share a node."""
+"""Topology: the ranks of a group by node."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from commlib.errors import UsageError
 class Topology:
     """The ranks of each node, ascending; the nodes in the order of their first ranks.
 
-    Between nodes data moves in *rails*: rail c joins the c-th rank of every node, so there are as many rails as
-    the smallest node has ranks. Ranks beyond that (on larger nodes) leave the network to the others of their node.
+    Between nodes data moves in *rails*: rail c connects the c-th rank of every node. There are as many rails as the
+    smallest node has ranks. The remaining ranks of larger nodes do not use the network.
     """
 
     nodes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, labels: Sequence[int]) -> Topology:
-        """Return the topology of ranks 0, 1, ... that carry the labels of their nodes."""
+        """Return the topology of ranks 0, 1, ..., given the label of each rank's node."""
         if not labels:
             raise UsageError("a topology needs at least one rank")
         nodes: dict[int, list[int]] = {}
@@ -43,5 +43,5 @@ class Topology:
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
     def rail(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of one rail, one of each node."""
+        """Return the ranks of one rail, one per node."""
         return tuple(ranks[number] for ranks in self.nodes)

@@ -1,4 +1,4 @@
-"""The world: the Communicator of all processes, and a clean end whatever happens."""
+"""World: the Communicator of all processes, its start and its shutdown."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from commlib import mpi_on_gpus
+from commlib import cuda_aware_mpi
 from commlib.config.file import find_settings
 from commlib.config.settings import Config, Settings
 from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.launch.launcher_match import check_launcher
-from commlib.launch.mpi_start import interrupts_held_back, load_mpi
+from commlib.launch.mpi_start import delay_interrupts, load_mpi
 from commlib.process import exits, forks
 
 if TYPE_CHECKING:
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from commlib.transport.mpi import MpiTransport
 
 _world: Communicator | None = None
-_before: Runtime | None = None  # the last world's, of what is left to be freed together
-_joining = False  # the others may wait for this rank in `init`
+_before: Runtime | None = None  # runtime of the last world, with memory that all ranks have yet to free together
+_joining = False  # True while other ranks may wait for this one in `init`
 
 
 def init(
     comm: Any = None, *, transport: Transport | None = None, defaults: Mapping[str, str] | None = None
 ) -> Communicator:
-    """Join the other processes and return the Communicator of them all. Idempotent.
+    """Join the other processes and return the Communicator of all of them. Idempotent.
 
     Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. `transport` is this
-    rank's end of a group of processes that found each other otherwise (`commlib.transport.base.Transport`): MPI is then
-    left alone, and commlib owns it. Settings are read from the COMMLIB_* environment variables, where those are not set
-    from the file of settings (`commlib.config.file`), and else from `defaults`. Raises, on all ranks alike,
-    UsageError for a bad setting on one of them and MismatchError for settings that differ; TransportError if there is
-    no usable MPI, or if its launcher is that of another MPI; UsageError in a forked child.
+    rank's endpoint in a group of processes that connected without MPI (`commlib.transport.base.Transport`): commlib
+    then owns it and does not use MPI. Each setting comes from its COMMLIB_* environment variable, else from the file of
+    settings (`commlib.config.file`), else from `defaults`. Raises on all ranks: UsageError for a bad setting on any
+    of them, MismatchError for settings that differ. Raises TransportError if there is no usable MPI or if the launcher
+    belongs to another MPI; UsageError in a forked child.
     """
     global _world, _joining
     forks.check("commlib.init")
@@ -45,12 +45,12 @@ def init(
         if comm is not None or transport is not None:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
         return _world
-    exits.hook(lambda: _world, _leave, _become_child)  # first: an error on one rank must end the others' wait for it
+    exits.hook(lambda: _world, _leave, _become_child)  # first: an error on one rank must end the wait of the others
     _joining = True
     try:
-        with interrupts_held_back():
+        with delay_interrupts():
             _world = _join(comm, transport, defaults or {})
-    except CommlibError as error:  # the others have it too
+    except CommlibError as error:  # raised on all ranks
         error.at_start, _joining = True, False
         raise
     _joining = False
@@ -62,54 +62,56 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     try:
         found = find_settings(os.environ, defaults)
     except UsageError as error:
-        found, bad = Settings(Config(), {}), str(error)  # others must be told, so MPI is started anyway
+        found, bad = Settings(Config(), {}), str(error)  # start MPI anyway: to inform the others
     settings = found.config
     _set_up_logging(settings.log_level)
     if settings.kernels:
-        os.environ["COMMLIB_KERNELS"] = settings.kernels  # may stand in a file, which kernels do not read
-    over_mpi = told = None
+        os.environ["COMMLIB_KERNELS"] = settings.kernels  # perhaps from the file, which kernels do not read
+    over_mpi = report = None
     if transport is None:
         transport = over_mpi = _over_mpi(comm, settings)
-        told = mpi_on_gpus.tell(settings)
+        report = cuda_aware_mpi.report(settings)
 
     from commlib import bootstrap
     from commlib.launch import mpi_memory
-    from commlib.runtime.hang_watch import Told, watch_for_hangs
+    from commlib.runtime.hang_watch import Answers, watch_for_hangs
     from commlib.runtime.recording import Recording
 
     recording = Recording()
     try:
-        recording.start_as_set(settings, transport.rank)
+        recording.start_from_settings(settings, transport.rank)
     except UsageError as error:
         bad = bad or str(error)
     try:
-        about = told, recording.clock_of_own(settings), Told.of(settings)
+        about = report, recording.own_clock_id(settings), Answers.of(settings)
         agreement = bootstrap.agree(transport, settings, bad, about, found.origins)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)
         raise
     if over_mpi is not None:
-        mpi_memory.unname()  # all ranks have called MPI_Init
-    if over_mpi is not None and mpi_on_gpus.agree([told for told, _, _ in agreement.told], transport):
+        mpi_memory.unlink_files()  # all ranks have called MPI_Init
+    if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
     made = bootstrap.join(transport, settings, agreement, recording, retired)
     if clocks := {rank: clock for rank, (_, clock, _) in enumerate(agreement.told) if clock}:
         recording.compare_clocks(made, clocks)
-    watch_for_hangs(made.runtime, made.rank, [told for _, _, told in agreement.told])
+    watch_for_hangs(made.runtime, made.rank, [report for _, _, report in agreement.told])
     return made
 
 
 def _over_mpi(comm: Any, settings: Config) -> MpiTransport:
-    """Return a transport of MPI. The ranks have yet to compare their settings."""
+    """Return an MPI transport. The ranks have not compared their settings yet."""
     MPI = load_mpi()
     if comm is None:
         check_launcher(MPI)
 
     from commlib.transport.mpi import MpiTransport
 
-    return MpiTransport((MPI.COMM_WORLD if comm is None else comm).Dup(), devices=mpi_on_gpus.kinds(settings))
+    return MpiTransport(
+        (MPI.COMM_WORLD if comm is None else comm).Dup(), devices=cuda_aware_mpi.list_device_kinds(settings)
+    )
 
 
 def world() -> Communicator:
@@ -125,29 +127,29 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Finish what is in flight and leave the other processes. Idempotent; `init` may be called again.
+    """Finish work in flight and leave the other processes. Idempotent; `init` may be called again.
 
-    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. What has not ended by then raises ShutdownError
-    where it is waited for, and so does every later call. Raises MismatchError, when all is ended, if ranks made
-    different calls that no error has come of: a broadcast from two roots, say.
+    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. Work that has not ended by then raises ShutdownError
+    from its `wait`, and so does every later call. Once all work has ended, raises MismatchError if ranks made different
+    calls that caused no error before, such as a broadcast from two roots.
     """
     global _world
     if _world is None:
         return
     comm, _world = _world, None
     if forks.is_child():
-        return  # nobody waits for it
+        return  # no rank waits for a child
     left_over = _close(comm)
     if left_over:
         import logging
 
-        logging.getLogger("commlib").warning("shutdown: rank %d leaves behind %s", comm.rank, left_over)
+        logging.getLogger("commlib").warning("shutdown: rank %d: %s", comm.rank, left_over)
     if comm.runtime.difference:
         raise MismatchError(comm.runtime.difference)
 
 
 def _close(comm: Communicator) -> str:
-    """End all work on this rank without ever hanging; return what did not end well, and nobody knows of, or ""."""
+    """End all work on this rank without hanging; return a description of failed or unfinished work, or ""."""
     global _before
     runtime = _before = comm.runtime
     unfinished = runtime.drain(runtime.config.exit_timeout)
@@ -156,7 +158,7 @@ def _close(comm: Communicator) -> str:
 
 
 def _leave() -> str:
-    """Leave the others at the end of this process; return what they may still wait for."""
+    """Leave the group at process exit; return a description of work that other ranks may wait for, or ""."""
     global _world
     comm, _world = _world, None
     if comm is not None:

@@ -1,7 +1,7 @@
-"""Add the repository's own Markdown files to the site, and make links between files of the checkout links of the site.
+"""Add the repository's own Markdown files to the site, and rewrite links between files of the checkout for the site.
 
-Links are written as they work in the checkout, relative to the file that they stand in. A link to a file that is not on
-the site becomes its path as text; a link to a file that does not exist is an error of the build.
+Links are written for the checkout, relative to the file that contains them. A link to a file that is not on the site
+becomes the file's path as text; a link to a file that does not exist fails the build.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = "docs/pages"
 ADDED = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")
-RESULTS = "benchmarks/results"  # pages that benchmarks/pages.py has written, and pictures
+RESULTS = "benchmarks/results"  # pages written by benchmarks/pages.py, and pictures
 
-# Code has no links; what comes first in the text counts, so a link's text may be code.
+# Code has no links. The first match in the text counts, so a link's text may be code.
 LINK = re.compile(r"^```.*?^```|(!?)\[([^\]\n]*)\]\(([^)\s]+)\)|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files of the repository that are pages, under their own paths. Called by mkdocs."""
+    """Add the repository's pages outside docs/, under their own paths. Called by mkdocs."""
     from mkdocs.structure.files import File
 
     results = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / RESULTS).iterdir()))
@@ -38,12 +38,12 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 
 def rewrite(markdown: str, place: str, own: str, on_site: set[str]) -> str:
-    """Return a text with every link as the site needs it; see `link`."""
+    """Return a text with every link rewritten for the site; see `link`."""
     return LINK.sub(lambda found: link(found, place, own, on_site) if found[3] else found[0], markdown)
 
 
 def link(found: re.Match[str], place: str, own: str, on_site: set[str]) -> str:
-    """Return one link as the site needs it. `place` is the page's path in the checkout, `own` on the site.
+    """Return one link rewritten for the site. place: the page's path in the checkout. own: its path on the site.
 
     Raises ValueError for a link to a file that does not exist.
     """

@@ -1,8 +1,8 @@
-"""Draw a report: the picture of docs/pages/bench.md, of raw figures that benchmarks/results has.
+"""Draw a report: the picture of docs/pages/bench.md, from raw figures in benchmarks/results.
 
     python docs/report_picture.py docs/pages/pictures/report.png
 
-Two starts of benchmarks/all_reduce.py, compared. Needs Chromium, and jinja2 and matplotlib, of the extra 'report'.
+It compares two starts of benchmarks/all_reduce.py. Needs Chromium, and jinja2 and matplotlib from the extra 'report'.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from commlib.bench.page import page, runs
-from commlib.bench.rows import Row
-from commlib.bench.sweep.measuring import line
-from commlib.bench.sweep.plan import Case
+from commlib.bench.rows import BenchRow
+from commlib.bench.sweep.measuring import make_line
+from commlib.bench.sweep.plan import SweepCase
 from commlib.bench.sweep.results import FORMAT
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
@@ -27,17 +27,17 @@ WIDTH, HEIGHT = 1240, 1330
 
 
 def sweep_of(content: dict[str, Any]) -> str:
-    """Return what a sweep would have written of such a file."""
+    """Return the lines that a sweep would have written for such a file."""
     facts = {**content["facts"], "hosts": ["one node"]}
     lines: list[dict[str, Any]] = [
         {"kind": "environment", "number": 0, "format": FORMAT, "plan": content["options"], "facts": facts}
     ]
     for figures in content["rows"]:
         ranks, size = content["ranks"], figures["size"]
-        case = Case(
+        case = SweepCase(
             1, ranks, "all_reduce", "float32", "sum", "auto", True, True, size, tuple(content["options"]["peers"])
         )
-        row = Row(
+        row = BenchRow(
             "all_reduce",
             ranks,
             "float32",
@@ -49,7 +49,7 @@ def sweep_of(content: dict[str, Any]) -> str:
             figures["wrong"],
             [],
         )
-        lines.append({**line(case, "ok", "", notes=[], row=row.figures(), took=0.0), "environment": 0})
+        lines.append({**make_line(case, "ok", "", notes=[], row=row.figures(), took=0.0), "environment": 0})
     return "".join(json.dumps(one) + "\n" for one in lines)
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if browser is None:
-        raise SystemExit("there is no Chromium here: ci/setup installs one where it may")
+        raise SystemExit("Chromium not found: install it (apt install chromium); as root, ci/setup does it")
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for name, source in STARTS.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commlib.config.rows import Row, rows
+from commlib.config.rows import SettingRow, rows
 
 PAGE = Path(__file__).parent / "pages" / "settings.md"
 BEGIN, END = "<!-- begin: written by docs/settings.py -->", "<!-- end -->"
@@ -19,7 +19,7 @@ def table() -> str:
     return "\n".join([*lines, *(line(row) for row in rows())])
 
 
-def line(row: Row) -> str:
+def line(row: SettingRow) -> str:
     """Return the Markdown of one setting."""
     default = f"`{row.default}`" if row.default else "empty"
     differs = f" (*{row.differs}*)" if row.differs else ""
@@ -28,7 +28,7 @@ def line(row: Row) -> str:
 
 
 def page(text: str) -> str:
-    """Return the text of the page with the table of today."""
+    """Return the text of the page with the current table."""
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -2,8 +2,8 @@
 
     python docs/timeline_picture.py merged.json.gz docs/pages/pictures/timeline.svg [--from MS] [--to MS]
 
-One band for each rank: when its thread stood still, what ran, and its buckets or actions of a pipeline; arrows lead
-from the last rank of a collective to those that waited. Needs matplotlib, of the extra 'plot'.
+The picture has a band for each rank: its thread's waits, the running operations, and its buckets or pipeline actions.
+Arrows lead from the last rank of a collective to the waiting ranks. Needs matplotlib from the extra 'plot'.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from commlib.trace.parse import parse
 COLOURS = {"waits": "#d62728", "runs": "#1f77b4", "buckets": "#9ecae1", "pipeline": "#2ca02c", "codec": "#ff7f0e"}
 
 Bar = tuple[float, float, str]
-"""From, how long (ms), and what it is."""
+"""Start (ms), length (ms) and name."""
 
 
 def bars_of(events: list[dict[str, Any]]) -> dict[int, dict[str, list[Bar]]]:
-    """Return the bars of each rank, by the rows of the picture."""
+    """Return the bars of each rank, by row of the picture."""
     found: dict[int, dict[str, list[Bar]]] = defaultdict(lambda: defaultdict(list))
     begun: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -41,7 +41,7 @@ def bars_of(events: list[dict[str, Any]]) -> dict[int, dict[str, list[Bar]]]:
 
 
 def arrows_of(events: list[dict[str, Any]]) -> list[tuple[float, int, float, int]]:
-    """Return from when and which rank arrows lead to when and which."""
+    """Return the arrows: start time (ms), start rank, end time (ms), end rank."""
     started = {event["id"]: event for event in events if event["ph"] == "s" and event.get("cat") == "waits"}
     ends = [event for event in events if event["ph"] == "f" and event.get("id") in started]
     pairs = [(started[end["id"]], end) for end in ends]
@@ -49,7 +49,7 @@ def arrows_of(events: list[dict[str, Any]]) -> list[tuple[float, int, float, int
 
 
 def draw(events: list[dict[str, Any]], path: Path, start: float, end: float) -> None:
-    """Draw what happened between two times (ms) into `path`, whose suffix says how."""
+    """Draw the events between two times (ms) into `path`; its suffix sets the format."""
     from matplotlib.figure import Figure
 
     ranks = bars_of(events)
@@ -61,7 +61,7 @@ def draw(events: list[dict[str, Any]], path: Path, start: float, end: float) -> 
         shown = [bar for bar in ranks[rank][row] if bar[0] < end and bar[0] + bar[1] > start]
         axes.broken_barh([bar[:2] for bar in shown], (y - 0.38, 0.76), color=COLOURS[row], ec="white", lw=0.4)
         for began, length, name in shown:
-            if length > (end - start) / 12 and row != "buckets":  # which overlap
+            if length > (end - start) / 12 and row != "buckets":  # buckets overlap
                 axes.text(max(began, start) + length / 50, y, name, va="center", fontsize=7, clip_on=True)
     for began, last, until, rank in arrows_of(events):
         if start <= began and until <= end and until - began < (end - start) / 2:
@@ -75,7 +75,7 @@ def draw(events: list[dict[str, Any]], path: Path, start: float, end: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="what `commlib trace merge` wrote")
+    parser.add_argument("trace", type=Path, help="the output of `commlib trace merge`")
     parser.add_argument("picture", type=Path)
     parser.add_argument("--from", dest="start", type=float, default=0.0, help="ms")
     parser.add_argument("--to", dest="end", type=float, help="ms; by default the end")

@@ -1,9 +1,9 @@
-"""Train a small convolutional network on handwritten digits, data-parallel, and prove that it is the same training.
+"""Train a small convolutional network on handwritten digits, data-parallel, and compare with one process.
 
     mpirun -n 2 python examples/digits_tensorflow.py
 
-Every rank takes its share of each batch in `model.fit`. Afterwards every rank trains the same network once more, alone,
-on the whole batches: the weights of both trainings must agree but for the rounding of another order of summation.
+Every rank trains on its share of each batch in `model.fit`. Afterwards every rank trains the same network again, alone,
+on full batches. The weights of both runs must be equal within rounding, because the order of summation differs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Data = tuple[Any, Any]
 
 
 def network() -> Any:
-    # Tanh and average pooling on purpose: here a difference of rounding stays near 1e-6 over the whole training. With
-    # ReLU or GELU, or with max-pooling, it may grow to percents: equally good networks, but not equal ones.
+    # Tanh and average pooling on purpose: rounding differences stay near 1e-6 over all steps. With ReLU or GELU, or
+    # with max-pooling, they may grow to several per cent: equally good networks, but not equal ones.
     layers = keras.layers
     return keras.Sequential([
         layers.Input((8, 8, 1)),
@@ -60,7 +60,7 @@ def digits() -> Data:
 
 
 def batches(images: Any, labels: Any, *, rank: int, size: int) -> Any:
-    """Return share `rank` of `size` of every whole batch, in an order that is the same on every rank."""
+    """Return share `rank` of `size` of every full batch, in the same order on every rank."""
     generator = np.random.default_rng(1)
     steps = len(labels) // BATCH
     epochs = [generator.permutation(len(labels))[: steps * BATCH].reshape(steps, BATCH) for _ in range(EPOCHS)]
@@ -93,7 +93,7 @@ def main() -> int:
     images, labels = digits()
     training, testing = (images[:-TEST], labels[:-TEST]), (images[-TEST:], labels[-TEST:])
 
-    keras.utils.set_random_seed(ct.rank())  # other weights on each rank, until training begins
+    keras.utils.set_random_seed(ct.rank())  # different weights on each rank, until training begins
     model = network()
     alone = compiled(keras.models.clone_model(model), sgd())
     alone.set_weights(ct.broadcast_object(model.get_weights(), root_rank=0))
@@ -108,7 +108,7 @@ def main() -> int:
     if ct.rank() == 0:
         print(f"test accuracy        {right:8.2%}    (must be > {MIN_ACCURACY:.0%})")
         print(f"total                {total:8.2f} s")
-        print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each the whole training)")
+        print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each on full batches)")
         print(f"largest difference   {difference:8.1e}    (of the weights, relative; must be < {MAX_DIFFERENCE:.0e})")
         print("equal" if passed else "FAILED")
     return 0 if passed else 1

@@ -1,9 +1,9 @@
-"""Train a small convolutional network on handwritten digits, data-parallel, and prove that it is the same training.
+"""Train a small convolutional network on handwritten digits, data-parallel, and compare with one process.
 
     mpirun -n 2 python examples/digits_torch.py [--device cuda]
 
-Every rank takes its share of each batch. Afterwards every rank trains the same network once more, alone, on the whole
-batches: the weights of both trainings must agree but for the rounding of another order of summation.
+Every rank trains on its share of each batch. Afterwards every rank trains the same network again, alone, on full
+batches. The weights of both runs must be equal within rounding, because the order of summation differs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_DIFFERENCE = 1e-5  # relative, float32
 
 
 def network() -> nn.Module:
-    # Tanh and average pooling on purpose: here a difference of rounding stays near 1e-6 over the whole training. With
-    # ReLU or GELU, or with max-pooling, it grew to percents in some runs: equally good networks, but not equal ones.
+    # Tanh and average pooling on purpose: rounding differences stay near 1e-6 over all steps. With ReLU or GELU, or
+    # with max-pooling, they grew to several per cent in some runs: equally good networks, but not equal ones.
     return nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.Tanh(),
         nn.Conv2d(32, 64, kernel_size=3, padding=1), nn.Tanh(), nn.AvgPool2d(2),
@@ -50,7 +50,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def batches(count: int) -> Iterator[Tensor]:
-    """Yield the indices of every whole batch, in an order that is the same on every rank."""
+    """Yield the indices of every full batch, in the same order on every rank."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(EPOCHS):
         for batch in torch.randperm(count, generator=generator).split(BATCH):
@@ -108,14 +108,14 @@ def main() -> int:
     images, labels = (values.to(device) for values in digits())
     training, testing = (images[:-TEST], labels[:-TEST]), (images[-TEST:], labels[-TEST:])
 
-    torch.manual_seed(ct.rank())  # other weights on each rank ...
+    torch.manual_seed(ct.rank())  # different weights on each rank ...
     model = network().to(device)
     ct.broadcast_parameters(model.state_dict(), root=0)  # ... until here
     alone = copy.deepcopy(model)
 
     optimizer = ct.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     total = train(model, optimizer, *training, rank=ct.rank(), size=ct.size(), title=f"{ct.size()} ranks")
-    exposed = optimizer.exposed_seconds  # type: ignore[attr-defined]  # what the wrapper adds to SGD
+    exposed = optimizer.exposed_seconds  # type: ignore[attr-defined]  # added by the wrapper to SGD
     total_alone = train(alone, sgd(alone), *training, rank=0, size=1, title="alone  ")
 
     right, difference = accuracy(model, *testing), largest_difference(model, alone)
@@ -125,7 +125,7 @@ def main() -> int:
         print(f"computation          {total - exposed:8.2f} s")
         print(f"exposed waiting      {exposed:8.2f} s  (communication that computation did not hide)")
         print(f"total                {total:8.2f} s")
-        print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each the whole training)")
+        print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each on full batches)")
         print(f"largest difference   {difference:8.1e}    (of the weights, relative; must be < {MAX_DIFFERENCE:.0e})")
         print("equal" if passed else "FAILED")
     return 0 if passed else 1

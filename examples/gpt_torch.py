@@ -1,11 +1,11 @@
-"""Train a byte-level GPT whose layers, sequences, stages and batches are divided among ranks, as one process would.
+"""Train a byte-level GPT with tensor, context, pipeline and data parallelism, and compare with one process.
 
-    mpirun -n 2 python examples/gpt_torch.py                # tp=2: layers are divided
-    mpirun -n 2 python examples/gpt_torch.py --cp 2 --tp 1  # sequences are divided
+    mpirun -n 2 python examples/gpt_torch.py                # tp=2: layers are sharded
+    mpirun -n 2 python examples/gpt_torch.py --cp 2 --tp 1  # sequences are sharded
     mpirun -n 4 python examples/gpt_torch.py                # dp=2, tp=2; or --pp 2, or --cp 2
 
-The model is plain PyTorch. A plan says which layers are divided; `mesh` has the axes, and what is left of the ranks
-are replicas. Beside it one process trains the whole model on the same batches: losses and weights must be alike.
+The model is plain PyTorch. A plan lists the sharded layers; `mesh` has the axes, and the remaining ranks are replicas.
+One process also trains the unsharded model on the same batches: losses and weights must be equal within rounding.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ PLAN: dict[str, Any] = {
 
 
 class Embed(nn.Module):
-    """Bytes to vectors, with learned positions."""
+    """An embedding of bytes, with learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.words, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
 
-    def forward(self, text: Tensor, places: Tensor) -> Tensor:
-        out: Tensor = self.words(text) + self.places(places)
+    def forward(self, text: Tensor, position_ids: Tensor) -> Tensor:
+        out: Tensor = self.words(text) + self.positions(position_ids)
         return out
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a norm and added to what came in."""
+    """Causal attention and an MLP, each with a norm before and a residual around."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        # However many heads are here: the layer may be divided.
+        # -1: this rank's heads, because the layer may be sharded.
         heads = [
             part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
         ]
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to the logits of the next byte."""
+    """A projection of vectors to the logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,27 +83,27 @@ class Head(nn.Module):
 
 
 class GPT(nn.Sequential):
-    """A sequence of layers, so that a pipeline can cut it; the first one takes bytes and their positions."""
+    """A sequence of layers, which a pipeline can cut; the first one takes bytes and their positions."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__(Embed(), *(Block(attend) for _ in range(LAYERS)), Head())
 
-    def forward(self, text: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]  # two arguments
+    def forward(self, text: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]  # two arguments
         embed, *layers = self
-        x: Tensor = embed(text, places)
+        x: Tensor = embed(text, position_ids)
         for layer in layers:
             x = layer(x)
         return x
 
 
 def make_model(attend: Attend) -> GPT:
-    """The same on every rank."""
+    """Return the model, the same on every rank."""
     torch.manual_seed(0)
     return GPT(attend)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Windows of the source of Python's own standard library, and the bytes that follow each of theirs."""
+    """Return windows of the source of Python's standard library, and the next byte of each of their bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
     stream = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -131,8 +131,8 @@ def in_one_process(batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], n
     return losses, model
 
 
-class Divided:
-    """The same training on all ranks of a mesh."""
+class ParallelTraining:
+    """The same training, run on all ranks of a mesh."""
 
     def __init__(self, mesh: commlib.Mesh) -> None:
         self.mesh = mesh
@@ -147,7 +147,7 @@ class Divided:
         )
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over the tokens of all parts of the sequences."""
+        """Return the mean over the tokens of all shards of the sequences."""
         total = ct.vocabulary_cross_entropy(logits, targets, self.mesh["tp"], reduction="sum")
         return ct.context.loss_mean(total, targets.numel(), self.mesh["cp"])
 
@@ -155,12 +155,12 @@ class Divided:
         """Train on this rank's rows and tokens of a batch; return the loss of these rows."""
         replicas, place, cp = self.mesh.shape.size("dp"), self.mesh.coordinate("dp"), self.mesh["cp"]
         x, y = (ct.context.shard_sequence(part.chunk(replicas)[place], cp).contiguous() for part in (x, y))
-        places = ct.context.position_ids(CONTEXT, cp).expand_as(x)
+        position_ids = ct.context.position_ids(CONTEXT, cp).expand_as(x)
         if self.is_staged:
-            loss = self.model.step((x, places), y)
+            loss = self.model.step((x, position_ids), y)
             self.model.clip_grad_norm(1.0)
         else:
-            loss = self.loss(self.model(x, places), y)
+            loss = self.loss(self.model(x, position_ids), y)
             loss.backward()
             self.optimizer.clip_grad_norm(1.0)
         self.optimizer.step()
@@ -168,7 +168,7 @@ class Divided:
         return float(loss.detach())
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the whole model."""
+        """Return the state of the unsharded model."""
         found: dict[str, Tensor] = (
             self.model.gather_state_dict() if self.is_staged else ct.gather_state_dict(self.model)
         )
@@ -186,22 +186,22 @@ def main() -> None:
     if comm.rank == 0:
         print(mesh.picture())
     text = batches()
-    training = Divided(mesh)
+    training = ParallelTraining(mesh)
     losses = []
     for x, y in text:
         own = training.step(x, y)
         losses.append(float(sum(mesh["dp"].all_gather_object(own))) / mesh["dp"].size)
 
     expected, model = in_one_process(text)
-    whole = training.state()
-    # float32: sums in another order, some 1e-7 of a loss, and more of a weight after 12 steps of Adam.
-    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-    apart = max(float((whole[name] - value).abs().max()) for name, value in model.state_dict().items())
-    if worst > 1e-4 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
-        raise SystemExit(f"rank {comm.rank}: losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    full = training.state()
+    # float32: another order of sums changes a loss by some 1e-7, and a weight by more after 12 steps of Adam.
+    loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    weight_gap = max(float((full[name] - value).abs().max()) for name, value in model.state_dict().items())
+    if loss_gap > 1e-4 or weight_gap > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"rank {comm.rank}: losses differ by {loss_gap}, weights by {weight_gap}: {losses} {expected}")
     if comm.rank == 0:
         print(f"{mesh.shape}: loss {losses[0]:.3f} to {losses[-1]:.3f}, as in one process")
-        print(f"(losses differ by {worst:.1e} at most, weights by {apart:.1e})")
+        print(f"(losses differ by {loss_gap:.1e} at most, weights by {weight_gap:.1e})")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #
 #     mpirun -n 2 python examples/horovod_tensorflow.py
 #
-# (What follows is for the checks of this project.)
+# (The next two lines are for this project's linters.)
 # mypy: ignore-errors
 # ruff: noqa: B905
 

@@ -1,10 +1,10 @@
-"""A training script written for Horovod, on handwritten digits. What was changed to run it with commlib is one line:
+"""A training script written for Horovod, on handwritten digits. One line was changed to run it with commlib:
 
     import horovod.torch as hvd        ->        import commlib_torch as hvd
 
     mpirun -n 2 python examples/horovod_torch.py
 
-It ends with exit code 0 only if what was trained is accurate, and the same on all ranks.
+Its exit code is 0 only if the trained network is accurate, and the same on all ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def same_everywhere(model: nn.Module) -> bool:
 def main() -> int:
     args = parser.parse_args()
     hvd.init()
-    torch.manual_seed(args.seed + hvd.rank())  # other weights on each rank, until they are broadcast
+    torch.manual_seed(args.seed + hvd.rank())  # different weights on each rank, until the broadcast
     torch.set_num_threads(1)
 
     train_dataset, test_dataset = digits()
@@ -106,7 +106,7 @@ def main() -> int:
     test_loader = DataLoader(test_dataset, batch_size=90, sampler=test_sampler)
 
     model = Net()
-    # Average makes one big batch of the ranks' batches: so the learning rate goes with the number of ranks.
+    # Average makes one big batch of the ranks' batches, so the learning rate grows with the number of ranks.
     lr_scaler = 1 if args.use_adasum else hvd.size()
     optimizer = optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=args.momentum)
 

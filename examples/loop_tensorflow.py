@@ -1,8 +1,8 @@
-"""Train with a loop of one's own: a tape reduces its gradients over all ranks.
+"""Train with a custom loop: a tape reduces its gradients over all ranks.
 
     mpirun -n 2 python examples/loop_tensorflow.py
 
-Each rank has a part of the data. The exit code is 0 if the network learned, and is the same on all ranks.
+Each rank has a part of the data. The exit code is 0 if the network is accurate, and the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Train a byte-level language model in Keras whose perceptrons are mixtures of experts, as one process would.
+"""Train a byte-level language model in Keras with mixtures of experts, and compare with one process.
 
     mpirun -n 2 python examples/moe_keras.py                              # Switch: each token goes to one of 8 experts
     mpirun -n 2 python examples/moe_keras.py --top-k 2                    # or to two
-    mpirun -n 2 python examples/moe_keras.py --top-k 2 --capacity 1.25    # and experts that are full drop tokens
+    mpirun -n 2 python examples/moe_keras.py --top-k 2 --capacity 1.25    # and full experts drop tokens
 
-The model is plain Keras and trained by `fit`. Every rank has other rows of a batch and some of the experts; tokens
-travel to theirs. Rank 0 then trains the whole model on whole batches: losses and weights must be alike. At the end: who
-was used how much.
+The model is plain Keras and trained by `fit`. Every rank has different rows of a batch and some of the experts; tokens
+are sent to their experts. Rank 0 then trains the full model on full batches: losses and weights must be equal within
+rounding. At the end the load of each expert is printed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ import tensorflow as tf
 
 import commlib
 import commlib_tensorflow as ct
-from commlib.expert.stats import drawn
+from commlib.expert.stats import draw_stats
 
 WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 40, 10
 
 
 class Embed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Bytes to vectors, with learned positions.
+    """An embedding of bytes, with learned positions.
 
-    By products, not lookups: of those Adam squares the gradients of repeated bytes apart in one process, and added up
-    on ranks.
+    It uses matrix products, not lookups. With lookups, Adam in one process squares the gradients of repeated bytes
+    separately, and on several ranks it squares their sum.
     """
 
     def build(self, input_shape: Any) -> None:
         """Make the vectors."""
         self.words = self.add_weight(shape=(256, WIDTH), initializer="random_normal", name="words")
-        self.places = self.add_weight(shape=(CONTEXT, WIDTH), initializer="random_normal", name="places")
+        self.positions = self.add_weight(shape=(CONTEXT, WIDTH), initializer="random_normal", name="positions")
 
     def call(self, text: Any) -> Any:
         """Return the vectors."""
-        return tf.matmul(tf.one_hot(text, 256), self.words) + self.places
+        return tf.matmul(tf.one_hot(text, 256), self.words) + self.positions
 
 
 def make_model(ranks: Any, experts: ct.Experts) -> Any:
-    """The same weights, whatever ranks share the experts."""
+    """Return a model whose weights do not depend on the ranks that share the experts."""
     keras.utils.set_random_seed(0)
     layers = keras.layers
     text = keras.Input((CONTEXT,), dtype="int32")
@@ -66,7 +66,7 @@ def make_model(ranks: Any, experts: ct.Experts) -> Any:
 
 
 def batches() -> tuple[Any, Any]:
-    """Windows of the source of Python's own standard library, and the bytes that follow each of theirs."""
+    """Return windows of the source of Python's standard library, and the next byte of each of their bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
     stream = np.frombuffer(text, np.uint8).astype(np.int32)
@@ -83,7 +83,7 @@ class Losses(keras.callbacks.Callback):  # type: ignore[misc]
         self.comm, self.found, self._before = comm, list[float](), 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the loss: Keras tells the mean of all batches until now."""
+        """Record the loss: Keras reports the mean of all batches so far."""
         total = (batch + 1) * float(logs["loss"])
         own, self._before = total - self._before, total
         self.found.append(float(self.comm.all_reduce(np.array([own]), "mean")[0]))
@@ -92,7 +92,7 @@ class Losses(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def fitted(model: Any, optimizer: Any, comm: commlib.Communicator) -> list[float]:
-    """Train on a rank's rows of each batch; return the losses of whole batches."""
+    """Train on a rank's rows of each batch; return the losses of full batches."""
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = (np.split(part, comm.size, axis=1)[comm.rank].reshape(-1, CONTEXT) for part in batches())
     losses = Losses(comm)
@@ -109,11 +109,11 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument(
-        "--capacity", type=float, help="how many times its even share an expert takes; else all that come"
+        "--capacity", type=float, help="capacity of an expert, as a multiple of its even share (default: unlimited)"
     )
     arguments = parser.parse_args()
-    # capacity_over: what is dropped must not depend on the number of ranks, if one process is to do the same. It counts
-    # those that share experts: all of them, if there are as many experts as ranks, or some multiple.
+    # capacity_over: the dropped tokens must not depend on the number of ranks, else one process would drop others. It
+    # counts the ranks that share experts: all ranks, if the number of experts is a multiple of the number of ranks.
     experts = ct.Experts(
         arguments.experts, top_k=arguments.top_k, capacity_factor=arguments.capacity, capacity_over="all"
     )
@@ -124,22 +124,22 @@ def main() -> None:
     model = make_model(mesh, experts)
     losses = fitted(model, ct.DistributedOptimizer(optimizer_of(), mesh=mesh), comm)
 
-    # All ranks take part in these: the stacks of all experts, and what became of all tokens.
+    # Collective on all ranks: the stacks of all experts, and the statistics of all tokens.
     weights, stats = ct.gather_weights(model), ct.expert_stats(model)
     alone = comm.split(comm.rank, name="alone")
     if comm.rank > 0:
         return
     assert alone is not None
-    print(drawn(stats))
-    whole = make_model(alone, experts)
-    expected = fitted(whole, optimizer_of(), alone)
-    # float32: sums in another order, some 1e-7 of a loss, and more of a weight after so many steps.
-    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-    apart = max(float(np.abs(one - other).max()) for one, other in zip(weights, whole.get_weights(), strict=True))
-    if worst > 1e-3 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
-        raise SystemExit(f"losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    print(draw_stats(stats))
+    full = make_model(alone, experts)
+    expected = fitted(full, optimizer_of(), alone)
+    # float32: another order of sums changes a loss by some 1e-7, and a weight by more after these steps.
+    loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    weight_gap = max(float(np.abs(one - other).max()) for one, other in zip(weights, full.get_weights(), strict=True))
+    if loss_gap > 1e-3 or weight_gap > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"losses differ by {loss_gap}, weights by {weight_gap}: {losses} {expected}")
     print(f"{experts.count} experts on {comm.size} ranks: loss {losses[0]:.3f} to {losses[-1]:.3f}, as in one process")
-    print(f"(losses differ by {worst:.1e} at most, weights by {apart:.1e})")
+    print(f"(losses differ by {loss_gap:.1e} at most, weights by {weight_gap:.1e})")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Train a byte-level language model whose perceptrons are mixtures of experts, as one process would.
+"""Train a byte-level language model with mixtures of experts, and compare with one process.
 
     mpirun -n 2 python examples/moe_torch.py                              # Switch: each token goes to one of 8 experts
     mpirun -n 2 python examples/moe_torch.py --top-k 2                    # or to two
-    mpirun -n 2 python examples/moe_torch.py --top-k 2 --capacity 1.25    # and experts that are full drop tokens
+    mpirun -n 2 python examples/moe_torch.py --top-k 2 --capacity 1.25    # and full experts drop tokens
 
-The model is plain PyTorch. Every rank has other rows of a batch and some of the experts; tokens travel to theirs.
-Rank 0 then trains the whole model on whole batches: losses and weights must be alike. At the end: who was used how
-much.
+The model is plain PyTorch. Every rank has different rows of a batch and some of the experts; tokens are sent to their
+experts. Rank 0 then trains the full model on full batches: losses and weights must be equal within rounding. At the
+end the load of each expert is printed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.nn import functional
 
 import commlib
 import commlib_torch as ct
-from commlib.expert.stats import drawn
+from commlib.expert.stats import draw_stats
 
 WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 40, 10
 
 
 class Embed(nn.Module):
-    """Bytes to vectors, with learned positions."""
+    """An embedding of bytes, with learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.words, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
 
     def forward(self, text: Tensor) -> Tensor:
-        out: Tensor = self.words(text) + self.places.weight
+        out: Tensor = self.words(text) + self.positions.weight
         return out
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a norm and added to what came in."""
+    """Causal attention and an MLP, which experts replace; each with a norm before and a residual around."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def make_model(ranks: Any, experts: ct.Experts) -> nn.Module:
-    """The same weights, whatever ranks share the experts."""
+    """Return a model whose weights do not depend on the ranks that share the experts."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(LAYERS)]
     model = nn.Sequential(Embed(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
@@ -66,7 +66,7 @@ def make_model(ranks: Any, experts: ct.Experts) -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Windows of the source of Python's own standard library, and the bytes that follow each of theirs."""
+    """Return windows of the source of Python's standard library, and the next byte of each of their bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
     stream = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -80,7 +80,7 @@ def optimizer_of(model: nn.Module) -> Any:
 
 
 def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> float:
-    """Train on these rows; return their loss, that of the routers included."""
+    """Train on these rows; return their loss, including the routers' loss."""
     loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) + ct.auxiliary_loss(model)
     loss.backward()
     ct.clip_grad_norm_(model.parameters(), 1.0)
@@ -94,11 +94,11 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument(
-        "--capacity", type=float, help="how many times its even share an expert takes; else all that come"
+        "--capacity", type=float, help="capacity of an expert, as a multiple of its even share (default: unlimited)"
     )
     arguments = parser.parse_args()
-    # capacity_over: what is dropped must not depend on the number of ranks, if one process is to do the same. It counts
-    # those that share experts: all of them, if there are as many experts as ranks, or some multiple.
+    # capacity_over: the dropped tokens must not depend on the number of ranks, else one process would drop others. It
+    # counts the ranks that share experts: all ranks, if the number of experts is a multiple of the number of ranks.
     experts = ct.Experts(
         arguments.experts, top_k=arguments.top_k, capacity_factor=arguments.capacity, capacity_over="all"
     )
@@ -114,22 +114,22 @@ def main() -> None:
         if comm.rank == 0 and number % SHOWN == SHOWN - 1:
             print(f"step {number + 1:>3}: loss {losses[-1]:.3f}", flush=True)
 
-    # All ranks take part in these: the stacks of all experts, and what became of all tokens.
+    # Collective on all ranks: the stacks of all experts, and the statistics of all tokens.
     state, stats = ct.gather_state_dict(model), ct.expert_stats(model)
     alone = comm.split(comm.rank, name="alone")
     if comm.rank > 0:
         return
-    print(drawn(stats))
-    whole = make_model(alone, experts)
-    optimizer = optimizer_of(whole)
-    expected = [train_step(whole, optimizer, x, y) for x, y in text]
-    # float32: sums in another order, some 1e-7 of a loss, and more of a weight after so many steps of Adam.
-    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-    apart = max(float((state[name] - value).abs().max()) for name, value in whole.state_dict().items())
-    if worst > 1e-3 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
-        raise SystemExit(f"losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    print(draw_stats(stats))
+    full = make_model(alone, experts)
+    optimizer = optimizer_of(full)
+    expected = [train_step(full, optimizer, x, y) for x, y in text]
+    # float32: another order of sums changes a loss by some 1e-7, and a weight by more after these steps of Adam.
+    loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    weight_gap = max(float((state[name] - value).abs().max()) for name, value in full.state_dict().items())
+    if loss_gap > 1e-3 or weight_gap > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"losses differ by {loss_gap}, weights by {weight_gap}: {losses} {expected}")
     print(f"{experts.count} experts on {comm.size} ranks: loss {losses[0]:.3f} to {losses[-1]:.3f}, as in one process")
-    print(f"(losses differ by {worst:.1e} at most, weights by {apart:.1e})")
+    print(f"(losses differ by {loss_gap:.1e} at most, weights by {weight_gap:.1e})")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train a byte-level transformer in Keras in stages, save it, and go on with another number of stages.
+"""Train a byte-level transformer in Keras in stages, save it, and continue with another number of stages.
 
     mpirun -n 2 python examples/pipeline_keras.py
     mpirun -n 4 python examples/pipeline_keras.py    # as root, or on fewer cores: see ci/env.sh
 
-The model is a plain functional one; `ct.pipeline` puts a stage on each rank, and `fit` goes on as it was. The whole
-model is saved as an ordinary Keras file, and loaded into half as many stages (two pipelines that train alike). Beside
-it one process trains on the same batches: losses and weights must be alike.
+The model is a plain functional model; `ct.pipeline` puts a stage on each rank, and `fit` works unchanged. The full
+model is saved as an ordinary Keras file, and loaded into half as many stages (two pipelines that train identically).
+One process also trains on the same batches: losses and weights must be equal within rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 32, 2, 4, 32, 16, 8
 
 
 def block(x: Any, number: int) -> Any:
-    """Causal attention and a perceptron, each behind a norm and added to what came in."""
+    """Apply causal attention and an MLP, each with a norm before and a residual around."""
     layers = keras.layers
     normed = layers.LayerNormalization(name=f"norm_attention_{number}")(x)
     attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"attention_{number}")
@@ -39,16 +39,16 @@ def block(x: Any, number: int) -> Any:
 
 
 def make_model() -> Any:
-    """The same on every rank."""
+    """Return the model, the same on every rank."""
     keras.utils.set_random_seed(0)
     text = keras.Input((CONTEXT,), dtype="int32")
-    places = keras.Input((CONTEXT,), dtype="int32")
+    position_ids = keras.Input((CONTEXT,), dtype="int32")
     x = keras.layers.Embedding(256, WIDTH, name="bytes")(text)
-    x = keras.layers.Add()([x, keras.layers.Embedding(CONTEXT, WIDTH, name="places")(places)])
+    x = keras.layers.Add()([x, keras.layers.Embedding(CONTEXT, WIDTH, name="positions")(position_ids)])
     for number in range(LAYERS):
         x = block(x, number)
     logits = keras.layers.Dense(256, name="logits")(keras.layers.LayerNormalization(name="norm")(x))
-    return keras.Model([text, places], logits)
+    return keras.Model([text, position_ids], logits)
 
 
 def compile_model(model: Any) -> None:
@@ -57,14 +57,14 @@ def compile_model(model: Any) -> None:
 
 
 def data() -> tuple[list[Any], Any]:
-    """Windows of the source of Python's own standard library: 2 * STEPS batches of ROWS."""
+    """Return windows of the source of Python's standard library: 2 * STEPS batches of ROWS."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
     stream = np.frombuffer(text, np.uint8).astype(np.int32)
     starts = np.random.default_rng(1).integers(len(stream) - CONTEXT, size=2 * STEPS * ROWS)
     windows = stream[starts[:, None] + np.arange(CONTEXT + 1)]
-    places = np.tile(np.arange(CONTEXT, dtype=np.int32), (len(windows), 1))
-    return [windows[:, :-1], places], windows[:, 1:]
+    position_ids = np.tile(np.arange(CONTEXT, dtype=np.int32), (len(windows), 1))
+    return [windows[:, :-1], position_ids], windows[:, 1:]
 
 
 def fit(model: Any, x: list[Any], y: Any) -> list[float]:
@@ -72,7 +72,7 @@ def fit(model: Any, x: list[Any], y: Any) -> list[float]:
     losses: list[float] = []
     seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
     model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[seen])
-    # Keras tells the mean over the batches so far.
+    # Keras reports the mean over the batches so far.
     means = np.array(losses) * np.arange(1, len(losses) + 1)
     return [float(loss) for loss in np.diff(means, prepend=0.0)]
 
@@ -90,13 +90,13 @@ def main() -> None:
     if comm.rank == 0:
         print(pipe.picture())
 
-    # Save the whole, as any Keras model.
+    # Save the full model, as any Keras model.
     folder = comm.broadcast_object(tempfile.mkdtemp())
     pipe.save(f"{folder}/model.keras")
     comm.barrier()
     pipe.close()
 
-    # Go on with half as many stages.
+    # Continue with half as many stages.
     mesh = commlib.Mesh(copy=2, pp=comm.size // 2)
     loaded = keras.models.load_model(f"{folder}/model.keras")
     pipe = ct.pipeline(loaded, mesh["pp"], schedule="gpipe", microbatches=2)
@@ -110,18 +110,18 @@ def main() -> None:
 
 
 def compare(losses: list[float], weights: list[Any], *parts: Any) -> None:
-    """Train in this process alone. Raises SystemExit if that comes to something else."""
+    """Train in this process alone. Raises SystemExit if losses or weights differ."""
     alone = make_model()
     expected = []
     for x, y in parts:
-        compile_model(alone)  # the momentum begins anew, here and there
+        compile_model(alone)  # the momentum starts from zero, as in the pipeline
         expected += fit(alone, x, y)
-    # float32: sums of microbatches in another order, some 1e-6 of a loss and more of a weight after 16 steps.
-    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-    apart = max(float(np.abs(one - other).max()) for one, other in zip(weights, alone.get_weights(), strict=True))
-    if worst > 1e-3 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
-        raise SystemExit(f"losses differ by {worst}, weights by {apart}: {losses} {expected}")
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; losses differ by {worst:.1e} at most, weights by {apart:.1e}")
+    # float32: another order of sums over microbatches changes a loss by some 1e-6, and a weight by more after 16 steps.
+    loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    weight_gap = max(float(np.abs(one - other).max()) for one, other in zip(weights, alone.get_weights(), strict=True))
+    if loss_gap > 1e-3 or weight_gap > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"losses differ by {loss_gap}, weights by {weight_gap}: {losses} {expected}")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; losses differ by {loss_gap:.1e}, weights by {weight_gap:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train a byte-level transformer in stages, save it, and go on with another number of stages and with replicas.
+"""Train a byte-level transformer in stages, save it, and continue with another number of stages and with replicas.
 
     mpirun -n 2 python examples/pipeline_torch.py
     mpirun -n 4 python examples/pipeline_torch.py    # as root, or on fewer cores: see ci/env.sh
 
-The model and the loop are plain PyTorch; `ct.pipeline` puts a stage on each rank. After some steps the whole model and
-the optimizer's state are saved under the names that they have in one process, and loaded into half as many stages, of
-which there are two replicas then. Beside it one process trains on the same batches: losses and weights must be alike.
+The model and the loop are plain PyTorch; `ct.pipeline` puts a stage on each rank. After some steps the full model and
+the optimizer's state are saved under their names in one process, and loaded into half as many stages with two replicas.
+One process also trains on the same batches: losses and weights must be equal within rounding.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 64, 4, 4, 32, 16, 10
 
 
 class Embed(nn.Module):
-    """Bytes to vectors, with learned positions."""
+    """An embedding of bytes, with learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
 
     def forward(self, text: Tensor) -> Tensor:
-        out: Tensor = self.bytes(text) + self.places.weight
+        out: Tensor = self.bytes(text) + self.positions.weight
         return out
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a norm and added to what came in."""
+    """Causal attention and an MLP, each with a norm before and a residual around."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """The same on every rank."""
+    """Return the model, the same on every rank."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
     return nn.Sequential(Embed(), *(Block() for _ in range(LAYERS)), head)
@@ -68,7 +68,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Windows of the source of Python's own standard library."""
+    """Return windows of the source of Python's standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
     stream = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -112,7 +112,7 @@ def main() -> None:
     if comm.rank == 0:
         print(pipe.picture())
 
-    # Save the whole.
+    # Save the full model.
     saved = {"model": pipe.gather_state_dict(), "optimizer": pipe.gather_optimizer_state(optimizer)}
     folder = comm.broadcast_object(tempfile.mkdtemp())
     if comm.rank == 0:
@@ -120,7 +120,7 @@ def main() -> None:
     comm.barrier()
     pipe.close()
 
-    # Go on with half as many stages, of which each is there twice.
+    # Continue with half as many stages, with two replicas of each.
     mesh = commlib.Mesh(pp=comm.size // 2, dp=2)
     pipe = ct.pipeline(make_model(), mesh["pp"], schedule="zb_h1", microbatches=2, loss=loss_of)
     optimizer = ct.DistributedOptimizer(optimizer_of(pipe.parameters()), pipe.named_parameters(), mesh=mesh)
@@ -129,23 +129,23 @@ def main() -> None:
     pipe.load_optimizer_state(optimizer, loaded["optimizer"])
     replica = mesh.coordinate("dp")
     for x, y in text[STEPS:]:
-        loss = pipe.step(x.chunk(2)[replica], y.chunk(2)[replica])  # of this replica's half of the batch
+        loss = pipe.step(x.chunk(2)[replica], y.chunk(2)[replica])  # on this replica's half of the batch
         losses.append(sum(comm.all_gather_object(loss.item())) / comm.size)
         pipe.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     expected, model = in_one_process(text)
-    whole = pipe.gather_state_dict()
-    # float32: sums of microbatches in another order, some 1e-7 of a loss and more of a weight after 20 steps of Adam.
-    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-    apart = max(float((whole[name] - value).abs().max()) for name, value in model.state_dict().items())
-    if worst > 1e-4 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
-        raise SystemExit(f"rank {comm.rank}: losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    full = pipe.gather_state_dict()
+    # float32: another order of sums over microbatches changes a loss by some 1e-7, and a weight by more (Adam).
+    loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    weight_gap = max(float((full[name] - value).abs().max()) for name, value in model.state_dict().items())
+    if loss_gap > 1e-4 or weight_gap > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"rank {comm.rank}: losses differ by {loss_gap}, weights by {weight_gap}: {losses} {expected}")
     if comm.rank == 0:
         first, last = f"{losses[0]:.3f}", f"{losses[-1]:.3f}"
         print(f"{comm.size} stages, then {comm.size // 2} x 2 replicas: loss {first} to {last}, as in one process")
-        print(f"(losses differ by {worst:.1e} at most, weights by {apart:.1e})")
+        print(f"(losses differ by {loss_gap:.1e} at most, weights by {weight_gap:.1e})")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""commlib for TensorFlow and Keras 3: Horovod's API, and verbs on tensors.
+"""commlib for TensorFlow and Keras 3: Horovod's API, and collective verbs on tensors.
 
-import commlib_tensorflow as hvd
+    import commlib_tensorflow as hvd
 
-hvd.init()
-hvd.broadcast_variables(model.variables, root_rank=0)
-with tf.GradientTape() as tape:
-    ...
-tape = hvd.DistributedGradientTape(tape)
+    hvd.init()
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    with tf.GradientTape() as tape:
+        ...
+    tape = hvd.DistributedGradientTape(tape)
 
-Verbs that are spelt as in MPI texts (`all_reduce`) run in the order in which they are called, which must be the same on
-all ranks; those that are spelt as in Horovod (`allreduce`) have names, and run in any order.
+Verbs with MPI spelling (`all_reduce`) run in call order, which must be the same on all ranks. Verbs with Horovod
+spelling (`allreduce`) have names and run in any order.
 """
 
 from commlib import __version__

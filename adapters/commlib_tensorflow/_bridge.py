@@ -1,8 +1,8 @@
-"""TensorFlow tensors and numpy arrays: the core speaks numpy only.
+"""Conversion between TensorFlow tensors and numpy arrays: the core uses numpy only.
 
-Reading is free on the CPU. Writing is free the other way round, for memory that starts on a cache line (which
-`commlib.horovod.empty` makes): TensorFlow then adopts it, and a variable that is assigned the tensor may adopt it in
-turn. So an array that became a tensor belongs to TensorFlow: nobody may write to it again.
+Reading a tensor on the CPU is free. Making a tensor from an array is free if the memory starts on a cache line
+(`commlib.horovod.empty` allocates such memory): TensorFlow then adopts the memory, and a variable that is assigned the
+tensor may adopt it in turn. So an array that became a tensor belongs to TensorFlow, and nobody may write to it again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from commlib.errors import UsageError
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
-"""Bytes. TensorFlow adopts memory that starts at a multiple of it, and aborts the process over DLPack otherwise."""
+"""Bytes. TensorFlow adopts memory that starts at a multiple of it; over DLPack it aborts the process otherwise."""
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name under which the core knows a dtype of TensorFlow, such as "bfloat16". Raises UsageError."""
+    """Return the core's name of a TensorFlow dtype, such as "bfloat16". Raises UsageError for unsupported ones."""
     name = str(tf.as_dtype(dtype).base_dtype.name)
     if name not in DTYPES:
         raise UsageError(f"tensors of dtype {name} are not supported; supported are {', '.join(DTYPES)}")
@@ -31,9 +31,9 @@ def dtype_name(dtype: Any) -> str:
 
 
 def as_tensor(value: Any) -> tf.Tensor:
-    """Return what the user gave, such as a variable, an array or a number, as a tensor of a dtype that the core takes.
+    """Convert a user's value, such as a variable, an array or a number, to a tensor of a dtype that the core supports.
 
-    Raises UsageError for what is no tensor.
+    Raises UsageError if the value is not a tensor.
     """
     if isinstance(value, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
         raise UsageError(f"expected a dense tensor, got a {type(value).__name__}: convert it with tf.convert_to_tensor")
@@ -46,9 +46,9 @@ def as_tensor(value: Any) -> tf.Tensor:
 
 
 def to_array(tensor: Any) -> Array:
-    """Return an array with the values of an eager tensor, contiguous. It must only be read.
+    """Return the values of an eager tensor as a contiguous, read-only array.
 
-    On the CPU it is the tensor's memory, which the array keeps alive; from a GPU it is a copy.
+    On the CPU it shares the tensor's memory, which the array keeps alive; from a GPU it is a copy.
     """
     read = getattr(tensor, "_numpy", None)  # numpy() copies
     return np.asarray(tensor.numpy() if read is None else read(), order="C")
@@ -57,11 +57,11 @@ def to_array(tensor: Any) -> Array:
 def to_tensor(array: Array) -> tf.Tensor:
     """Return an eager tensor with the values of an array that nobody else writes to, now or later.
 
-    It has the array's memory if that is aligned, else a copy.
+    It shares the array's memory if that is aligned; otherwise it is a copy.
     """
     if not array.size or array.ctypes.data % ALIGNMENT or not _is_plain(array):
         return tf.convert_to_tensor(array)
-    if array.dtype.kind == "V":  # bfloat16, which DLPack knows but numpy's does not
+    if array.dtype.kind == "V":  # bfloat16: DLPack has it, numpy's DLPack export does not
         return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 

@@ -1,11 +1,11 @@
-"""Errors that functions of the host raise within graphs, where TensorFlow keeps only the text.
+"""Errors of host functions within graphs: raise them with their class, although TensorFlow keeps only the text.
 
-TensorFlow makes an exception of its own of that text: tf.errors.InvalidArgumentError of a ValueError, UnknownError of
-most others. Nobody can catch that by what was raised; and `except` looks at the class alone, so the class must be
-right when the exception is made. There is no documented way to tell TensorFlow. So once a function of ours has failed
-in a graph, and not before, these two classes get a `__new__` that makes one of `commlib_tensorflow.errors` where the
-text is that of our error, which is a subclass of theirs. For all other texts they do what they did. TensorFlow's texts
-have the name of the exception's class before what it says.
+TensorFlow raises an exception of its own with that text: tf.errors.InvalidArgumentError for a ValueError, UnknownError
+for most others. `except` looks only at the class, so the exception must have the right class when it is made, and
+TensorFlow has no documented way to choose it. So once one of commlib's functions has failed in a graph, and not before,
+these two classes get a `__new__` that makes an exception of `commlib_tensorflow.errors`, a subclass of theirs, where
+the text is that of our error. For all other texts they behave as before. TensorFlow's texts begin with the name of the
+exception's class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RAISED = re.compile(r"(?:^|\s)(\w+Error): ((?:(?!\nTraceback ).)*)\nTraceback \
 
 
 class GraphErrors:
-    """Remember what functions of the host raised within graphs.
+    """Record of the errors that host functions raised within graphs.
 
     `original` finds the exception behind an error of TensorFlow.
     """
@@ -38,9 +38,9 @@ class GraphErrors:
         self._replaced = False
 
     def note(self, error: CommlibError) -> None:
-        """Remember an error that is about to pass through TensorFlow."""
+        """Record an error that is about to pass through TensorFlow."""
         with self._lock:
-            # Not itself: its traceback has the frames, and these the tensors, of a step.
+            # A copy: the traceback of the error itself keeps the frames, and these the tensors, of a step.
             self._last.appendleft(type(error)(str(error)))
             if not self._replaced:
                 self._replaced = True
@@ -48,7 +48,7 @@ class GraphErrors:
                     made.__new__ = self._maker(made)
 
     def original(self, error: BaseException) -> CommlibError | None:
-        """Return the exception whose text `error` carries, None if it is another one."""
+        """Return the recorded exception whose text `error` carries; None if there is none."""
         return self._find(str(error)) if isinstance(error, tf.errors.OpError) else None
 
     def _find(self, text: str) -> CommlibError | None:
@@ -61,14 +61,14 @@ class GraphErrors:
                 kind = class_of(error)
                 if kind is not None and issubclass(kind, made):
                     cls = kind
-            base = OSError if issubclass(cls, OSError) else Exception  # which a TimeoutError is
+            base = OSError if issubclass(cls, OSError) else Exception  # a TimeoutError is an OSError
             return base.__new__(cls)
 
         return __new__
 
 
-def raised_by_program(error: BaseException) -> CommlibError | None:
-    """Return the error of ours that a tf.py_function of the program raised, None if `error` comes from another one."""
+def find_program_error(error: BaseException) -> CommlibError | None:
+    """Return commlib's error that a tf.py_function of the program raised; None if `error` has another cause."""
     for name, text in _RAISED.findall(str(error)) if isinstance(error, tf.errors.OpError) else ():
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, CommlibError):
@@ -77,4 +77,4 @@ def raised_by_program(error: BaseException) -> CommlibError | None:
 
 
 graph_errors = GraphErrors()
-"""A graph runs in threads of TensorFlow, and may run without anybody of us on the stack: so this is one per process."""
+"""One per process: a graph runs in TensorFlow's threads, possibly without a commlib frame on the stack."""

@@ -1,8 +1,8 @@
 """Distributed optimizers of Keras 2 (tf_keras) and of TensorFlow 1.
 
-Keras 2 has a method that is meant to combine gradients of several devices, and its LossScaleOptimizer calls that
-before it looks for infinities: so ranks agree without any more. Optimizers of TensorFlow 1 have none; theirs are
-reduced when they compute gradients, as in `minimize`.
+Keras 2 has a method that combines gradients of several devices, and its LossScaleOptimizer calls it before it checks
+for infinities, so ranks agree without further work. Optimizers of TensorFlow 1 have no such method; their gradients are
+reduced when they are computed, as in `minimize`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,35 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, Wrapper, become, gradients_of
-from commlib_tensorflow._one_file import watch_checkpoints
+from commlib_tensorflow._checkpoint_files import watch_checkpoints
+from commlib_tensorflow._keras_reduction import (
+    DistributedKeras,
+    DistributedMixin,
+    KerasGradients,
+    Wrapper,
+    become,
+    gradients_of,
+)
 
 
 class DistributedKeras2(DistributedKeras):
-    """Refuse what Keras 2 does to an optimizer's attributes one by one: a communicator belongs to this process."""
+    """Optimizer of Keras 2 that refuses to be copied or pickled: its communicator belongs to this process."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError."""
         raise UsageError(
-            "a distributed optimizer of Keras 2 is neither copied nor pickled: make another one by "
+            "a distributed optimizer of Keras 2 cannot be copied or pickled: make another one by "
             "type(optimizer).from_config(optimizer.get_config())"
         )
 
 
-class Aggregates(DistributedKeras2):
+class AggregateHook(DistributedKeras2):
     """Reduces in `aggregate_gradients`, which new optimizers of Keras 2 call in each `apply_gradients`."""
 
-    _commlib_passes: Passes | None
+    _commlib_passes: GradientPasses | None
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
-        """Return pairs of gradients and variables: reduced, but within a LossScaleOptimizer, which unscales them."""
+        """Return pairs of gradients and variables: reduced, except within a LossScaleOptimizer, which unscales."""
         if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
             return gradients_of(loss, var_list, tape)
         return super().compute_gradients(loss, var_list, tape)
@@ -47,10 +54,10 @@ class Aggregates(DistributedKeras2):
         """Return pairs of reduced gradients and variables."""
         if self._commlib_passes is not None and getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
             raise UsageError(
-                "backward_passes_per_step does not go with the LossScaleOptimizer of Keras 2, which decides in each "
-                "pass: use Keras 3, or leave it at 1"
+                "backward_passes_per_step does not work with the LossScaleOptimizer of Keras 2, which decides in each "
+                "pass whether to update: use Keras 3, or leave it at 1"
             )
-        return _reduced(self._commlib, grads_and_vars)
+        return _reduce_pairs(self._commlib, grads_and_vars)
 
     def apply_gradients(
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False, **kwargs: Any
@@ -62,7 +69,7 @@ class Aggregates(DistributedKeras2):
             )
         self_: Any = self
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
-        with tf.init_scope():  # variables cannot be made within a branch
+        with tf.init_scope():  # a branch cannot create variables
             self_.build([variable for _, variable in pairs])
         apply_gradients = super().apply_gradients  # type: ignore[misc]
 
@@ -72,29 +79,29 @@ class Aggregates(DistributedKeras2):
             return tf.identity(self_.iterations)
 
         def no_step() -> Any:
-            return tf.identity(self_.iterations.assign_add(1))  # as Keras 3, and Horovod, count
+            return tf.identity(self_.iterations.assign_add(1))  # Keras 3 and Horovod count the same way
 
         self._commlib_passes.add(pairs, step, no_step)
         return self_.iterations
 
 
-class AggregatesLegacy(DistributedKeras2):
+class LegacyAggregateHook(DistributedKeras2):
     """Reduces in `_aggregate_gradients`, which `tf_keras.optimizers.legacy` and others of that kind call."""
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        return _reduced(self._commlib, grads_and_vars)
+        return _reduce_pairs(self._commlib, grads_and_vars)
 
 
-class Computes(Wrapper):
+class ComputeHook(Wrapper):
     """Reduces in `compute_gradients`: `tf.compat.v1.train.Optimizer`."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables."""
-        return _reduced(self._commlib, super().compute_gradients(*args, **kwargs))  # type: ignore[misc]
+        return _reduce_pairs(self._commlib, super().compute_gradients(*args, **kwargs))  # type: ignore[misc]
 
 
-class Passes:
-    """Adds up the gradients of `count` passes before a step."""
+class GradientPasses:
+    """Sums of the gradients of `count` passes before a step."""
 
     def __init__(self, count: int, *, average: bool) -> None:
         self._count, self._average = count, average
@@ -103,18 +110,18 @@ class Passes:
 
     @property
     def under_way(self) -> bool:
-        """Gradients were added since the last step."""
+        """Whether gradients were added since the last step."""
         return self._passes is not None and int(self._passes) % self._count != 0
 
     def give_up(self) -> None:
-        """Forget what was added since the last step: the next pass is a first one."""
+        """Discard the sums since the last step: the next pass is a first one."""
         if self._passes is not None:
             self._passes.assign(0)
         for total in self._sums.values():
             total.assign(tf.zeros_like(total))
 
     def add(self, pairs: list[tuple[Any, Any]], step: Any, no_step: Any) -> None:
-        """Add gradients; call `step` with the sums if it was the last pass, else `no_step`."""
+        """Add gradients; call `step` with the sums after the last pass, otherwise `no_step`."""
         with tf.init_scope():
             if self._passes is None:
                 self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -137,20 +144,20 @@ class Passes:
         tf.cond(passes % self._count == 0, last, no_step)
 
 
-def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: int, *, average: bool) -> None:
-    """Make an optimizer of Keras 2, or the one within a LossScaleOptimizer, or one of TensorFlow 1, reduce."""
+def distribute(optimizer: Any, reduction: KerasGradients, backward_passes_per_step: int, *, average: bool) -> None:
+    """Make an optimizer of Keras 2 or TensorFlow 1, or the one within a LossScaleOptimizer, reduce its gradients."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(inner, Distributed):
+    if isinstance(inner, DistributedMixin):
         raise UsageError("this optimizer is a DistributedOptimizer already")
     mixin = hook_of(inner)
-    if backward_passes_per_step > 1 and mixin is not Aggregates:
+    if backward_passes_per_step > 1 and mixin is not AggregateHook:
         raise UsageError(
             f"backward_passes_per_step={backward_passes_per_step} is for optimizers of Keras 3 and for those of "
             f"tf_keras.optimizers, not for {type(inner).__module__}.{type(inner).__name__}"
         )
 
     def prepare(one: Any) -> None:
-        passes = Passes(backward_passes_per_step, average=average) if backward_passes_per_step > 1 else None
+        passes = GradientPasses(backward_passes_per_step, average=average) if backward_passes_per_step > 1 else None
         object.__setattr__(one, "_commlib_passes", passes)
 
     become(inner, mixin, reduction, prepare)
@@ -158,14 +165,14 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: i
         watch_checkpoints(legacy.callbacks.ModelCheckpoint)
 
 
-def hook_of(optimizer: Any) -> type[Distributed]:
-    """Return how this optimizer is made to reduce."""
+def hook_of(optimizer: Any) -> type[DistributedMixin]:
+    """Return the class that makes this optimizer reduce."""
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return Computes
-    return Aggregates if hasattr(optimizer, "aggregate_gradients") else AggregatesLegacy
+        return ComputeHook
+    return AggregateHook if hasattr(optimizer, "aggregate_gradients") else LegacyAggregateHook
 
 
-def _reduced(reduction: Reduction, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+def _reduce_pairs(reduction: KerasGradients, grads_and_vars: Any) -> list[tuple[Any, Any]]:
     pairs = list(grads_and_vars)
     if reduction.are_reduced([gradient for gradient, _ in pairs]):
         return pairs

@@ -1,4 +1,4 @@
-"""Optimizers of either Keras: their variables, learning rate and momentum."""
+"""Optimizers of Keras 2 and 3: their variables, learning rate and momentum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def build(model: Any, optimizer: Any = None) -> bool:
-    """Make the variables of an optimizer, by default the model's, if possible; say whether all variables are there."""
+    """Create the variables of an optimizer, by default the model's, if possible; return whether all variables exist."""
     if not model.built:
         return False
     optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
@@ -24,7 +24,7 @@ def build(model: Any, optimizer: Any = None) -> bool:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Return all state of an optimizer of either Keras that training changes, the loss scale included."""
+    """Return all state of an optimizer of Keras 2 or 3 that training changes, including the loss scale."""
     if optimizer is None:
         return []
     variables = optimizer.variables
@@ -35,7 +35,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 
 def between_passes(optimizer: Any) -> bool:
-    """Tell whether an optimizer of either Keras has added up gradients since its last update."""
+    """Return whether an optimizer of Keras 2 or 3 has accumulated gradients since its last update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if (passes := getattr(inner, "_commlib_passes", None)) is not None:  # Keras 2
         return bool(passes.under_way)
@@ -44,7 +44,7 @@ def between_passes(optimizer: Any) -> bool:
 
 
 def give_up_passes(optimizer: Any) -> None:
-    """Forget gradients that an optimizer of either Keras has added up since its last update."""
+    """Discard the gradients that an optimizer of Keras 2 or 3 has accumulated since its last update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if (passes := getattr(inner, "_commlib_passes", None)) is not None:  # Keras 2
         passes.give_up()
@@ -61,7 +61,7 @@ def learning_rate_of(optimizer: Any) -> float:
 
 
 def momentum_of(optimizer: Any) -> list[Any]:
-    """Return the variables that hold momentum in the learning rate's unit: those of SGD and RMSprop."""
+    """Return the variables that hold momentum in units of the learning rate: those of SGD and RMSprop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if not getattr(inner, "momentum", 0) or not kinds & {"SGD", "RMSprop"}:

@@ -1,7 +1,8 @@
-"""Reduce gradients for a distributed optimizer of Keras, of any version.
+"""Gradient reduction for a distributed optimizer of any Keras version.
 
-The reduction itself is `Gradients`'s. Here is which gradients take part, under which names, and by what they are
-scaled: variables of this rank alone are left out, and gradients that Keras averaged over passes may be a sum again.
+`GradientsByName` does the reduction itself. This file decides which gradients take part, under which names, and with
+which scale: gradients of variables that only this rank has are left out, and gradients that Keras averaged over passes
+may become a sum again.
 """
 
 from __future__ import annotations
@@ -17,77 +18,78 @@ from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
-from commlib_tensorflow._in_parts import InParts
+from commlib_tensorflow._incremental_reduction import IncrementalReduction
 from commlib_tensorflow._local_shards import places_of
-from commlib_tensorflow._local_shards import reduced as reduced_apart
+from commlib_tensorflow._local_shards import reduce_local as reduced_apart
 from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.gradients import Gradients, scaled
+from commlib_tensorflow.gradients import GradientsByName, scale_gradient
 from commlib_tensorflow.horovod.operations import allreduce
 
 
-class Distributed(Reporting):
+class DistributedMixin(Reporting):
     """Mark optimizers that reduce their gradients. Not for direct use: see DistributedOptimizer."""
 
-    _commlib: Reduction
+    _commlib: KerasGradients
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of `variable` on this rank: it is not reduced, only scaled. Before the first step."""
+        """Keep the gradient of `variable` on this rank: it is only scaled. Call this before the first step."""
         self._commlib.register_local_var(variable)
 
     def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers of earlier steps on this rank."""
+        """Return the state of compression from earlier steps on this rank."""
         return self._commlib.reducer.compression_state()
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Take over what `compression_state` returned on this rank."""
+        """Restore the state that `compression_state` returned on this rank."""
         self._commlib.reducer.load_compression_state(state)
 
     @property
-    def reducer(self) -> Gradients:
-        """What reduces the gradients: its options, and one `reducers[i]` for each kind of call so far."""
+    def reducer(self) -> GradientsByName:
+        """The object that reduces the gradients: its options, and one `reducers[i]` for each kind of call so far."""
         return self._commlib.reducer
 
 
-class Wrapper(Distributed):
-    """Mark optimizers of others that were made to reduce, and those that are made of their type."""
+class Wrapper(DistributedMixin):
+    """Mark optimizers that were made distributed, and further instances of their class."""
 
-    _commlib_first: Reduction
-    """That of the optimizer that was made distributed: what is made of its type reduces in the same way."""
+    _commlib_first: KerasGradients
+    """The reduction of the optimizer that was made distributed; further instances of its class reduce in the same way.
+    """
     _commlib_prepare: Callable[[Any], None]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Make another distributed optimizer: `type(optimizer)(...)`, and so `optimizer.from_config(config)`.
 
-        Raises UsageError where gradients of certain variables are reduced in ways of their own.
+        Raises UsageError if the reduction has settings for particular variables.
         """
         super().__init__(*arguments, **options)
         self._commlib_begin()
 
     def _commlib_begin(self) -> None:
-        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # past Keras, which tracks what it is given
+        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # bypasses Keras, which tracks attributes
         self._commlib_prepare(self)
 
 
 class DistributedKeras(Wrapper):
-    """Add what optimizers of Keras have besides."""
+    """Mark distributed optimizers of Keras, and give them `compute_gradients`."""
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """Return pairs of gradients, reduced over all ranks, and variables: for `apply_gradients`. Collective.
 
         loss: a function without arguments, or a tensor that `tape` has recorded. var_list: variables, or a function
-        that returns them. Raises UsageError for an optimizer that adds up several passes.
+        that returns them. Raises UsageError for an optimizer that accumulates several passes.
         """
         if getattr(self, "gradient_accumulation_steps", None) or getattr(self, "_commlib_passes", None) is not None:
             raise UsageError(
-                "compute_gradients() does not go with several passes per step, which are added up before they are "
+                "compute_gradients() does not work with several passes per step, which are added up before they are "
                 "reduced: take the gradients of a pass from a tf.GradientTape, and apply them"
             )
         return self._commlib.compute(gradients_of(loss, var_list, tape))
 
 
-class Reduction:
-    """Reduces the gradients of one optimizer. `undo_division` is by what they are multiplied afterwards."""
+class KerasGradients:
+    """Reduction of one optimizer's gradients. `undo_division` multiplies the reduced gradients."""
 
     def __init__(
         self,
@@ -108,10 +110,10 @@ class Reduction:
         }
         self.name = name
         self.expected: list[Any] = []
-        """The variables whose gradients the optimizer is about to hand over."""
+        """The variables whose gradients the optimizer is about to pass."""
         self.ran = False
         self.given_reduced = False
-        """They are reduced already."""
+        """Whether the gradients are already reduced."""
         self.absent: dict[Any, Any] = {}
         """The variables, by `key_of`, without a gradient on this rank; and whether another has one, if known."""
         self._computed = ComputedGradients()
@@ -122,36 +124,36 @@ class Reduction:
         self._places: dict[Any, int] = {}
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self.reducer = Gradients(name, groups=groups, asks_marks=True, **settings)
+        self.reducer = GradientsByName(name, groups=groups, asks_marks=True, **settings)
 
     @property
     def _process_set(self) -> core.ProcessSet:
         return self.reducer.process_set
 
-    def anew(self) -> Reduction:
-        """Return one for another optimizer, with the same settings. Not collective.
+    def anew(self) -> KerasGradients:
+        """Return a reduction for another optimizer, with the same settings. Not collective.
 
-        Raises UsageError where these are about variables, which another optimizer has not.
+        Raises UsageError if the settings name variables, because another optimizer has different ones.
         """
         for what, is_given in {
             "groups of variables": isinstance(self._settings["groups"], list),
-            "variables or layers that stay on their rank": self._local or self._local_layers,
+            "variables or layers whose gradients stay on their rank": self._local or self._local_layers,
         }.items():
             if is_given:
                 raise UsageError(
-                    f"{self.name} has {what}, so no other optimizer can be made like it: make a plain one, of "
-                    "keras.optimizers, and wrap it with what is true of its own variables"
+                    f"{self.name} has {what}, so it cannot be applied to another optimizer: make a plain optimizer of "
+                    "keras.optimizers, and wrap it with the settings for its own variables"
                 )
-        return Reduction(self.name, **self._settings)
+        return KerasGradients(self.name, **self._settings)
 
     @property
     def size(self) -> int:
         """The number of ranks that reduce together."""
         size = self._process_set.size()
-        return self._process_set.coordinator(self.name).comm.size if size is None else size  # which raises
+        return self._process_set.coordinator(self.name).comm.size if size is None else size  # raises if none
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of `variable` on this rank."""
+        """Keep the gradient of `variable` on this rank."""
         self._local.add(key_of(variable))
 
     def reduce(
@@ -162,15 +164,16 @@ class Reduction:
         strict: Collection[int] | None = None,
         given_if: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the reduced gradients of `variables`, as `Gradients` does. In a graph or eagerly.
+        """Return the reduced gradients of `variables`, as `GradientsByName` does. In a graph or eagerly.
 
-        What is None here alone is zeros; but in a graph, and for the numbers in `strict`, it is a MismatchError.
+        A gradient that is None only on this rank counts as zeros; but in a graph, and for the numbers in `strict`, it
+        is a MismatchError.
         """
         self.ran = True
         shared = self.shared(variables)
-        # As if it were averaged with zeros of the others.
+        # As if it were averaged with zeros of the other ranks.
         factor = 1 / self.size if self._scale_local else 1.0
-        results = [scaled(gradient, factor) for gradient in gradients]
+        results = [scale_gradient(gradient, factor) for gradient in gradients]
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
             own = [variables[number] for number in shared]
@@ -188,7 +191,7 @@ class Reduction:
             own, theirs = [gradients[place] for place in apart], [variables[place] for place in apart]
             for place, gradient in zip(apart, reduced_apart(own, theirs, op, self.size), strict=True):
                 results[place] = gradient
-        return [scaled(gradient, float(self._undo_division)) for gradient in results]
+        return [scale_gradient(gradient, float(self._undo_division)) for gradient in results]
 
     def shared(self, variables: Sequence[Any]) -> list[int]:
         """Return the numbers of the variables that all ranks of the set have."""
@@ -203,13 +206,14 @@ class Reduction:
         return list(zip(reduced, variables, strict=True))
 
     def note(self, reduced: Sequence[Any]) -> None:
-        """Remember gradients that are reduced: not to be reduced again when these very tensors are applied."""
+        """Record reduced gradients, so that these tensors are not reduced again when they are applied."""
         self._computed.note(reduced)
 
-    def in_parts(self, variables: Sequence[Any], order: Sequence[int]) -> InParts | None:
-        """Begin to reduce gradients that come a part at a time, in this order; None if they must come at once.
+    def in_parts(self, variables: Sequence[Any], order: Sequence[int]) -> IncrementalReduction | None:
+        """Start an incremental reduction of gradients that arrive in this order; None if that is not possible.
 
-        That is where they are not to be sent early, some stay here, or a compressor of the user's takes tensors.
+        Gradients must be reduced all at once if they are not to be sent early, if some stay here, or if a user's
+        compressor takes tensors.
         """
         reducer = self.reducer
         if reducer.options.overlap is False or reducer.compressor is not None or self.has_local or places_of(variables):
@@ -217,7 +221,7 @@ class Reduction:
         reducer.settle_ranks([path_of(variable) for variable in variables], variables)
         if reducer.alone:
             return None
-        return InParts(reducer, [self._name_of(variable) for variable in variables], variables, order)
+        return IncrementalReduction(reducer, [self._name_of(variable) for variable in variables], variables, order)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -230,14 +234,14 @@ class Reduction:
         return bool(self.local_keys())
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
-        """Return whether gradients that are to be applied are those that `compute` returned. Asked once for them."""
+        """Return whether these gradients are those of `compute`. Call it once for the gradients of a step."""
         averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self.local_keys()
         return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
 
     def clip(self, gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
         """Return reduced gradients, clipped by their norm, with the same bits on all ranks.
 
-        Those of this rank's own variables are clipped by a norm of their own: in that of all, ranks would differ.
+        Gradients of this rank's own variables are clipped by a separate norm: in a common norm, ranks would differ.
         """
         local = self.local_keys()
         results: list[Any] = [None] * len(gradients)
@@ -248,7 +252,8 @@ class Reduction:
             own = [variables[place] for place in places]
             clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm, own)
             for place, gradient in zip(places, clipped, strict=True):
-                # Keras makes rows of embeddings dense here, so that moments are those of sums of rows, not of each.
+                # Keras makes gradients of embedding rows dense here, so that moments are those of sums of rows, not of
+                # single rows.
                 results[place] = tf.convert_to_tensor(gradient)
         return results
 
@@ -262,12 +267,12 @@ class Reduction:
         return tf.cast(agreed, tf.bool)
 
     def _name_of(self, variable: Any) -> str:
-        # Numbers, in the order in which variables were seen: Keras' own names differ between ranks as soon as one of
-        # them, for example, loaded its model from a file.
+        # Numbers, in the order in which variables were seen: Keras' names differ between ranks as soon as one of them,
+        # for example, loaded its model from a file.
         return f"variable {self._places.setdefault(key_of(variable), len(self._places))}"
 
     def local_keys(self) -> set[Any]:
-        """Return what stands for the variables whose gradients are left on this rank, as `key_of` says it."""
+        """Return the keys (`key_of`) of the variables whose gradients stay on this rank."""
         return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
 
 
@@ -288,25 +293,25 @@ def gradients_of(loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, 
 
 
 def key_of(variable: Any) -> Any:
-    """Return what stands for a variable in sets, whether it is one of TensorFlow or wrapped by Keras 3."""
+    """Return a hashable key for a variable of TensorFlow or of Keras 3."""
     return (variable if hasattr(variable, "ref") else variable.value).ref()
 
 
-def become(optimizer: Any, mixin: type, reduction: Reduction, prepare: Callable[[Any], None]) -> None:
+def become(optimizer: Any, mixin: type, reduction: KerasGradients, prepare: Callable[[Any], None]) -> None:
     """Make `optimizer` an instance of `mixin` and of its own class.
 
-    For those who ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib
-    to be read. `prepare` is called with it, and with each optimizer that is made of its type.
+    Its `__class__` still reports the plain class, which Keras uses when it saves: so files can be read without commlib.
+    `prepare` is called with it, and with each further instance of its class.
     """
     plain = type(optimizer)
     own = {"_commlib_first": reduction, "_commlib_prepare": staticmethod(prepare)}
     change_class(optimizer, mixin, __class__=property(lambda self: plain), **own)
-    object.__setattr__(optimizer, "_commlib", reduction)  # past Keras, which keeps track of what it is given
+    object.__setattr__(optimizer, "_commlib", reduction)  # bypasses Keras, which tracks attributes
     prepare(optimizer)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace attribute `name` of a class of Keras by what `make` makes of it, each `make` once."""
+    """Replace attribute `name` of a Keras class by the result of `make`, at most once for each `make`."""
     original = vars(owner)[name]
     getter = original.fget if isinstance(original, property) else original
     made_by = getattr(getter, "_commlib", ())
@@ -323,5 +328,5 @@ def check_variables(variables: Iterable[Any]) -> None:
         if getattr(variable, "overwrite_with_gradient", False):
             raise UsageError(
                 f"variable {path_of(variable)} is overwritten by its gradient (float8 training), which ranks cannot "
-                "share: train without float8"
+                "reduce: train without float8"
             )

@@ -1,8 +1,8 @@
-"""Placement: where a node of a graph should run, so that tensors of a GPU need not leave it.
+"""Placement: choose where a node of a graph runs, so that GPU tensors stay on the GPU.
 
-A traced function mostly leaves to TensorFlow where its tensors are: that is decided after it was traced. So it is
-guessed. Where the guess is wrong, TensorFlow copies tensors to where the node runs, and results from there: that takes
-time, and results are the same. But it must be the same guess on all ranks.
+In a traced function TensorFlow mostly decides after tracing where tensors are. So the device is guessed. If the guess
+is wrong, TensorFlow copies tensors to the node's device and results back: that takes time, but results are the same.
+The guess must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from commlib.devices.protocol import Device
 from commlib_tensorflow.devices import kind_of, types
 
 
-class Place(NamedTuple):
-    """A device of TensorFlow, such as "GPU:0", and the name of the core's."""
+class DevicePlace(NamedTuple):
+    """A device of TensorFlow, such as "GPU:0", and the core's name of it."""
 
     where: str
     name: str
 
     @property
     def device(self) -> Device:
-        """The core's. Raises UsageError if this process has none."""
+        """The core's device. Raises UsageError if this process has none."""
         device: Device = device_named(self.name, "TensorFlow's tensors")
         return device
 
 
-def place_of(values: Iterable[Any]) -> Place | None:
-    """Return the first device that has one of these tensors or variables; None if the host has all.
+def place_of(values: Iterable[Any]) -> DevicePlace | None:
+    """Return the first device that holds one of these tensors or variables; None if the host holds all.
 
-    What is symbolic and says nothing is where TensorFlow puts things by default: where an enclosing `tf.device` says,
-    or on the first GPU.
+    A symbolic tensor without a device is on TensorFlow's default device: that of an enclosing `tf.device`, or the first
+    GPU.
     """
     if not types():
         return None
     is_unknown = False
     for value in values:
-        spec = tf.DeviceSpec.from_string(_said(value))
+        spec = tf.DeviceSpec.from_string(_device_of_value(value))
         if spec.device_type is None:
             is_unknown = True
         elif (place := _place(spec)) is not None:
@@ -53,18 +53,18 @@ def fits(dtypes: Sequence[Any]) -> bool:
     return all(tf.as_dtype(dtype) != tf.int32 for dtype in dtypes)
 
 
-def _said(value: Any) -> str:
-    """Return where a tensor or variable says that it is."""
+def _device_of_value(value: Any) -> str:
+    """Return the device that a tensor or variable reports."""
     holder = value if hasattr(value, "device") else getattr(value, "value", None)  # a variable of Keras 3 wraps one
     return str(getattr(holder, "backing_device", None) or getattr(holder, "device", None) or "")
 
 
-def _place(spec: Any) -> Place | None:
+def _place(spec: Any) -> DevicePlace | None:
     kind = kind_of(spec.device_type)
-    return None if kind is None else Place(f"{spec.device_type}:{spec.device_index or 0}", kind.name)
+    return None if kind is None else DevicePlace(f"{spec.device_type}:{spec.device_index or 0}", kind.name)
 
 
-def _default() -> Place | None:
+def _default() -> DevicePlace | None:
     if not tf.executing_eagerly():
         spec = tf.DeviceSpec.from_string(tf.no_op().device)
         if spec.device_type is not None:

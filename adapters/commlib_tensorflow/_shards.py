@@ -1,4 +1,4 @@
-"""Variables that hold a shard: how one tells, and what of a whole is theirs."""
+"""Sharded variables: mark a variable as holding a shard, and convert between shards and unsharded values."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _OWN = "commlib_own"
 
 
 def shard_of(variable: Any) -> Shard | None:
-    """Return what a variable of Keras holds a part of; None if it is whole."""
+    """Return the shard that a Keras variable holds; None if it is not sharded."""
     return getattr(variable, _MARK, None)
 
 
 def mark(variable: Any, shard: Shard) -> None:
-    """Note what a variable holds."""
+    """Record the shard that a variable holds."""
     setattr(variable, _MARK, shard)
-    if not isinstance(variable, tf.Variable):  # who differentiates by hand may give that of TensorFlow
+    if not isinstance(variable, tf.Variable):  # code that differentiates by hand may pass the TensorFlow variable
         setattr(variable.value, _MARK, shard)
 
 
-def leave_here(variable: Any) -> None:
-    """Note that a variable is this rank's own, and its gradient is not reduced."""
+def mark_local(variable: Any) -> None:
+    """Record that a variable belongs to this rank alone, and its gradient is not reduced."""
     setattr(variable, _OWN, True)
 
 
-def is_left_here(variable: Any) -> bool:
-    """Return whether a variable of Keras is this rank's own."""
+def is_marked_local(variable: Any) -> bool:
+    """Return whether a Keras variable belongs to this rank alone."""
     return hasattr(variable, _OWN) or hasattr(variable.value, _OWN)
 
 
 def mark_gradient(gradient: Any, variable: Any) -> None:
-    """Note that a gradient is of a variable that holds a part, if it does: who takes a norm of it asks."""
+    """Mark the gradient of a sharded variable with its shard, for norms."""
     if gradient is not None and (shard := shard_of(variable)) is not None:
         setattr(gradient, _MARK, shard)
 
 
 def whole_shape(variable: Any) -> tuple[int, ...]:
-    """Return the shape that a variable has in one process."""
+    """Return the unsharded shape of a variable."""
     shard = shard_of(variable)
     return tuple(variable.shape) if shard is None else shard.sharding.shape
 
 
 def whole_of(variable: Any, value: Array) -> Array:
-    """Return a value of the shape of a variable, such as its own, as a whole. Collective if the variable is divided."""
+    """Gather a value of the shape of a variable, such as its own. Collective if the variable is sharded."""
     shard = shard_of(variable)
     if shard is None or value.shape != shard.sharding.local(shard.axis.rank, shard.axis.size):
         return value
@@ -59,20 +59,20 @@ def whole_of(variable: Any, value: Array) -> Array:
 
 
 def own_of(variable: Any, value: Any) -> Any:
-    """Return this rank's part of a whole value. Raises UsageError for another shape."""
+    """Return this rank's shard of an unsharded value. Raises UsageError for another shape."""
     shard = shard_of(variable)
     if shard is None:
         return value
     if tuple(value.shape) != shard.sharding.shape:
         raise UsageError(
-            f"{variable.path} is given values of shape {tuple(value.shape)}, expected {shard.sharding.shape}, that of "
-            "the model that is whole"
+            f"{variable.path}: got values of shape {tuple(value.shape)}, expected {shard.sharding.shape}, the shape in "
+            "the unsharded model"
         )
     return shard.own(np.asarray(value[...]))
 
 
-def counted(values: Any, shard: Shard | None) -> Any:
-    """Return what of a part, or of its gradient, counts here: what several ranks have, on the first of them."""
+def take_counted(values: Any, shard: Shard | None) -> Any:
+    """Return the elements of a shard, or of its gradient, that this rank counts: the first one counts shared ones."""
     dim, pieces = (0, None) if shard is None else shard.counted
     if pieces is None:
         return values
@@ -81,7 +81,7 @@ def counted(values: Any, shard: Shard | None) -> Any:
 
 
 def shards_in(model: Any) -> Iterator[tuple[Any, Shard]]:
-    """Yield (variable, shard) of each variable that is divided, once."""
+    """Yield (variable, shard) of each sharded variable, once."""
     for variable in model.variables:
         if (shard := shard_of(variable)) is not None:
             yield variable, shard

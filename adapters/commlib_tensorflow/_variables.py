@@ -1,4 +1,4 @@
-"""Variables that optimizers are given: those of Keras, and TensorFlow's own beside them."""
+"""Variables of optimizers: those of Keras, and plain ones of TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def path_of(variable: Any) -> str:
-    """Return what a variable is called: its path in Keras, or its name, as that of a temperature of one's own."""
+    """Return a variable's path in Keras, or its TensorFlow name."""
     return str(getattr(variable, "path", variable.name))
 
 

@@ -1,4 +1,4 @@
-"""Give every rank the variables or objects of one of them, or of all."""
+"""Broadcast variables or objects of one rank to all ranks, or gather objects of all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
-from commlib.sharding.same_parts import axes_of_data, mesh_of, stands_for
-from commlib.sharding.shards import check_apart
+from commlib.sharding.shard_replicas import axes_of_data, find_acting_rank, mesh_of
+from commlib.sharding.shards import check_same_shard
 from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow._graph import no_autograph, operation_name, ordered
+from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_name
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.collectives import run, verbs
@@ -34,14 +34,14 @@ def broadcast_variables(
     process_set: core.ProcessSet | None = None,
     inplace: bool = False,
 ) -> Any:
-    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s. Collective.
+    """Assign the values of rank `root_rank` to variables (tf.Variable or keras.Variable) on all ranks. Collective.
 
-    All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Experts are
-    not the same on all ranks, and stay what they are. Variables that are divided along an axis of a mesh, and all that
-    come with them, are given to the ranks with the same parts: with the values of the rank that is where `root_rank` is
-    along the other axes. Raises UsageError for divided variables of which some of the
-    ranks have other parts. Returns an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no
-    difference: values are assigned.
+    All values travel in one operation; every rank passes variables of the same shapes and dtypes in the same order.
+    Experts differ between ranks and are not changed. If some variables are sharded along an axis of a mesh, all
+    variables of the call are broadcast among the ranks with the same shards: each gets the values of the rank at
+    `root_rank`'s coordinates along the other axes. Raises UsageError for sharded variables if some of the ranks have
+    other shards. Returns an operation in a graph of TensorFlow 1, None otherwise. `inplace` has no effect: values are
+    always assigned.
     """
     given = list(variables)
     local = set(places_of(given))
@@ -50,16 +50,16 @@ def broadcast_variables(
         return None
     shards = [(getattr(variable, "path", ""), shard_of(variable)) for variable in found]
     is_said = not (process_set is None or process_set is core.global_process_set)
-    if not is_said and (mesh := mesh_of(shards, core.running().size)) is not None:
+    if not is_said and (mesh := mesh_of(shards, core.require_world().size)) is not None:
         axes = axes_of_data(mesh)
         process_set = process_set_along(mesh, axes, "broadcast_variables")
-        root_rank = stands_for(mesh, axes, root_rank)
-    check_apart("broadcast_variables", shards, core.process_set_of(process_set).ranks or ())
+        root_rank = find_acting_rank(mesh, axes, root_rank)
+    check_same_shard("broadcast_variables", shards, core.process_set_of(process_set).ranks or ())
     tensors = []
     for position, variable in enumerate(found):
         label = getattr(variable, "path", None) or getattr(variable, "name", None) or f"entry {position}"
         if not hasattr(variable, "assign"):
-            raise UsageError(f"broadcast_variables: {label} is no variable but a {type(variable).__name__}")
+            raise UsageError(f"broadcast_variables: {label} is a {type(variable).__name__}, expected a variable")
         try:
             tensors.append(as_tensor(variable))
         except UsageError as error:
@@ -67,16 +67,16 @@ def broadcast_variables(
     name = operation_name("BroadcastVariables", None)
     values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
     updates = [variable.assign(value) for variable, value in zip(found, values, strict=True)]
-    return None if ordered() else tf.group(*updates)
+    return None if is_ordered() else tf.group(*updates)
 
 
 @no_autograph
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all variables of a graph of TensorFlow 1.
 
-    Raises RuntimeError in eager mode, where there is no list of all variables.
+    Raises RuntimeError in eager mode, where TensorFlow has no list of all variables.
     """
-    if ordered():
+    if is_ordered():
         raise RuntimeError(
             "broadcast_global_variables does not work in eager mode, where TensorFlow keeps no list of all variables: "
             "use broadcast_variables(model.variables, root_rank), and the same for optimizer.variables"
@@ -85,7 +85,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow has no types
-    """Broadcasts all variables of a graph of TensorFlow 1 when a MonitoredSession has initialised or restored them."""
+    """Broadcasts all variables of a graph of TensorFlow 1 after a MonitoredSession has initialised or restored them."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
                 self._broadcast = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the broadcast."""
         session.run(self._broadcast)
 
 
@@ -114,9 +114,9 @@ def broadcast_object(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Any:
-    """Return rank `root_rank`'s picklable object on all ranks. `session` is for Horovod's callers: none is needed.
+    """Return rank `root_rank`'s picklable object on all ranks. `session` exists for compatibility with Horovod.
 
-    With `comm` it is the ordered verb on that group, whose rank `root` then is.
+    With `comm` it is the ordered verb on that group, and `root` is a rank of the group.
     """
     source = choose_root(root_rank, root)
     if comm is not None:
@@ -131,7 +131,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: core.ProcessSet | None = None,
 ) -> Callable[[Any], Any]:
-    """Return a function that does `broadcast_object` of what it is given."""
+    """Return a function that calls `broadcast_object` on its argument."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -139,5 +139,5 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
 ) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order. `session` is for Horovod's callers: none is needed."""
+    """Return the picklable objects of all ranks, in rank order. `session` exists for compatibility with Horovod."""
     return core.allgather_object(obj, name, process_set)

@@ -1,4 +1,4 @@
-"""Checkpoint: models and optimizers of Keras, variables of your own, saved by all ranks and resumed exactly."""
+"""Checkpoints of Keras models, optimizers and your own variables: all ranks save, and a job resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from commlib import checkpoint as core
 from commlib.checkpoint import generators
-from commlib.checkpoint.checkpoint import Part
-from commlib.checkpoint.packed import Packed
+from commlib.checkpoint.checkpoint import CheckpointPart
+from commlib.checkpoint.packed_state import PackedTensor
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib_tensorflow._keras_optimizers import build, variables_of
-from commlib_tensorflow._keras_reduction import Distributed
+from commlib_tensorflow._keras_reduction import DistributedMixin
 from commlib_tensorflow.expert.rebalance import owners_of, put_owners
 
 __all__ = ["Checkpoint"]
@@ -25,32 +25,33 @@ RANDOM = "random"
 
 
 class Checkpoint(core.Checkpoint):
-    """Checkpoints in a folder that all ranks see: `Checkpoint("run", model=model)`.
+    """Checkpoints in a folder that all ranks can access: `Checkpoint("run", model=model)`.
 
-    Values are models of Keras 3 or tf_keras (with the optimizer they were compiled with), optimizers, variables, and
-    lists of variables. A model must be built. What a distributed optimizer's compression remembers is saved, too, and
-    so are states of the random generators of Python, numpy and Keras' layers. So training that is interrupted between
-    two steps and resumed on as many ranks computes the same bits; data must go on where it was, which the step says.
+    Values are models of Keras 3 or tf_keras (with their compiled optimizer), optimizers, variables, and lists of
+    variables. A model must be built. The compression state of a distributed optimizer is saved, too, and so are the
+    states of the random generators of Python, numpy and Keras' layers. So if training is interrupted between two steps
+    and resumed on as many ranks, it computes the same bits; the input data must continue at the saved step.
 
-    What ranks hold alike is written once, what they hold apart by each. `save(step)` and `resume()` are collective.
-    On another number of ranks a job resumes only what was alike on all. keep: how many checkpoints stay. comm: the
-    ranks that save together, by default all. Raises UsageError for other values.
+    State that is equal on all ranks is written once; state that differs is written by each rank. `save(step)` and
+    `resume()` are collective. On another number of ranks a job resumes only the state that was equal on all ranks.
+    keep: the number of checkpoints to keep. comm: the ranks that save together, by default all. Raises UsageError for
+    other values.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], *, keep: int = 2, comm: Communicator | None = None, **values: Any
     ) -> None:
-        parts: dict[str, Part] = {}
+        parts: dict[str, CheckpointPart] = {}
         for name, value in values.items():
             if name == RANDOM:
-                raise UsageError(f"Checkpoint: '{RANDOM}' names the states of random generators: choose another name")
+                raise UsageError(f"Checkpoint: '{RANDOM}' is reserved for random states: choose another name")
             parts |= _parts(name, value)
         if parts:
-            parts[RANDOM] = Part(generators.state, generators.load, is_needed=False)
+            parts[RANDOM] = CheckpointPart(generators.state, generators.load, is_needed=False)
         super().__init__(folder, parts, keep=keep, comm=comm)
 
 
-def _parts(name: str, value: Any) -> dict[str, Part]:
+def _parts(name: str, value: Any) -> dict[str, CheckpointPart]:
     if isinstance(value, list | tuple):
         return {name: _of_variables(name, lambda: list(value))}
     if hasattr(value, "assign") and not hasattr(value, "apply_gradients"):  # optimizers of Keras 3 have both
@@ -64,7 +65,7 @@ def _parts(name: str, value: Any) -> dict[str, Part]:
 
         parts = {name: _of_variables(name, weights)}
         if owners_of(value):
-            parts[f"{name}.experts"] = Part(lambda: owners_of(value), lambda saved: put_owners(value, saved))
+            parts[f"{name}.experts"] = CheckpointPart(lambda: owners_of(value), lambda saved: put_owners(value, saved))
         if getattr(value, "optimizer", None) is not None:
             parts |= _of_optimizer(f"{name}.optimizer", lambda: value.optimizer, weights)
         return parts
@@ -75,21 +76,21 @@ def _parts(name: str, value: Any) -> dict[str, Part]:
     )
 
 
-def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], list[Any]]) -> dict[str, Part]:
-    """Return the parts of an optimizer, once `ready()` was called. What compression remembers is each rank's own."""
+def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], list[Any]]) -> dict[str, CheckpointPart]:
+    """Return the parts of an optimizer, after a call of `ready()`. The state of compression differs between ranks."""
 
     def variables() -> list[Any]:
         ready()
         if not getattr(optimizer(), "built", True):
             raise UsageError(
-                f"checkpoint: {name} is not built yet: call its build(model.trainable_variables), or give the model "
+                f"checkpoint: {name} is not built yet: call its build(model.trainable_variables), or save the model "
                 "that was compiled with it"
             )
         return variables_of(optimizer())
 
     def reducing() -> Any:
         found = getattr(optimizer(), "inner_optimizer", optimizer())
-        return found if isinstance(found, Distributed) else None
+        return found if isinstance(found, DistributedMixin) else None
 
     def state() -> Any:
         return {} if (found := reducing()) is None else found.compression_state()
@@ -98,30 +99,30 @@ def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], l
         if (found := reducing()) is not None and saved:
             found.load_compression_state(_arrays(saved))
 
-    return {name: _of_variables(name, variables), f"{name}.compression": Part(state, load, is_needed=False)}
+    return {name: _of_variables(name, variables), f"{name}.compression": CheckpointPart(state, load, is_needed=False)}
 
 
-def _of_variables(name: str, variables: Callable[[], list[Any]]) -> Part:
-    """Return the part of a list of variables, by their places in it: names need not be unique, nor the same again."""
+def _of_variables(name: str, variables: Callable[[], list[Any]]) -> CheckpointPart:
+    """Return the part of a list of variables, by index: names may repeat, and may differ in the next run."""
 
-    def state() -> list[Packed]:
-        return [Packed.of(np.asarray(tf.convert_to_tensor(variable))) for variable in variables()]
+    def state() -> list[PackedTensor]:
+        return [PackedTensor.of(np.asarray(tf.convert_to_tensor(variable))) for variable in variables()]
 
-    def load(saved: list[Packed]) -> None:
+    def load(saved: list[PackedTensor]) -> None:
         own = variables()
         theirs = [(one.dtype, one.shape) for one in saved]
         mine = [(tf.as_dtype(variable.dtype).name, tuple(variable.shape)) for variable in own]
         if theirs != mine:
-            raise UsageError(f"{name} was saved with other variables: expected {mine}, got {theirs}")
+            raise UsageError(f"{name} was saved with different variables: expected {mine}, got {theirs}")
         for variable, one in zip(own, saved, strict=True):
             variable.assign(one.array())
 
-    return Part(state, load)
+    return CheckpointPart(state, load)
 
 
 def _arrays(value: Any) -> Any:
-    """Return nested state with numpy's arrays in place of packed ones."""
-    if isinstance(value, Packed):
+    """Return nested state with numpy arrays in place of packed ones."""
+    if isinstance(value, PackedTensor):
         return value.array()
     if isinstance(value, dict):
         return {key: _arrays(one) for key, one in value.items()}

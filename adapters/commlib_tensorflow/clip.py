@@ -1,4 +1,4 @@
-"""Clip TensorFlow's gradients by the norm of all of them together: see `commlib.optim.clipping`."""
+"""Gradient clipping by the global norm for TensorFlow: see `commlib.optim.clipping`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays, sum_over_axes
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._host_calls import Spec, call, no_autograph
 from commlib_tensorflow._placement import place_of
-from commlib_tensorflow._shards import counted, shard_of
+from commlib_tensorflow._shards import shard_of, take_counted
 
 
 @no_autograph
 def clip_by_global_norm(
     t_list: Sequence[Any], clip_norm: float, variables: Sequence[Any] = ()
 ) -> tuple[list[Any], Any]:
-    """Return (the tensors of `t_list`, scaled so that the 2-norm of all of them is `clip_norm` at most; that norm).
+    """Scale the tensors of `t_list` so that their joint 2-norm is at most `clip_norm`; return (tensors, norm before).
 
-    For gradients that were reduced. They may be of different floating dtypes, tf.IndexedSlices, or None, which stays
-    None; the norm is a scalar of float32, or of float64 if one of them is. The same gradients give the same bits on
-    every CPU, so ranks' weights stay the same even where their CPUs differ, which tf.clip_by_global_norm does not
-    promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. What is on a GPU
-    is squared there, with the same bits on GPUs of one kind. Eagerly or in a traced function; no rank waits for another
-    one here. But where some of `variables`, whose gradients these are, are divided among ranks, experts too: these
-    count as a whole, and their ranks call this together. Gradients that a `DistributedGradientTape` has returned know
-    that themselves; give `variables` for others, also for what has been computed from those.
+    For reduced gradients. They may have different floating dtypes, be tf.IndexedSlices, or be None, which stays None.
+    The norm is a scalar of float32, or of float64 if one of them is float64. The same gradients give the same bits on
+    every CPU, so ranks' weights stay equal even if their CPUs differ, which tf.clip_by_global_norm does not promise.
+    Otherwise it behaves like tf.clip_by_global_norm: an infinite or NaN norm makes everything NaN. Tensors on a GPU are
+    squared on the GPU, with the same bits on GPUs of one kind. It works eagerly and in a traced function, without
+    waiting for other ranks.
 
-    Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
+    Exception: if some of `variables` (the variables of these gradients) are sharded, including experts, the norm is
+    that of the unsharded gradients, and their ranks call this together. Gradients returned by a
+    `DistributedGradientTape` carry this information; pass `variables` for others, including values computed from such
+    gradients.
+
+    Raises UsageError for a `clip_norm` that is negative or NaN, or for anything that is not a floating-point tensor.
     """
     limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
     values = [_values(gradient) for gradient in t_list]
@@ -43,7 +46,7 @@ def clip_by_global_norm(
         raise UsageError(f"clip_by_global_norm: {len(t_list)} gradients, but {len(variables)} variables")
     of = variables or t_list
     shards = [shard_of(one) for one, value in zip(of, values, strict=True) if value is not None]
-    given = [counted(value, shard) for value, shard in zip(given, shards, strict=True)]
+    given = [take_counted(value, shard) for value, shard in zip(given, shards, strict=True)]
     comms = [None if shard is None else shard.axis.comm for shard in shards] or None
 
     def measured(norm: float) -> list[Array]:
@@ -68,28 +71,28 @@ def clip_by_global_norm(
 
 
 def _square(values: Any) -> Any:
-    """Return the sum of the squares of values, float64, without memory for the squares."""
+    """Return the sum of the squares of values in float64, without memory for the squares."""
     wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
     return 2.0 * tf.cast(tf.nn.l2_loss(wide), tf.float64)
 
 
 def _values(gradient: Any) -> Any:
-    """Return the tensor that a gradient's squares are in."""
+    """Return the tensor that holds a gradient's values; None stays. Raises UsageError for other dtypes than floats."""
     if gradient is None:
         return None
     values = values_of(gradient)
     if name_of(values.dtype.as_numpy_dtype) not in FLOATS:
-        raise UsageError(f"clip_by_global_norm: expected tensors of floats, got {values.dtype.name}")
+        raise UsageError(f"clip_by_global_norm: expected floating-point tensors, got {values.dtype.name}")
     return values
 
 
 def values_of(gradient: Any) -> Any:
-    """Return the tensor that a gradient's squares are in: its rows, if it is tf.IndexedSlices."""
+    """Return the tensor that holds a gradient's values: the rows of tf.IndexedSlices."""
     return as_tensor(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient)
 
 
 def with_values(gradient: Any, values: Any) -> Any:
-    """Return a gradient with other values: tf.IndexedSlices if it is one."""
+    """Return a gradient with other values, as tf.IndexedSlices if it is one."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values

@@ -1,10 +1,11 @@
-"""The ordered verbs on TensorFlow's tensors: see `commlib.tensor_verbs.ordered`. What they return are new tensors.
+"""The ordered verbs on TensorFlow's tensors: see `commlib.tensor_verbs.is_ordered`. They return new tensors.
 
-They take tensors, variables and whatever else `tf.convert_to_tensor` does, eagerly and in traced functions, where they
-run when those do, in the order in which they were traced; in graphs of TensorFlow 1 nothing orders them (UsageError).
-What is on a GPU stays there (see `devices`); in a traced function if no tensor of the call is of int32.
-`recv` and `send_recv` take shape and dtype of what comes from a tensor `like` it. Every verb has an `_async` twin, for
-eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
+They take tensors, variables and anything else that `tf.convert_to_tensor` takes, eagerly and in traced functions. In a
+traced function they run when it runs, in trace order; graphs of TensorFlow 1 have no order (UsageError). GPU tensors
+stay on the GPU (see `devices`); in a traced function only if no tensor of the call is int32.
+
+`recv` and `send_recv` take shape and dtype of the received tensor from a tensor `like` it. Every verb has an `_async`
+twin, for eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from commlib.tensor_verbs import (
     RECEIVED,
     SAME,
     Bridge,
-    Call,
     OrderedVerbs,
     ReturningVerbs,
+    TensorCall,
     TensorWork,
     VerbMaker,
 )
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_array, to_tensor
-from commlib_tensorflow._graph import Spec, no_autograph, ordered
-from commlib_tensorflow._on_device import call_on_device, room
+from commlib_tensorflow._device_calls import allocate_like, call_on_device
+from commlib_tensorflow._host_calls import Spec, is_ordered, no_autograph
 from commlib_tensorflow.devices import array_over, device_of, tensor_over
 from commlib_tensorflow.errors import as_tensorflows
 
@@ -52,31 +53,31 @@ class Work(TensorWork[R]):
     wait = no_autograph(TensorWork.wait)
 
     def exception(self) -> BaseException | None:
-        """Return what the operation raised, or None; waits until it has ended."""
+        """Return the exception of the operation, or None; waits until it has ended."""
         error = super().exception()
         return as_tensorflows(error) if isinstance(error, CommlibError) else error
 
 
-def run(verb: Call[R]) -> R:
+def run(verb: TensorCall[R]) -> R:
     """Call a verb and wait; in a traced function, make a node that does so."""
     return verb.run() if tf.executing_eagerly() else _trace(verb)
 
 
-def _start(verb: Call[R]) -> Work[R]:
+def _start(verb: TensorCall[R]) -> Work[R]:
     if not tf.executing_eagerly():
         raise UsageError(
-            f"{verb.verb}_async: a traced function cannot return what goes on after it: call {verb.verb} there"
+            f"{verb.verb}_async: a traced function cannot return a pending operation: call {verb.verb} instead"
         )
     return Work(verb.start(), lambda result: result)
 
 
-def _trace(verb: Call[Any]) -> Any:
+def _trace(verb: TensorCall[Any]) -> Any:
     """Return the tensors that a verb will return when the graph being traced runs."""
     if verb.result is OBJECT:
-        raise UsageError(f"{verb.verb}: a traced function has tensors only: call this outside of it")
-    if not ordered():
+        raise UsageError(f"{verb.verb}: a traced function handles tensors only: call this outside of it")
+    if not is_ordered():
         raise UsageError(
-            f"{verb.verb}: nothing orders the nodes of this graph, and ranks may run them in different orders: use "
+            f"{verb.verb}: nothing orders the nodes of this graph, so ranks may run them in different orders: use "
             "operations by name (allreduce, allgather, ...) in it, or a tf.function"
         )
     inputs = [as_tensor(value) for value in verb.inputs]
@@ -89,7 +90,7 @@ def _trace(verb: Call[Any]) -> Any:
         results = list(answer) if verb.result is RECEIVED else [answer]
         for result, spec in zip(results, specs, strict=True):
             if name_of(result.dtype) != dtype_name(spec.dtype):
-                raise UsageError(f"{verb.verb}: got {result.dtype}, but the tensor given here is {spec.dtype.name}")
+                raise UsageError(f"{verb.verb}: received {result.dtype}, this rank passed {spec.dtype.name}")
         return results
 
     results = call_on_device(host, inputs, specs)
@@ -98,17 +99,17 @@ def _trace(verb: Call[Any]) -> Any:
     return tuple(results) if verb.result is RECEIVED else results[0]
 
 
-def _specs(verb: Call[Any], inputs: Sequence[Any]) -> list[Spec]:
+def _specs(verb: TensorCall[Any], inputs: Sequence[Any]) -> list[Spec]:
     if verb.result is NOTHING:
         return [Spec(tf.int64, ())]
     if not inputs:
-        raise UsageError(f"{verb.verb}: in a traced function every rank gives a tensor, of the dtype of the result")
+        raise UsageError(f"{verb.verb}: in a traced function every rank passes a tensor with the dtype of the result")
     if verb.result is SAME:
         return [Spec.like(inputs[-1])]
     if verb.result is RECEIVED:
         return [Spec.rows_of(inputs[0]), Spec(tf.int64, (verb.comm.size,))]
     shape = inputs[0].shape
-    if verb.verb == "scatter" or shape.rank is None:  # off the root, a scattered tensor's shape is ignored
+    if verb.verb == "scatter" or shape.rank is None:  # except on the root, a scattered tensor's shape is ignored
         return [Spec(inputs[0].dtype, tf.TensorShape(None))]
     return [Spec(inputs[0].dtype, tf.TensorShape([None, *shape[1:]]))]
 
@@ -123,7 +124,7 @@ def _new(array: Any) -> tf.Tensor:
     return to_tensor(array) if type(array) is np.ndarray else tensor_over(array)
 
 
-_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, room)
+_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, allocate_like)
 verbs = OrderedVerbs(_BRIDGE)
 _returning = ReturningVerbs(_BRIDGE)
 _verb = VerbMaker(__name__, "tf.Tensor", run, _start, no_autograph)

@@ -17,7 +17,7 @@ NoneCompressor, FP16Compressor, BF16Compressor = make_casts(
 
 
 class Compression:
-    """The compressors that come with commlib, for `compression=`."""
+    """The built-in compressors for `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

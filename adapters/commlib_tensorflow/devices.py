@@ -1,20 +1,21 @@
-"""Devices: TensorFlow's tensors on a GPU as arrays of the core and back, by DLPack, over the same memory.
+"""Devices: share memory between TensorFlow's GPU tensors and arrays of the core, by DLPack.
 
-TensorFlow works on streams of its own, which Python cannot see. What it promises, by its documentation and sources:
+TensorFlow works on its own streams, which Python cannot access. Its documentation and sources promise:
 
-- `to_dlpack` returns when the GPU has done all that TensorFlow has told it: the host waits, and what is there is read;
-- `from_dlpack` waits for nothing: what is given must be there. So the host waits for a result before that;
-- memory that it was given goes back as soon as no tensor refers to it, though what reads it may not have run yet. So it
-  is kept until the next `to_dlpack`, and a slot of a bucket is not written before that either (`settle`);
-- `tf.py_function` runs on the device that it is placed on, and has tensors in that device's memory, if it is told of
-  them when a function is traced and none is of int32 (else it runs on the host, and has the host's);
-- int32 tensors of a GPU mostly lie in the host's memory: `backing_device` says where each one does.
+- `to_dlpack` returns when the GPU has finished all of TensorFlow's work: the host waits, and the data can be read;
+- `from_dlpack` does not wait: the data must be complete. So the host waits for a result first;
+- TensorFlow releases adopted memory as soon as no tensor refers to it, though kernels that read it may still be queued.
+So the memory is kept until the next `to_dlpack`, and a slot of a bucket is not written earlier either (`settle`);
+- `tf.py_function` runs on the device that it is placed on, and gets tensors in that device's memory, if the placement
+is known at trace time and no tensor is int32 (otherwise it runs on the host, with host memory);
+- int32 tensors of a GPU are mostly in host memory: `backing_device` tells for each one.
 
-Both waits are the price: TensorFlow's queue runs dry once before and once after each operation, and for gradients once
-for each bucket that is sent while backward goes on. There is no way around: it tells nobody its streams or events.
+Both waits have a price: TensorFlow's queue drains once before and once after each operation, and for gradients once for
+each bucket that is sent during backward. This cannot be avoided, because TensorFlow does not expose its streams or
+events.
 
-A GPU is chosen by CUDA_VISIBLE_DEVICES, so that its number is the same for all libraries of the process. TensorFlow
-takes all of its memory unless it is told to leave some (`tf.config.experimental.set_memory_growth`).
+Choose a GPU with CUDA_VISIBLE_DEVICES, so that its number is the same for all libraries of the process. TensorFlow
+takes all of its memory unless configured to leave some (`tf.config.experimental.set_memory_growth`).
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ from commlib.devices.waiting import wait_for
 from commlib.dtypes import name_of
 
 
-class Kind(Protocol):
-    """Find TensorFlow's tensors on one kind of device of the core."""
+class DeviceBackend(Protocol):
+    """Access to TensorFlow's tensors on one kind of device."""
 
     @property
     def name(self) -> str:
-        """That of the core's device."""
+        """The name of the core's device."""
         ...
 
     def device_of(self, tensor: Any, number: int) -> Device | None:
-        """Return the device that has an eager tensor; None if it is the host's after all. Raises UsageError.
+        """Return the core's device of an eager tensor; None if its data is on the host after all. Raises UsageError.
 
-        number: that of TensorFlow's device.
+        number: the number of TensorFlow's device.
         """
         ...
 
     def capsule(self, array: DeviceArray) -> Any:
-        """Return a DLPack capsule over an array (which is not empty, and of a dtype of numpy's own); it keeps it."""
+        """Return a DLPack capsule over a non-empty array with a numpy dtype; the capsule keeps the array alive."""
         ...
 
 
 class Cuda:
-    """See `Kind`."""
+    """CUDA devices."""
 
     name = "cuda"
 
@@ -71,19 +72,19 @@ class Cuda:
         return array.device.at(array.address, array.shape, array.dtype, array.owner).__dlpack__()
 
 
-# By TensorFlow's name of a type of devices, such as "GPU", and by the core's.
-_KINDS: dict[str, Kind] = {}
-_BY_NAME: dict[str, Kind] = {}
+# By TensorFlow's name of a device type, such as "GPU", and by the core's name.
+_KINDS: dict[str, DeviceBackend] = {}
+_BY_NAME: dict[str, DeviceBackend] = {}
 
 
 @cache
 def types() -> tuple[str, ...]:
-    """Return the types of TensorFlow's devices that are not the host's and of which this process has some."""
+    """Return TensorFlow's device types, except the host's, of which this process has devices."""
     return tuple(where for where in _KINDS if tf.config.list_logical_devices(where))
 
 
-def register(where: str, kind: Kind) -> Callable[[], None]:
-    """Let tensors on devices that TensorFlow calls `where` be on one of the core's; return what ends that."""
+def register(where: str, kind: DeviceBackend) -> Callable[[], None]:
+    """Map TensorFlow's device type `where` to one of the core's; return a function that undoes this."""
     before = [(table, key, table.get(key)) for table, key in ((_KINDS, where), (_BY_NAME, kind.name))]
     _KINDS[where] = _BY_NAME[kind.name] = kind
     types.cache_clear()
@@ -102,26 +103,26 @@ def register(where: str, kind: Kind) -> Callable[[], None]:
 register("GPU", Cuda())
 
 
-def kind_of(where: str) -> Kind | None:
-    """Return the kind of TensorFlow's devices of a type, such as "GPU"; None if they are the host's."""
+def kind_of(where: str) -> DeviceBackend | None:
+    """Return the kind for a TensorFlow device type, such as "GPU"; None for the host."""
     return _KINDS.get(where)
 
 
 def device_of(tensor: Any) -> Device | None:
-    """Return the core's device that has an eager tensor; None if it is on the host. Raises UsageError."""
+    """Return the core's device of an eager tensor; None if it is on the host. Raises UsageError."""
     where, _, number = tensor.backing_device.rpartition("/")[2].removeprefix("device:").partition(":")
     kind = _KINDS.get(where)
     return None if kind is None else kind.device_of(tensor, int(number))
 
 
-_given_back: deque[Any] = deque()
-"""What TensorFlow has given back, and may still read."""
+_released: deque[Any] = deque()
+"""Memory that TensorFlow has released, but may still read."""
 
 
-class _Lent:
-    """Owns memory that TensorFlow has: it goes when no tensor refers to that any more.
+class _BorrowedMemory:
+    """Owner of memory that TensorFlow has adopted: it dies when no tensor refers to the memory any more.
 
-    Until then it refers to the very array, by which who lent that knows.
+    Until then it refers to the original array, so the lender knows that the array is in use.
     """
 
     def __init__(self, array: DeviceArray) -> None:
@@ -129,18 +130,18 @@ class _Lent:
 
 
 def _to_dlpack(tensor: Any) -> Any:
-    """Return a capsule over a tensor, when TensorFlow's device has done what it was told; let go of what it read."""
+    """Return a capsule over a tensor after TensorFlow's device has finished; free the memory it has read."""
     before = []
     with suppress(IndexError):  # other threads take from it, too
         while True:
-            before.append(_given_back.popleft())
+            before.append(_released.popleft())
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     del before
     return capsule
 
 
 def array_over(tensor: Any, device: Device) -> DeviceArray:
-    """Return an array over an eager tensor of a device, which must only be read. The host waits for TensorFlow."""
+    """Return a read-only array over an eager tensor of a device. The host waits for TensorFlow."""
     capsule = _to_dlpack(tensor)
     there = dlpack.read(capsule)
     return DeviceArray(
@@ -149,7 +150,7 @@ def array_over(tensor: Any, device: Device) -> DeviceArray:
 
 
 def settle(where: str) -> None:
-    """Wait until TensorFlow's device of this name has done all that it was told: what it gave back may be written."""
+    """Wait until TensorFlow's device of this name has finished: memory it has released may then be overwritten."""
     _to_dlpack(_any_tensor(where))
 
 
@@ -160,35 +161,35 @@ def _any_tensor(where: str) -> Any:
 
 
 def tensor_over(made: Any) -> Any:
-    """Return an eager tensor over an array that nobody else writes to: a DeviceArray, or what a device makes.
+    """Return an eager tensor over a device array that nobody else writes to.
 
-    The host waits until what this thread's stream has been told is done.
+    The host waits until the work queued on this thread's stream is done.
     """
     return tensors_over([made])[0]
 
 
 def tensors_over(made: Sequence[Any], pairs: Sequence[bool] = ()) -> list[Any]:
-    """Return what `tensor_over` does, of several arrays of one device. The host waits once.
+    """Do the same as `tensor_over` for several arrays of one device. The host waits once.
 
-    pairs: for each array, whether its last dimension is real and imaginary part of complex numbers.
+    pairs: for each array, whether its last dimension holds real and imaginary part of complex numbers.
     """
     arrays = [array if type(array) is DeviceArray else lookup(array).wrap(array, "a result") for array in made]
     if arrays:
         device = arrays[0].device
-        wait_for(device.current().record(), core.running().watch(f"a result on {device.name}"))
-    return list(map(_over, arrays, pairs or [False] * len(arrays)))
+        wait_for(device.current().record(), core.require_world().watch(f"a result on {device.name}"))
+    return list(map(_tensor_over, arrays, pairs or [False] * len(arrays)))
 
 
-def _over(array: DeviceArray, is_pairs: bool) -> Any:
+def _tensor_over(array: DeviceArray, is_pairs: bool) -> Any:
     shape, dtype = array.shape, array.dtype
     if is_pairs:
         shape, dtype = shape[:-1], np.result_type(dtype, np.complex64)
     kind = tf.as_dtype(name_of(dtype))
     if array.nbytes == 0:
         return tf.zeros(shape, kind)
-    lent = _Lent(array)
-    weakref.finalize(lent, _given_back.append, array.owner).atexit = False
-    plain = np.dtype(np.uint16) if array.dtype.kind == "V" else dtype  # bfloat16, which numpy has not
+    lent = _BorrowedMemory(array)
+    weakref.finalize(lent, _released.append, array.owner).atexit = False
+    plain = np.dtype(np.uint16) if array.dtype.kind == "V" else dtype  # bfloat16, which numpy lacks
     bits = DeviceArray(array.device, array.address, shape, plain, lent, array.stream)
     tensor = tf.experimental.dlpack.from_dlpack(_BY_NAME[array.device.name].capsule(bits))
     if tensor.dtype == kind:
@@ -200,10 +201,10 @@ _streams: dict[Device, Stream] = {}
 
 
 @contextmanager
-def working(device: Device) -> Iterator[None]:
+def use_device_stream(device: Device) -> Iterator[None]:
     """Make one stream of the device, the same for all threads, the current one within a `with`.
 
-    Nodes of one graph run in several threads, whose current streams are not in order with each other.
+    Nodes of one graph run in several threads, whose current streams are not ordered with each other.
     """
     stream = _streams.get(device)
     if stream is None:

@@ -1,4 +1,4 @@
-"""Errors: each is commlib's and one of tf.errors at once, so that either may be caught.
+"""Errors that are both commlib's and TensorFlow's, so that either class can be caught.
 
     UsageError             UsageError (a ValueError)   tf.errors.InvalidArgumentError
     NotInitializedError    UsageError (a ValueError)   tf.errors.FailedPreconditionError, InvalidArgumentError
@@ -8,8 +8,8 @@
     PeerError              PeerError                   tf.errors.UnknownError
     TransportError         TransportError              tf.errors.UnknownError
 
-The first of tf.errors is what Horovod's operations raise, where they raise one; the last is what TensorFlow makes of
-an exception of that kind within a graph. All are `HorovodInternalError`, which is `commlib.CommlibError`.
+The first class of tf.errors is the one that Horovod's operations raise, if any; the last is the one that TensorFlow
+makes of such an exception within a graph. All are `HorovodInternalError`, which is `commlib.CommlibError`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from commlib import errors as core
 
 
 class Error(tf.errors.OpError):  # type: ignore[misc]  # TensorFlow has no types
-    """Base of these errors, to be made as those of TensorFlow are: of a node, an operation and a text."""
+    """Base of these errors, constructed like TensorFlow's: from a node, an operation and a text."""
 
     code: int
 
     def __init__(self, node_def: Any, op: Any, message: str, *args: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, self.code, *args)
-        self.args = (message,)  # as exceptions of Python have it
+        self.args = (message,)  # like Python's exceptions
 
 
-def _made(
+def _make_class(
     like: type[core.CommlibError], code: int, *kinds: type, name: str = "", doc: str | None = None
 ) -> type[Error]:
-    """Return an error that is the core's `like` and TensorFlow's `kinds` at once."""
+    """Return an error class that derives from the core's `like` and TensorFlow's `kinds`."""
     more = {"code": code, "__doc__": doc or like.__doc__, "__module__": __name__}
     return type(name or like.__name__, (Error, *kinds, like), more)
 
 
 _tf = tf.errors
-UsageError = _made(core.UsageError, _tf.INVALID_ARGUMENT, _tf.InvalidArgumentError)
-NotInitializedError = _made(
+UsageError = _make_class(core.UsageError, _tf.INVALID_ARGUMENT, _tf.InvalidArgumentError)
+NotInitializedError = _make_class(
     core.UsageError,
     _tf.FAILED_PRECONDITION,
     _tf.FailedPreconditionError,
@@ -50,11 +50,11 @@ NotInitializedError = _made(
     name="NotInitializedError",
     doc="This call came before `init`, or after `shutdown`.",
 )
-MismatchError = _made(core.MismatchError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
-ShutdownError = _made(core.ShutdownError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
-StallError = _made(core.StallError, _tf.DEADLINE_EXCEEDED, _tf.DeadlineExceededError, _tf.UnknownError)
-PeerError = _made(core.PeerError, _tf.UNKNOWN, _tf.UnknownError)
-TransportError = _made(core.TransportError, _tf.UNKNOWN, _tf.UnknownError)
+MismatchError = _make_class(core.MismatchError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
+ShutdownError = _make_class(core.ShutdownError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
+StallError = _make_class(core.StallError, _tf.DEADLINE_EXCEEDED, _tf.DeadlineExceededError, _tf.UnknownError)
+PeerError = _make_class(core.PeerError, _tf.UNKNOWN, _tf.UnknownError)
+TransportError = _make_class(core.TransportError, _tf.UNKNOWN, _tf.UnknownError)
 
 _CLASSES = {
     like: kind
@@ -64,7 +64,7 @@ _CLASSES = {
 
 
 def class_of(error: core.CommlibError) -> type[Error] | None:
-    """Return which of the classes here stands for an error of the core."""
+    """Return the class of this module for an error of the core."""
     if isinstance(error, core.UsageError) and not commlib.is_initialized():
         return NotInitializedError
     return next((_CLASSES[base] for base in type(error).__mro__ if base in _CLASSES), None)

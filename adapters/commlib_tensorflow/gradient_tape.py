@@ -1,4 +1,4 @@
-"""DistributedGradientTape: wrap tf.GradientTape, and combine its gradients over all ranks."""
+"""DistributedGradientTape: wrap tf.GradientTape, and reduce its gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh
-from commlib.sharding.same_parts import axes_of_data, mesh_of
-from commlib_tensorflow._graph import no_autograph
+from commlib.sharding.shard_replicas import axes_of_data, mesh_of
+from commlib_tensorflow._host_calls import no_autograph
 from commlib_tensorflow._local_shards import places_of
-from commlib_tensorflow._local_shards import reduced as reduced_apart
-from commlib_tensorflow._shards import leave_here, mark_gradient, shard_of
+from commlib_tensorflow._local_shards import reduce_local as reduced_apart
+from commlib_tensorflow._shards import mark_gradient, mark_local, shard_of
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.gradients import Gradients, scaled
+from commlib_tensorflow.gradients import GradientsByName, scale_gradient
 
-_shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
-"""A tape is made anew in every step; what ranks have agreed on outlives it."""
+_shared_reducer: Callable[..., GradientsByName] = functools.lru_cache(maxsize=64)(GradientsByName)
+"""A new tape is made in every step; the ranks' agreements outlive it."""
 
 _NAME = "DistributedGradientTape"
 
 
 @functools.lru_cache(maxsize=64)
-def _along(mesh: Mesh) -> core.ProcessSet:
-    """Return the ranks of a mesh that have the same parts. Collective over all ranks, once for each mesh."""
+def _data_ranks(mesh: Mesh) -> core.ProcessSet:
+    """Return the ranks of a mesh that have the same shards. Collective over all ranks, once for each mesh."""
     return process_set_along(mesh, axes_of_data(mesh), _NAME)
 
 
 class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # TensorFlow has no types
-    """Record as the tape that it was made from, and reduce in `gradient`. `DistributedGradientTape` returns it."""
+    """Tape that records like the wrapped one and reduces in `gradient`. `DistributedGradientTape` returns it."""
 
     def __init__(
-        self, tape: tf.GradientTape, make: Callable[[core.ProcessSet], Gradients], group: core.ProcessSet,
+        self, tape: tf.GradientTape, make: Callable[[core.ProcessSet], GradientsByName], group: core.ProcessSet,
         scale_local_gradients: bool,
     ) -> None:  # fmt: skip
-        # What a tape records to is the other one's business, so there is no super().__init__().
+        # The wrapped tape does the recording, so there is no super().__init__().
         self._wrapped = tape
         self._make, self._group = make, group
         self._reducer = make(group)
@@ -49,14 +49,14 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         self._local: dict[int, Any] = {}
 
     @property
-    def reducer(self) -> Gradients:
-        """What reduces the gradients of such tapes."""
+    def reducer(self) -> GradientsByName:
+        """The object that reduces the gradients of such tapes."""
         return self._reducer
 
     def register_local_source(self, source: Any) -> None:
-        """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""
+        """Keep the gradient of a variable on this rank: it is not reduced over the ranks."""
         self._local[_identity(source)] = source
-        leave_here(source)
+        mark_local(source)
 
     @no_autograph
     def gradient(
@@ -67,14 +67,14 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """Return the gradients with respect to `sources`, combined over all ranks. Collective.
+        """Return the gradients with respect to `sources`, reduced over all ranks. Collective.
 
-        Those of local sources are this rank's own, divided by the number of ranks unless scale_local_gradients=False.
-        Sources that are divided along an axis of a mesh know over which ranks, unless a process set was given.
-        use_generic_names: variables are compared among ranks by their places in `sources`, and not by their names.
+        Gradients of local sources stay on this rank, divided by the number of ranks unless scale_local_gradients=False.
+        Sources that are sharded along an axis of a mesh determine the ranks, unless a process set was given.
+        use_generic_names: variables are matched among ranks by their index in `sources` instead of their names.
         """
         if use_generic_names and isinstance(self._reducer.groups, tuple):
-            raise UsageError("use_generic_names does not go with groups of variables, which are found by their names")
+            raise UsageError("use_generic_names does not work with groups of variables, which are found by their names")
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources = tf.nest.flatten(sources)
         flat = tf.nest.flatten(gradients)
@@ -84,7 +84,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
-        answer = [scaled(gradient, factor) for gradient in flat]
+        answer = [scale_gradient(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         if apart:
@@ -99,20 +99,20 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return what `gradient` does as pairs (source, gradient): those of local sources, and all others. Collective.
+        """Return the gradients as pairs (source, gradient): those of local sources, and all others. Collective.
 
-        Each in the order of `sources`, flat.
+        Both lists are in the order of `sources`, flattened.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
         return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
 
     def _ask_marks(self, sources: Sequence[Any]) -> None:
-        """Reduce over the ranks with the same parts of sources, where these know their mesh and nobody said another."""
+        """Reduce over the ranks with the same shards, if sources are sharded on a mesh without a process set."""
         if self._group is core.global_process_set:
             shards = [("", shard) for source in sources if (shard := shard_of(source)) is not None]
             if shards and (mesh := mesh_of(shards, self._reducer.size)) is not None:
-                self._reducer = self._make(_along(mesh))
+                self._reducer = self._make(_data_ranks(mesh))
 
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
@@ -127,8 +127,8 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         self._wrapped.__exit__(*exception)
 
 
-def _passed_on(name: str) -> Any:
-    """Return a method that calls the one of the wrapped tape. A Jacobian is this rank's own."""
+def _forward_method(name: str) -> Any:
+    """Return a method that calls the wrapped tape's. A Jacobian is not reduced."""
     plain = getattr(tf.GradientTape, name)
 
     @functools.wraps(plain)
@@ -139,7 +139,7 @@ def _passed_on(name: str) -> Any:
 
 
 for _name in ("watch", "watched_variables", "stop_recording", "reset", "jacobian", "batch_jacobian"):
-    setattr(DistributedTape, _name, _passed_on(_name))
+    setattr(DistributedTape, _name, _forward_method(_name))
 
 
 @no_autograph
@@ -161,16 +161,16 @@ def DistributedGradientTape(
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
 ) -> DistributedTape:
-    """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
+    """Return a tape that records like `gradtape`, and whose `gradient` is reduced over all ranks.
 
     op: Average, Sum or another one of `allreduce`. groups: a number of groups, or lists of variables whose gradients
-    travel together; num_groups is its former name. By default gradients travel in buckets. See `Gradients` for
-    the rest. Gradients of variables given to `register_local_source` stay this rank's own. Variables that are divided
-    along an axis of a mesh know over which ranks the others are reduced, too: then no process_set needs to be given,
-    and the first call of `gradient` is collective over all ranks.
+    travel together; num_groups is its former name. By default gradients travel in buckets. See `GradientsByName` for
+    the rest. Gradients of variables passed to `register_local_source` stay on this rank. Variables that are sharded
+    along an axis of a mesh determine over which ranks the other gradients are reduced, too: then no process_set is
+    needed, and the first call of `gradient` is collective over all ranks.
     """
     if num_groups and groups is not None:
-        raise UsageError("num_groups is the former name of groups: give one of them")
+        raise UsageError("num_groups is the former name of groups: give only one of them")
     group = core.process_set_of(process_set)
     settings: dict[str, Any] = {
         "op": core.resolve_op(op),
@@ -181,10 +181,10 @@ def DistributedGradientTape(
         "first_bucket_mib": first_bucket_mib,
         "gradient_predivide_factor": gradient_predivide_factor,
         "sparse_as_dense": sparse_as_dense,
-        "groups": _by_name(groups) if groups is not None else num_groups or None,
+        "groups": _group_names(groups) if groups is not None else num_groups or None,
     }
 
-    def make(group: core.ProcessSet) -> Gradients:
+    def make(group: core.ProcessSet) -> GradientsByName:
         return _shared_reducer(_NAME, process_set=group, **settings)
 
     return DistributedTape(gradtape, make, group, scale_local_gradients)
@@ -206,7 +206,7 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     **more: Any,
 ) -> DistributedTape:
-    """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
+    """Return a `DistributedGradientTape` for which all weights of `local_layers`, one or several layers, are local."""
     arguments = dict(locals())
     layers = layers_of(arguments.pop("local_layers"))
     tape = DistributedGradientTape(**arguments.pop("more"), **arguments)
@@ -217,7 +217,7 @@ def PartialDistributedGradientTape(
 
 
 def label(variable: Any, index: int) -> str:
-    """Return what a variable is called in messages and groups: its path, its name, or its place."""
+    """Return a variable's name in messages and groups: its path, its name, or its index."""
     try:
         return str(getattr(variable, "path", None) or variable.name)
     except (AttributeError, ValueError):  # an eager tensor has no name
@@ -225,7 +225,7 @@ def label(variable: Any, index: int) -> str:
 
 
 def layers_of(local_layers: Any) -> Iterable[Any]:
-    """Return a layer or several as a list. Raises UsageError for what is none."""
+    """Return one or several layers as a list. Raises UsageError if one is not a layer."""
     if local_layers is None:
         return ()
     layers = list(local_layers) if isinstance(local_layers, list | tuple | set | frozenset) else [local_layers]
@@ -235,12 +235,12 @@ def layers_of(local_layers: Any) -> Iterable[Any]:
     return layers
 
 
-def _by_name(groups: int | Sequence[Sequence[Any]]) -> int | tuple[tuple[str, ...], ...]:
+def _group_names(groups: int | Sequence[Sequence[Any]]) -> int | tuple[tuple[str, ...], ...]:
     if isinstance(groups, int):
         return groups
     return tuple(tuple(v if isinstance(v, str) else label(v, 0) for v in group) for group in groups)
 
 
 def _identity(source: Any) -> int:
-    """Return what a keras.Variable and the tf.Variable within have in common."""
+    """Return a key that a keras.Variable shares with the tf.Variable inside it."""
     return id(getattr(source, "_value", source) if hasattr(source, "path") else source)

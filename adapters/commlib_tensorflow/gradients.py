@@ -1,16 +1,16 @@
-"""Gradients of many variables reduced together: what `DistributedGradientTape` and the optimizers share.
+"""Reduction of the gradients of many variables, for `DistributedGradientTape` and the optimizers.
 
-Dense gradients go into buckets; sparse ones (tf.IndexedSlices) are gathered. In a graph a node of the host takes
-gradients as soon as they are there, while backward goes on:
+Dense gradients go into buckets; sparse ones (tf.IndexedSlices) are gathered. In a graph a host node takes gradients as
+soon as they exist, while backward continues:
 
     gradients of the last variables -> give 0 --+
     gradients of earlier ones       -> give 1 --+-> end -> reduced gradients
 
-A traced function runs its stateful nodes in the order in which they were made: one whose gradients come late holds up
-those behind. So they are made in the order in which backward makes gradients, as the graph tells.
+A traced function runs its stateful nodes in the order in which they were made: a node whose gradients come late blocks
+those behind it. So the nodes are made in the order in which backward makes gradients, which the graph shows.
 
-Where variables are on a GPU, gradients stay there: buckets are memory of the GPU, and results are tensors over their
-slots, or of sparse ones over what was gathered.
+If variables are on a GPU, gradients stay on it: buckets are GPU memory, and results are tensors over their slots, or
+for sparse ones over the gathered arrays.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ import tensorflow as tf
 
 import commlib
 from commlib import horovod as core
-from commlib.buffers.aligned import aligned_empty
+from commlib.buffers.aligned_arrays import aligned_empty
 from commlib.compress.casts import Compressing
-from commlib.compress.choice import Choice
+from commlib.compress.choice import CompressionChoice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.devices.array import DeviceArray
-from commlib.devices.copies import brought
+from commlib.devices.copies import copy_to_device
 from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
-from commlib.named_gradients.gradients import Call, NamedGradients, NamedReduction
-from commlib.sharding.same_parts import axes_of_data, mesh_of
-from commlib.sharding.shards import check_apart
+from commlib.named_gradients.gradients import CallSpec, GradientCall, NamedGradients
+from commlib.sharding.shard_replicas import axes_of_data, mesh_of
+from commlib.sharding.shards import check_same_shard
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
-from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered, result_empty
-from commlib_tensorflow._on_device import array_of
-from commlib_tensorflow._placement import Place, fits, place_of
+from commlib_tensorflow._device_calls import array_of
+from commlib_tensorflow._host_calls import Spec, call, call_on_device_of, is_ordered, no_autograph, result_empty
+from commlib_tensorflow._placement import DevicePlace, fits, place_of
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.devices import settle, tensors_over, working
+from commlib_tensorflow.devices import settle, tensors_over, use_device_stream
 from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
 
 
-class Maybe(NamedTuple):
-    """A reduced gradient that this rank has none of, in a graph: whether another rank has is known when that runs."""
+class OptionalGradient(NamedTuple):
+    """A reduced gradient that is None on this rank, in a graph: only the run shows whether another rank has one."""
 
     value: Any
-    """Zeros where no rank has one."""
+    """Zeros if no rank has one."""
     exists: Any
     """A bool, or a tensor of one."""
 
 
-class Gradients(NamedGradients):
-    """Combines gradients over the ranks of a process set. Collective when called, under operations named `name`.
+class GradientsByName(NamedGradients):
+    """Reduction of gradients over the ranks of a process set. Calls are collective, under operations named `name`.
 
-    op is that of `allreduce`, and so may compression be. It may also be a name such as "int8" or "powersgd:rank=4", or
-    a codec or scheme of `commlib.compress`: then buckets are compressed between nodes (with compress_within_node
-    between all ranks), and what is lost is added to the next step's gradients.
+    op is that of `allreduce`, and so may compression be. compression may also be a name such as "int8" or
+    "powersgd:rank=4", or a codec or scheme of `commlib.compress`: then buckets are compressed between nodes (with
+    compress_within_node between all ranks), and the compression error is added to the next step's gradients.
 
     gradient_predivide_factor: with op Average, gradients are divided by it before they are added and by size / factor
-    after. sparse_as_dense: tf.IndexedSlices are made dense first; else each is gathered from all ranks. groups: a
+    after. sparse_as_dense: tf.IndexedSlices are made dense first; otherwise each is gathered from all ranks. groups: a
     number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
     `bucket_cap_mib` MiB, the first one of `first_bucket_mib`. overlap: whether a traced function reduces each bucket as
-    soon as it is complete; None decides by where the ranks are and the cores they have. asks_marks: without a process
-    set, variables that are divided along a mesh say over which ranks.
+    soon as it is complete; None decides from the ranks' nodes and their cores. asks_marks: without a process set,
+    variables that are sharded along a mesh determine the ranks.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Gradients(NamedGradients):
         if not self._in_buckets and (gradient_predivide_factor != 1 or asked.scheme):
             raise UsageError(f"op={self.op.name.capitalize()} takes neither compression nor gradient_predivide_factor")
         self.compressor: Any = asked.compressor
-        """The user's own, if there is one: what it makes of tensors goes into buckets as it is."""
-        options = replace(asked, compression=Choice()) if self.compressor else asked
+        """The user's own compressor, if any: the tensors it makes go into buckets unchanged."""
+        options = replace(asked, compression=CompressionChoice()) if self.compressor else asked
         super().__init__(name, options, read_groups(groups, str), process_set)
         self._asks_marks = asks_marks and (process_set is None or process_set is core.global_process_set)
 
@@ -119,17 +119,17 @@ class Gradients(NamedGradients):
         strict: Collection[int] | None = None,
         given_if: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the gradients combined over all ranks, in the same order. Eagerly or in a traced function.
+        """Return the gradients reduced over all ranks, in the same order. Eagerly or in a traced function.
 
-        `like` are the variables, by which those without a gradient are known. A gradient that is None here, but not on
-        all ranks, is zeros here, and this rank gets the result too; but it raises MismatchError on every rank if the
-        gradient is sparse, or its number is in `strict` (by default none eagerly and all in a graph, which cannot tell
-        before it runs whether a result will be None). In a graph the result is a `Maybe` where `strict` leaves it out.
-        None stays None where no rank has a gradient.
+        `like` are the variables; they describe missing gradients. A gradient that is None only on some ranks counts as
+        zeros there, and those ranks get the result too. But it raises MismatchError on every rank if the gradient is
+        sparse, or if its number is in `strict` (by default none eagerly and all in a graph, which cannot tell before it
+        runs whether a result will be None). In a graph the result is a `OptionalGradient` for numbers outside `strict`.
+        None stays None if no rank has a gradient.
 
-        given_if: tensors of a bool for some of the gradients, which are None when it is False. In a graph alone.
+        given_if: boolean tensors for some of the gradients, which count as None when False. Only in a graph.
 
-        Raises MismatchError on every rank where ranks have different gradients; UsageError for what is no gradient.
+        Raises MismatchError on every rank if ranks have different gradients; UsageError for an invalid gradient.
         """
         if len(gradients) != len(names):
             raise UsageError(f"{self.name}: {len(gradients)} gradients but {len(names)} names")
@@ -137,30 +137,30 @@ class Gradients(NamedGradients):
         if self.alone:
             return given
         self.settle_ranks(names, like or ())
-        if self.alone:  # as is told now
+        if self.alone:  # settle_ranks may have found a single rank
             return given
         if not self._in_buckets:
             return self._one_by_one(given)
-        if like and not tf.executing_eagerly():  # a slot has its variable's dtype, and so has what comes of it
-            given = [_as_variable(*pair) for pair in zip(given, like, strict=True)]
-        if strict is None or self.compressor is not None:  # of zeros that nobody has it would make nobody knows what
+        if like and not tf.executing_eagerly():  # a slot has its variable's dtype, and so does its result
+            given = [_cast_like(*pair) for pair in zip(given, like, strict=True)]
+        if strict is None or self.compressor is not None:  # a compressor may fail on zeros that no rank has
             strict = () if tf.executing_eagerly() else range(len(given))
-        return _Reduction(self, given, names, like or given, strict, given_if).run()
+        return GraphCall(self, given, names, like or given, strict, given_if).run()
 
     def settle_ranks(self, names: Sequence[str], variables: Sequence[Any]) -> None:
-        """Reduce over the ranks with the same parts of variables, where these know their mesh and nobody said another.
+        """Reduce over the ranks with the same shards, if variables are sharded on a mesh and no process set was given.
 
-        Collective over all ranks the first time. Raises UsageError if some of the ranks have other parts.
+        The first call is collective over all ranks. Raises UsageError if some of the ranks have other shards.
         """
         shards = list(zip(names, map(shard_of, variables), strict=False))
         if self._asks_marks and any(shard is not None and not shard.is_local for _, shard in shards):
             self._asks_marks = False
             if (mesh := mesh_of(shards, self.size)) is not None:
                 self.process_set = process_set_along(mesh, axes_of_data(mesh), self.name)
-        check_apart(self.name, shards, self.process_set.ranks or ())
+        check_same_shard(self.name, shards, self.process_set.ranks or ())
 
     def _one_by_one(self, given: Sequence[Any]) -> list[Any]:
-        """Combine gradients by an operation that is not for buckets, in which several are one vector."""
+        """Reduce gradients by an operation that buckets do not support, because it treats a bucket as one vector."""
         there = [gradient for gradient in given if gradient is not None]
         casts = {"": Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
         compression = self.compressor or casts[self.options.compression.wire]
@@ -180,12 +180,12 @@ class Gradients(NamedGradients):
             raise UsageError(f"{self.name}: the gradient of {name}: {error}") from error
 
 
-class _Reduction(NamedReduction):
-    """One call of a `Gradients`; in a graph what each run of that call does."""
+class GraphCall(GradientCall):
+    """One call of a `GradientsByName`; in a graph, one run of its nodes."""
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: GradientsByName,
         given: Sequence[Any],
         names: Sequence[str],
         like: Sequence[Any],
@@ -194,18 +194,18 @@ class _Reduction(NamedReduction):
     ) -> None:
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
-        super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
+        super().__init__(gradients, CallSpec(names, dense, sparse, _order_of(given), count_threads(), strict))
         self._compressor, self._options = gradients.compressor, gradients.options_here()
         self._place = place_of_gradients(like)
-        """The device that has the gradients; None if that is the host."""
+        """The device of the gradients; None for the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
-        self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
+        self._eager = tf.executing_eagerly()  # a host function itself always runs eagerly
         self._given, self._like = given, like
         self._contexts: dict[int, Any] = {}
         self._also: list[int] = []  # gradients that are None here, but not on all ranks
         self._given_if = dict(given_if)
         self._maybe: list[int] = []
-        """Those of a graph whose results are there when any rank has them."""
+        """In a graph: numbers of gradients whose results exist only if any rank has them."""
         if not self._eager:
             self._maybe = [i for i, one in enumerate(given) if one is None and i not in strict] + list(given_if)
         self._shapes: tuple[Any, ...] = ()
@@ -224,7 +224,7 @@ class _Reduction(NamedReduction):
         for index in absent:
             specs.append(Spec(self._to_send_dtype(index), self._like[index].shape))
         specs += [Spec(tf.bool, ())] * len(self._maybe)
-        if not specs:  # nothing but None: TensorFlow wants an output all the same
+        if not specs:  # nothing but None, but TensorFlow needs an output
             specs = [Spec(tf.int64, ())]
         nodes = self._nodes(sent)
         if len(nodes) > 1:
@@ -244,7 +244,7 @@ class _Reduction(NamedReduction):
         for index in absent or self._also:
             results[index] = self._received(index, next(remaining))
         for index in self._maybe:
-            results[index] = Maybe(results[index], next(remaining))
+            results[index] = OptionalGradient(results[index], next(remaining))
         return results
 
     # In the graph
@@ -252,23 +252,23 @@ class _Reduction(NamedReduction):
     def _called(
         self, function: Callable[..., list[Any]], dense: int, inputs: Sequence[Any], specs: Sequence[Spec]
     ) -> list[Any]:
-        """Call a function of the host where the gradients are. Only the first inputs, so many, are dense gradients."""
+        """Call a host function on the gradients' device. The first `dense` inputs are dense gradients."""
         place = self._place
         if place is None:
             return call(function, inputs, specs)
 
         def there(*tensors: Any) -> list[Any]:
-            with working(place.device):
+            with use_device_stream(place.device):
                 return function(*map(array_of, tensors[:dense]), *tensors[dense:])
 
-        return call_there(place.where, there, inputs, specs)
+        return call_on_device_of(place.where, there, inputs, specs)
 
     def _to_send(self, index: int) -> Any:
         gradient = self._given[index]
         if self._compressor is not None:
             sent, self._contexts[index] = self._compressor.compress(gradient)
             return sent
-        return to_send(gradient, self._options)
+        return encode_gradient(gradient, self._options)
 
     def _to_send_dtype(self, index: int) -> Any:
         dtype = self._dtype(index)
@@ -278,7 +278,7 @@ class _Reduction(NamedReduction):
     def _received(self, index: int, tensor: Any) -> Any:
         if self._compressor is not None:
             return self._compressor.decompress(tensor, self._contexts.get(index))
-        return received(tensor, self._dtype(index), self._options)
+        return decode_gradient(tensor, self._dtype(index), self._options)
 
     def _dtype(self, index: int) -> Any:
         """Return the dtype of a gradient, which may be None here."""
@@ -288,7 +288,7 @@ class _Reduction(NamedReduction):
         return tf.as_dtype(self._begun().gradients[index].dtype)
 
     def _nodes(self, sent: Mapping[int, Any]) -> list[list[int]]:
-        """Return the gradients for each node that gives some: one node where all are given at the end."""
+        """Return the gradients for each node that takes some; a single node if all are taken at the end."""
         if (
             self._given_if
             or tf.executing_eagerly()
@@ -299,7 +299,7 @@ class _Reduction(NamedReduction):
         return self._gradients.launches(self._kinds, self._call)
 
     def _gives(self, sent: Mapping[int, Any], nodes: Sequence[Sequence[int]]) -> list[Any]:
-        """Make nodes that give gradients; return tensors that `end` takes, so as to come after."""
+        """Make nodes that take gradients; return tensors that order the `end` node after them."""
 
         def giving(members: Sequence[int], begins: Any) -> Callable[..., list[Any]]:
             def give(*arrays: Any) -> list[Any]:
@@ -309,8 +309,8 @@ class _Reduction(NamedReduction):
             return give
 
         token = [Spec(tf.int64, ())]
-        # Where nothing orders the nodes, one before them all begins; else the first one does.
-        first = [] if ordered() else call(giving([], self._kinds), [], token)
+        # Without node order, a separate node begins first; otherwise the first node begins.
+        first = [] if is_ordered() else call(giving([], self._kinds), [], token)
         tokens: list[Any] = []
         for members in nodes:
             begins = self._kinds if not tokens and not first else None
@@ -319,7 +319,7 @@ class _Reduction(NamedReduction):
         return tokens
 
     def _describe(self, kinds: Mapping[int, tuple[Any, Any]]) -> tuple[Gradient, ...]:
-        """Return what each gradient is, by dtypes and shapes of those that are sent."""
+        """Describe each gradient, by dtypes and shapes of the sent ones."""
         device = "cpu" if self._place is None else self._place.name
         described = []
         for index, name in enumerate(self._names):
@@ -329,7 +329,7 @@ class _Reduction(NamedReduction):
                 described.append(Gradient(name, (0,), "float32", device, is_known=False))
                 continue
             if like is not None and (dtype is None or self._compressor is None):
-                dtype = like.dtype  # before it was cast for the way
+                dtype = like.dtype  # before the cast to the wire dtype
             if shape is None or (index in self._sparse and like is not None):
                 shape = like.shape
             described.append(gradient_of(name, dtype, shape, device))
@@ -338,7 +338,7 @@ class _Reduction(NamedReduction):
     # On the host
 
     def begin(self, kinds: Sequence[Gradient], *, eager: bool) -> None:
-        """Begin a run; slots that TensorFlow has given back are no longer read then."""
+        """Start a run; TensorFlow no longer reads released slots afterwards."""
         super().begin(tuple(kinds), eager=eager)
         if self._place is not None:
             settle(self._place.where)
@@ -358,7 +358,7 @@ class _Reduction(NamedReduction):
         return self._end(*arrays[count:])
 
     def _end(self, *slices: Any) -> list[Any]:
-        count = 2 * len(self._sparse)  # what follows is of nodes before
+        count = 2 * len(self._sparse)  # the rest are tokens of earlier nodes
         rows = slices[:count] if self._place is None else list(map(array_of, slices[:count]))
         results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
         self._also = [index for index in results if self._given[index] is None] if not self._maybe else []
@@ -375,46 +375,46 @@ class _Reduction(NamedReduction):
         return answers or [np.zeros((), np.int64)]
 
     def _zeros(self, index: int) -> Any:
-        """Return what stands for a result that does not exist, as a reducer would give it."""
+        """Return zeros for a missing result, in the dtype and place of a reducer's result."""
         kind = self._begun().gradients[index]
         zeros = result_empty(kind.shape, self._options.wire_dtype(kind.dtype))
         zeros[...] = 0
-        return zeros if self._place is None else brought(zeros, kind.place)
+        return zeros if self._place is None else copy_to_device(zeros, kind.place)
 
     def _own(self, results: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """Return results, each with its dtype, as TensorFlow may have them."""
+        """Return results, each with its dtype, in a form that TensorFlow may adopt."""
         if self._place is None:
             return [own_array(array, dtype, eager=self._eager) for array, dtype in results]
-        return tensors_there(results)
+        return device_tensors(results)
 
 
-def _as_variable(gradient: Any, variable: Any) -> Any:
+def _cast_like(gradient: Any, variable: Any) -> Any:
     """Return a gradient, which may be None, in the dtype of its variable."""
     if gradient is None or variable is None or gradient.dtype == tf.as_dtype(variable.dtype):
         return gradient
     return tf.cast(gradient, variable.dtype)
 
 
-def scaled(gradient: Any, factor: float) -> Any:
+def scale_gradient(gradient: Any, factor: float) -> Any:
     """Return a gradient, which may be sparse or None, times `factor`."""
     if gradient is None or factor == 1.0:
         return gradient
-    if isinstance(gradient, Maybe):
-        return Maybe(scaled(gradient.value, factor), gradient.exists)
+    if isinstance(gradient, OptionalGradient):
+        return OptionalGradient(scale_gradient(gradient.value, factor), gradient.exists)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(scale_gradient(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def to_send(gradient: Any, options: Options) -> Any:
-    """Return a gradient as it travels."""
+def encode_gradient(gradient: Any, options: Options) -> Any:
+    """Return a gradient in its wire form: pre-divided, in the wire dtype."""
     if options.predivide != 1 and not gradient.dtype.is_integer:
         gradient = gradient / tf.cast(options.predivide, gradient.dtype)
     return tf.cast(gradient, options.wire_dtype(dtype_name(gradient.dtype)))
 
 
-def received(tensor: Any, dtype: Any, options: Options) -> Any:
-    """Return a gradient of this dtype, of what came."""
+def decode_gradient(tensor: Any, dtype: Any, options: Options) -> Any:
+    """Return a received gradient in dtype `dtype`, with the predivision undone."""
     tensor = tf.cast(tensor, dtype)
     if options.predivide != 1 and not tensor.dtype.is_integer:
         tensor = tensor * tf.cast(options.predivide, tensor.dtype)
@@ -422,15 +422,15 @@ def received(tensor: Any, dtype: Any, options: Options) -> Any:
 
 
 def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradient:
-    """Return what a gradient of this dtype and shape is to a reducer, for which complex numbers are pairs."""
+    """Return the reducer's description of a gradient of this dtype and shape; complex numbers become pairs."""
     kind = tf.as_dtype(dtype)
     pair = (2,) if kind.is_complex else ()
     return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype), device)
 
 
-def place_of_gradients(like: Sequence[Any]) -> Place | None:
-    """Return where gradients stay: where their variables are."""
-    if not ordered():
+def place_of_gradients(like: Sequence[Any]) -> DevicePlace | None:
+    """Return the place of gradients: that of their variables."""
+    if not is_ordered():
         return None
     known = [value.values if isinstance(value, tf.IndexedSlices) else value for value in like if value is not None]
     place = place_of(known)
@@ -438,7 +438,7 @@ def place_of_gradients(like: Sequence[Any]) -> Place | None:
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:
-    """Return the numbers of gradients as backward makes them: in a graph as it says, else in reverse order."""
+    """Return the numbers of gradients in the order of backward: in a graph as its nodes are ordered, else reversed."""
     numbers = range(len(given) - 1, -1, -1)
     if tf.executing_eagerly():
         return list(numbers)
@@ -448,19 +448,19 @@ def _order_of(given: Sequence[Any]) -> list[int]:
     def place(index: int) -> int:
         gradient = given[index]
         if gradient is None or isinstance(gradient, tf.IndexedSlices):
-            return len(made)  # when all are there
+            return len(made)  # last, when all others exist
         return 0 if gradient.op.type == "Placeholder" else made.get(gradient.op, 0)
 
     return sorted(numbers, key=place)
 
 
-def threads() -> int:
-    """Return the threads on which TensorFlow computes."""
+def count_threads() -> int:
+    """Return the number of TensorFlow's compute threads."""
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or cores_per_rank(commlib.world())
 
 
-def tensors_there(results: Sequence[tuple[DeviceArray, Any]]) -> list[tf.Tensor]:
-    """Return results of a device, each with its dtype, as tensors over them; pairs that travelled narrow are wide."""
+def device_tensors(results: Sequence[tuple[DeviceArray, Any]]) -> list[tf.Tensor]:
+    """Return device results, each with its dtype, as tensors over them; narrow complex pairs are widened."""
     arrays = []
     for array, dtype in results:
         if dtype.is_complex and array.dtype != (real := numpy_dtype(dtype_name(dtype.real_dtype))):
@@ -474,10 +474,10 @@ def tensors_there(results: Sequence[tuple[DeviceArray, Any]]) -> list[tf.Tensor]
 def own_array(array: Array, dtype: Any, *, eager: bool) -> Array:
     """Return a result of this dtype, as an array that TensorFlow may adopt.
 
-    It has to adopt the very object, by which a slot is known to be in use; else it gets a copy.
+    TensorFlow must adopt the very object, because slots in use are tracked by it; otherwise it gets a copy.
     """
     if dtype.is_complex:
-        pairs = aligned_empty(array.shape, dtype.real_dtype.as_numpy_dtype)  # it may have travelled in a narrow one
+        pairs = aligned_empty(array.shape, dtype.real_dtype.as_numpy_dtype)  # it may have travelled in a narrower dtype
         pairs[...] = array
         whole: Array = pairs.view(dtype.as_numpy_dtype).reshape(array.shape[:-1])
         return whole

@@ -1,8 +1,8 @@
-"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each weight.
+"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks themselves, with one bit for each weight.
 
-What they do is in `commlib.optim`. Here they are optimizers of Keras 3: the moments are variables of Keras, so that
-they are saved, loaded and broadcast like those of any optimizer. A step is one function of the host, which gets all
-variables and gradients, and returns what the variables become.
+The algorithms are in `commlib.optim`. Here they are optimizers of Keras 3: the moments are Keras variables, so they are
+saved, loaded and broadcast like those of any optimizer. A step is one host function, which gets all variables and
+gradients, and returns the new variables.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
-from commlib.optim.one_bit_lamb import Limits
-from commlib.optim.one_bit_moments import Hyper, check_hyper
+from commlib.optim.one_bit_lamb import CoefficientLimits
+from commlib.optim.one_bit_moments import Hyperparameters, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
-from commlib.sharding.shards import check_apart
+from commlib.sharding.shards import check_same_shard
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._host_calls import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras
-from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow._keras_reduction import DistributedMixin, KerasGradients
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._variables import path_of
 
 
-def _saved(kind: type) -> type:
+def _register(kind: type) -> type:
     register: Callable[[type], type] = keras.saving.register_keras_serializable("commlib")
     return register(kind)
 
 
-class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
-    """An optimizer that averages over the ranks by itself. Subclasses say what the update is.
+class OneBit(DistributedMixin, keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Optimizer that averages over the ranks itself. Subclasses define the update.
 
-    Being `Distributed`, it is not compiled by XLA, agrees on steps under loss scaling, and cannot be distributed again.
+    As a `DistributedMixin` optimizer it is not compiled by XLA, agrees on steps under loss scaling, and cannot be
+    distributed again.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         process_set: Any,
         **kwargs: Any,
     ) -> None:
-        rate = float(learning_rate) if isinstance(learning_rate, Real) else 0.0  # else a schedule
-        check_hyper(settings.kind, Hyper(rate, beta_1, beta_2, epsilon, kwargs.get("weight_decay") or 0.0))
+        rate = float(learning_rate) if isinstance(learning_rate, Real) else 0.0  # a schedule has no single value
+        check_hyper(settings.kind, Hyperparameters(rate, beta_1, beta_2, epsilon, kwargs.get("weight_decay") or 0.0))
         super().__init__(learning_rate=learning_rate, **kwargs)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         self.freeze_step = settings.freeze_step
         self.compress_within_node, self.variance_floor = settings.compress_within_node, settings.variance_floor
-        reduction = Reduction(
+        reduction = KerasGradients(
             self.name,
             groups=None,
             undo_division=1,
@@ -66,7 +67,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
             local_layers=(),
             process_set=process_set,
         )
-        # Past Keras, which keeps track of what it is given.
+        # Bypasses Keras, which tracks attributes.
         for name, value in (
             ("_commlib", reduction),
             ("_process_set", core.process_set_of(process_set)),
@@ -78,15 +79,15 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def register_local_var(self, variable: Any) -> None:
         """Raise UsageError: all gradients travel together here."""
-        raise UsageError(f"{type(self).__name__} has no gradients that stay on one rank")
+        raise UsageError(f"{type(self).__name__} reduces all gradients: none can stay on one rank")
 
     def build(self, variables: Any) -> None:
-        """Make the variables for what is remembered. Raises UsageError for variables that are not float32."""
+        """Create the state variables. Raises UsageError for variables that are not float32."""
         if self.built:
             return
         super().build(variables)
         is_lamb = self._core.settings.limits is not None
-        check_apart(
+        check_same_shard(
             self._core.settings.kind,
             ((path_of(variable), shard_of(variable)) for variable in variables),
             self._process_set.ranks or (),
@@ -109,7 +110,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @no_autograph
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        # Keras calls this once for each real update, after it has accumulated and clipped.
+        # Keras calls this once for each update, after it has accumulated and clipped.
         given = {
             self._get_variable_index(variable): tf.convert_to_tensor(gradient)
             for gradient, variable in zip(grads, trainable_variables, strict=True)
@@ -129,7 +130,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
             self.assign(variable, result)
 
     def _step(self, step: int, rate: float, gradients: dict[int, Array], arrays: Sequence[Array]) -> list[Array]:
-        """Take a step on the host, and return what the variables and the memory become."""
+        """Take a step on the host; return the new variables and state."""
         optimizer, count = self._core, len(self._trainable_variables)
         if not optimizer.is_started:
             sizes = [array.size for array in arrays[:count]]
@@ -142,31 +143,33 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         results = [self._pool.empty(array.shape, np.float32) for array in arrays]
         for result, array in zip(results[:count], arrays, strict=False):
             result[...] = array
-        hyper = Hyper(rate, self.beta_1, self.beta_2, self.epsilon)
+        hyper = Hyperparameters(rate, self.beta_1, self.beta_2, self.epsilon)
         used = [number in gradients for number in range(count)]
         optimizer.step([result.reshape(-1) for result in results[:count]], [hyper] * count, used)
         optimizer.write(results[count:])
         return results
 
     def get_config(self) -> dict[str, Any]:
-        """Return the settings, but for the ranks and the scheme, which belong to this run."""
+        """Return the settings, except the ranks and the scheme, which belong to this run."""
         names = ("beta_1", "beta_2", "epsilon", "freeze_step", "compress_within_node", "variance_floor")
         limits = self._core.settings.limits
         own = {name: getattr(self, name) for name in names}
         return {**super().get_config(), **own, **({} if limits is None else asdict(limits))}
 
 
-@_saved
+@_register
 class OneBitAdam(OneBit):
-    """Adam whose gradients travel in full for `freeze_step` steps, and then as one bit each.
+    """Adam whose gradients travel uncompressed for `freeze_step` steps, and then with one bit each.
 
-    Use it by itself, not in a DistributedOptimizer: it averages over the ranks of `process_set`. In the first phase it
-    is Adam on averaged gradients. Then the second moment stays what it is, so the learning rate's warm-up should be
-    over, and training be past its first turbulence: after 15 to 25 % of all steps. No root of it is frozen below
-    `variance_floor` times what is usual in its variable, else few of them could make training diverge; 0 is the paper.
-    What had no gradient until then is not trained any more. Keras clips before, on each rank by itself, and decays
-    weights as AdamW does. `kwargs` are those of `keras.optimizers.Optimizer`. What the signs lost so far is not saved.
-    Source: Tang et al.: 1-bit Adam (ICML 2021).
+    Use it on its own, not in a DistributedOptimizer: it averages over the ranks of `process_set`. In the first phase it
+    is Adam on averaged gradients. Then the second moment is frozen, so the learning rate's warm-up and the unstable
+    start of training should be over: after 15 to 25 % of all steps. Roots of the second moment are frozen at no less
+    than `variance_floor` times the typical root in their variable; otherwise a few tiny ones could make training
+    diverge. 0 is the paper's algorithm.
+
+    A weight without a gradient before the freeze is not trained afterwards. Keras clips first, on each rank separately,
+    and decays weights as AdamW does. `kwargs` are those of `keras.optimizers.Optimizer`. The accumulated compression
+    error is not saved. Source: Tang et al.: 1-bit Adam (ICML 2021).
 
     On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
     the first moment travels, by default `AllToAll(Sign())`.
@@ -192,12 +195,12 @@ class OneBitAdam(OneBit):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)
 
 
-@_saved
+@_register
 class OneBitLAMB(OneBit):
-    """LAMB whose gradients travel in full for `freeze_step` steps, and then as one bit each.
+    """LAMB whose gradients travel uncompressed for `freeze_step` steps, and then with one bit each.
 
-    The same as `OneBitAdam` in all but the update, which scales each layer's step by how large its weights are. These
-    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.optim.one_bit_lamb`
+    Like `OneBitAdam` in all but the update, which scales each layer's step by the size of its weights. These
+    coefficients are averaged while gradients travel uncompressed, and adapted later: see `commlib.optim.one_bit_lamb`
     for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Source: Li et al.:
     1-bit LAMB (2021).
     """
@@ -223,7 +226,7 @@ class OneBitLAMB(OneBit):
         name: str = "one_bit_lamb",
         **kwargs: Any,
     ) -> None:
-        limits = Limits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
+        limits = CoefficientLimits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
         super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)

@@ -1,4 +1,4 @@
-"""Batch normalisation with the moments of all ranks' batches together: see `commlib.horovod.batch_norm`."""
+"""Batch normalisation over the batches of all ranks: see `commlib.horovod.batch_norm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod.batch_norm import compare_layer, gather_statistics
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import (
+from commlib_tensorflow._host_calls import (
     Spec,
     call,
     gradient_name,
@@ -26,24 +26,24 @@ from commlib_tensorflow.horovod.operations import allreduce
 
 @keras.saving.register_keras_serializable(package="commlib_tensorflow")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]  # Keras has no types
-    """Normalise as `keras.layers.BatchNormalization` does on the batches of all ranks put together.
+    """Normalise like `keras.layers.BatchNormalization`, over the concatenated batches of all ranks.
 
-    Ranks may have different numbers of examples. Outputs, moving statistics and gradients are those of the whole
-    batch, the latter of the sum over ranks of their losses. Training is collective over `process_set`, by default all
-    ranks: one message forward and one backward a layer. Inference is not. All other arguments are those of Keras.
-
-    Raises MismatchError on every rank if ranks have other arguments, when the layer is first used in training.
+    Ranks may have different numbers of examples. Outputs, moving statistics and gradients are those of the whole batch,
+    the gradients being those of the sum over ranks of their losses. Training is collective over `process_set`, by
+    default all ranks: one message forward and one backward per layer. Inference is not. All other arguments are those
+    of Keras. Raises MismatchError on every rank if ranks have different arguments, when the layer is first used in
+    training.
     """
 
     def __init__(self, *arguments: Any, process_set: core.ProcessSet | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.supports_jit = False  # XLA cannot call functions of the host; with this Keras does not choose it by itself
+        self.supports_jit = False  # XLA cannot call host functions; Keras then does not choose XLA by default
         self._process_set = process_set
         self._is_compared = False
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks whose batches are put together, as numbers of the world."""
+        """The ranks that share statistics, as world ranks."""
         return list(core.process_set_of(self._process_set).ranks or [])
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
@@ -54,7 +54,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if mask is not None:
             weights = tf.cast(tf.cast(tf.expand_dims(mask, -1), tf.bool), inputs.dtype)
         weights = tf.broadcast_to(weights, tf.shape(inputs))
-        return _moments_of_all(inputs, weights, list(self._reduction_axes), group, self._compare)
+        return _reduce_moments(inputs, weights, list(self._reduction_axes), group, self._compare)
 
     def _compare(self, name: str, group: core.ProcessSet) -> None:
         """Compare arguments with those of the other ranks. Collective, at the first use."""
@@ -65,14 +65,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
 
 @no_autograph
-def _moments_of_all(
+def _reduce_moments(
     inputs: tf.Tensor,
     weights: tf.Tensor,
     axes: list[int],
     group: core.ProcessSet,
     compare: Callable[[str, core.ProcessSet], None],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance per channel, over `axes` and all ranks, of what has weight 1 rather than 0."""
+    """Return mean and variance per channel, over `axes` and all ranks, of the elements with weight 1 instead of 0."""
     refuse_vectorized()
     channels = tf.TensorShape([size for axis, size in enumerate(inputs.shape) if axis not in axes])
     name = layer_name("SyncBatchNorm")
@@ -80,14 +80,14 @@ def _moments_of_all(
     def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
         count = tf.reduce_sum(weights, axes)
         mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), count)
-        centred = (x - _spread(mean, x, axes)) * weights
+        centred = (x - _broadcast_shape(mean, x, axes)) * weights
         squares = tf.reduce_sum(tf.square(centred), axes)
 
         def host(count: Array, mean: Array, squares: Array) -> list[Array]:
             compare(name or "SyncBatchNorm", group)
             found = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
             divisor = np.maximum(found.count, 1)
-            return [_converted(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
+            return [_convert(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
 
         total, mean, variance = call(host, [count, mean, squares], [Spec(x.dtype, channels)] * 3)
 
@@ -101,8 +101,8 @@ def _moments_of_all(
                 ignore_name_scope=True,
             )
             dmean, dvariance = both[0] / total, both[1] / total
-            centred = x - _spread(mean, x, axes)
-            return weights * (_spread(dmean, x, axes) + 2 * centred * _spread(dvariance, x, axes))
+            centred = x - _broadcast_shape(mean, x, axes)
+            return weights * (_broadcast_shape(dmean, x, axes) + 2 * centred * _broadcast_shape(dvariance, x, axes))
 
         return (mean, variance), backward
 
@@ -110,13 +110,13 @@ def _moments_of_all(
     return mean, variance
 
 
-def _converted(array: Array, dtype: Any) -> Array:
+def _convert(array: Array, dtype: Any) -> Array:
     result = result_empty(array.shape, dtype)
     result[...] = array
     return result
 
 
-def _spread(per_channel: tf.Tensor, like: tf.Tensor, axes: list[int]) -> tf.Tensor:
-    """Return a tensor per channel in a shape that broadcasts against `like`."""
+def _broadcast_shape(per_channel: tf.Tensor, like: tf.Tensor, axes: list[int]) -> tf.Tensor:
+    """Reshape a tensor per channel so that it broadcasts against `like`."""
     shape = tf.tensor_scatter_nd_update(tf.shape(like), [[axis] for axis in axes], [1] * len(axes))
     return tf.reshape(per_channel, shape)

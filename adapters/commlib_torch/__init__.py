@@ -19,7 +19,7 @@ from commlib.horovod import *
 from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
-from commlib_torch._uncompiled import leave_uncompiled
+from commlib_torch._graph_breaks import leave_uncompiled
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.checkpoint import Checkpoint
 from commlib_torch.clip import clip_grad_norm_
@@ -109,15 +109,15 @@ __all__ += _collectives.__all__
 __all__ += _movement.__all__
 __all__ += _reductions.__all__
 
-# All but the layers, whose own computations a compiler may take into its graphs.
+# All modules except layers, whose computations a compiler may trace.
 leave_uncompiled(
     [
         "commlib", "numba", "llvmlite", "mpi4py", "ml_dtypes",
         *(
             f"{__name__}.{part}"
             for part in (
-                "_autograd", "_bridge", "_call", "_shards", "_slots", "_uncompiled", "adasum", "broadcast", "clip",
-                "collectives", "devices", "gradients", "horovod", "one_bit", "optimizer", "pipeline",
+                "_autograd", "_bridge", "_call", "_shards", "_slots", "_graph_breaks", "adasum", "broadcast", "clip",
+                "collectives", "devices", "gradients", "horovod", "one_bit", "optimizer", "pipelines.pipeline",
             )
         ),
     ]

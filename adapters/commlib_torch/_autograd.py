@@ -1,4 +1,4 @@
-"""Autograd's side of a reduction: when a gradient is there, and where a backward pass ends."""
+"""Autograd hooks for reductions: notice when a gradient is ready, and when a backward pass ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlib.sharding.shards import world_ranks
 
 
 class Listener(Protocol):
-    """Hears of gradients, by the numbers of their parameters."""
+    """Gets a call for each gradient, with the index of its parameter."""
 
     def on_gradient(self, index: int) -> None: ...
 
@@ -26,9 +26,9 @@ class Listener(Protocol):
 
 
 def listen(listener: Listener, parameters: Sequence[Tensor], *, before: Collection[int]) -> list[Any]:
-    """Call `on_gradient` after each accumulation of a gradient, and `before_gradient` too for the numbers in `before`.
+    """Call `on_gradient` after each gradient accumulation, and `before_gradient` before it for the indices in `before`.
 
-    Returns handles to remove the hooks by. A parameter does not keep its listener alive.
+    Returns handles that remove the hooks. A parameter does not keep its listener alive.
     """
     reference = weakref.ref(listener)
 
@@ -59,10 +59,10 @@ class Member(Protocol):
 
 
 class BackwardPasses:
-    """Calls `end_backward` of every member at the end of each backward that `arm` was called in.
+    """Calls `end_backward` of every member at the end of each backward in which `arm` was called.
 
-    Members are called in the order of their construction, which is the same on every rank, whereas the order in which
-    backward reaches them may not be: a rank must not wait in one reducer while another rank waits in another.
+    Members are called in the order of their construction, which is the same on every rank. Backward may reach them in
+    another order on each rank; that order would let one rank wait in one reducer while another waits in a second one.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class BackwardPasses:
         self.pipeline: tuple[Any, nn.Module] | None = None
         """The communicator and the stages of this rank, within `as_one`."""
         self.begun: list[Any] = []
-        """Members that several ranks of the pipeline have, and whose gradients its step has made on this rank."""
+        """Members shared by several ranks of the pipeline whose gradients this rank's step has produced."""
         self._is_final, self._later = True, frozenset[int]()
 
     def join(self, member: Member) -> int:
-        """Add a member; return its place in the order."""
+        """Add a member; return its position in the order."""
         self._members.add(member)
         return next(self._serials)
 
@@ -91,7 +91,7 @@ class BackwardPasses:
         return sorted(self._members, key=lambda member: member.serial)
 
     def arm(self) -> None:
-        """See to it that the backward pass that is running calls back when it ends. Called from within backward."""
+        """Request a callback at the end of the running backward pass. Must be called within backward."""
         if self._is_one:
             return
         graph = torch._C._current_graph_task_id()
@@ -103,10 +103,10 @@ class BackwardPasses:
 
     @contextmanager
     def as_one(self, comm: Any, stages: nn.Module) -> Iterator[None]:
-        """Let all backwards within be one, as those of a pipeline's microbatches are: it ends with the context.
+        """Treat all backwards within the context as one, such as those of a pipeline's microbatches; it ends with it.
 
-        comm: of the ranks that run it together. stages: those of this rank. Members that several of these ranks have
-        go on to `end_shared`: maybe it made gradients of theirs on some ranks only.
+        comm: the ranks that run it together. stages: those of this rank. Members that several of these ranks share
+        continue to `end_shared`, because their gradients may exist on some ranks only.
         """
         self._is_one, self.pipeline = True, (comm, stages)
         try:
@@ -119,20 +119,20 @@ class BackwardPasses:
 
     @contextmanager
     def shared(self, comm: Any) -> Iterator[None]:
-        """Run a step of a pipeline within: if it fails, members that several of its ranks have give up their passes."""
+        """Run a pipeline step; if it fails, members that several of its ranks share give up their passes."""
         self.begun = []
         try:
             yield
         except BaseException:
             for member in self.members:
-                if member.is_shared(comm):  # on all ranks, whether it has begun there or not: passes count alike
+                if member.is_shared(comm):  # on all ranks, even where it has not begun: the pass counts must agree
                     member.reducer.abandon()
             raise
         finally:
             self.begun = []
 
     def end_shared(self, comm: Any) -> None:
-        """End the backward of all members that have `begun` on any rank of the pipeline, on all of them. Collective.
+        """End the backward of all members that have begun on any rank of the pipeline, on all of its ranks. Collective.
 
         Raises UsageError on all ranks of the pipeline if one of them has closed such a member.
         """
@@ -143,15 +143,15 @@ class BackwardPasses:
             places = zip(world_ranks(comm), told, strict=True)
             if lacking := [rank for rank, (_, has) in places if rank in label[0] and label not in has]:
                 raise UsageError(
-                    f"a step of a pipeline has made gradients that ranks {list(label[0])} reduce together, but ranks "
-                    f"{lacking} have closed the optimizer of their layers: close it on all ranks, or on none"
+                    f"a step of a pipeline has produced gradients that ranks {list(label[0])} reduce together, but "
+                    f"ranks {lacking} have closed the optimizer of their layers: close it on all ranks or on none"
                 )
             if label in own:
                 own[label].end_together()
 
     @contextmanager
     def part(self, *, final: bool, later: frozenset[int] = frozenset()) -> Iterator[None]:
-        """Run a backward after which gradients are complete if it is the `final` one: but those of `later`, by id."""
+        """Run a backward that completes gradients if it is the `final` one, except those of `later` (ids)."""
         self._is_final, self._later = final, later
         try:
             yield
@@ -159,13 +159,13 @@ class BackwardPasses:
             self._is_final, self._later = True, frozenset()
 
     def completes(self, parameter: Tensor) -> bool:
-        """Return whether a gradient that is made now is complete; else more will be added to it."""
+        """Return whether a gradient produced now is complete, or will be added to."""
         return self._is_final and id(parameter) not in self._later
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()
         if node is not None:
-            # Not the end yet: re-entrant checkpointing runs a backward within a node of another one.
+            # Not the end yet: re-entrant checkpointing runs a backward within a node of an outer one.
             node.register_hook(lambda *_: self.arm())
             return
         self._armed.clear()
@@ -174,14 +174,14 @@ class BackwardPasses:
 
 
 def _refuse_compiled() -> None:
-    """Raise UsageError where the compiler runs the backward: it has no end that one could hear of."""
+    """Raise UsageError if compiled autograd runs the backward: it reports no end of backward."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise UsageError(
-            "compiled autograd does not say when a backward ends, so gradients cannot be reduced: leave "
+            "compiled autograd does not report the end of a backward, so gradients cannot be reduced: leave "
             "torch._dynamo.config.compiled_autograd off; torch.compile of the model or of the whole step works"
         )
 
 
 backward_passes = BackwardPasses()
-"""autograd has one engine per process, so this is one per process too."""
+"""One per process, like autograd's engine."""

@@ -1,4 +1,4 @@
-"""torch tensors and arrays of the core over the same memory: numpy's on the host, DeviceArrays on a GPU."""
+"""torch tensors and arrays of the core over the same memory: numpy arrays on the host, DeviceArrays on a GPU."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from commlib.devices.array import DeviceArray
 from commlib.devices.registry import lookup
 from commlib.errors import UsageError
-from commlib_torch.devices import array_over, device_of, is_known, tensor_over, where
+from commlib_torch.devices import array_over, device_name, device_of, is_known, tensor_over
 
 Array = npt.NDArray[Any]
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name under which the core knows a dtype, such as "float32" or "bfloat16"."""
+    """Return the core's name of a dtype, such as "float32" or "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise UsageError unless `tensor` is a dense tensor with values, wherever they are."""
+    """Raise UsageError unless `tensor` is a dense tensor with values, on any device."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -44,7 +44,7 @@ def check(tensor: torch.Tensor) -> None:
 
 
 def check_host(tensor: torch.Tensor) -> None:
-    """Raise UsageError unless `tensor` is dense, and on the host."""
+    """Raise UsageError unless `tensor` is dense and on the host."""
     check_dense(tensor)
     if not tensor.is_cpu:
         raise UsageError(f"tensors on device {tensor.device} are not supported here: call .cpu() first")
@@ -61,22 +61,22 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def read(tensor: torch.Tensor) -> Any:
-    """Return the core's array with the values of `tensor`: over its memory, if that is contiguous.
+    """Return the core's array with the values of `tensor`: over its memory if it is contiguous.
 
-    On a GPU it is a DeviceArray, in order with torch's current stream. Raises UsageError as `check` does, for dtypes
-    that the core has not, and for a second GPU.
+    On a GPU it is a DeviceArray, ordered after torch's current stream. Raises UsageError as `check` does, for dtypes
+    that the core does not support, and for a second GPU.
     """
-    return core_array(packed(tensor))
+    return core_array(pack(tensor))
 
 
 def core_array(tensor: torch.Tensor) -> Any:
-    """Return what `read` does for what `packed` returned."""
+    """Convert a tensor that `pack` returned to the core's array, as `read` does."""
     device = device_of(tensor)
     return array_of(tensor) if device is None else array_over(tensor, device)
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Return what `to_array` does for a dense tensor that is detached."""
+    """Convert a dense, detached tensor to a numpy array, as `to_array` does."""
     if not tensor.is_cpu:
         raise UsageError(f"tensors on device {tensor.device} are not supported here: call .cpu() first")
     if tensor.dtype is torch.bfloat16:
@@ -90,7 +90,7 @@ def array_of(tensor: torch.Tensor) -> Array:
 def to_tensor(array: Any) -> torch.Tensor:
     """Return a tensor with the shape, strides and memory of an array, which it keeps alive. Nothing is copied.
 
-    The array is numpy's, a DeviceArray or what a device makes.
+    The array is a numpy array, a DeviceArray or an array of a registered device.
     """
     if type(array) is not np.ndarray:
         if type(array) is DeviceArray:
@@ -103,16 +103,16 @@ def to_tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` itself, detached, if its memory is contiguous and literal, else a copy that is."""
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` detached if its memory is contiguous and literal (no lazy conj or neg), otherwise a copy."""
     check(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` itself, detached, if it is contiguous and literal on the host, else a copy that is.
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` detached if it is contiguous and literal on the host, otherwise a packed copy on the host.
 
-    From a GPU it is copied behind what the current stream still computes, and this waits for that.
+    A copy from a GPU follows the current stream, and the host waits for it.
     """
     check_dense(tensor)
     here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
@@ -120,17 +120,17 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_array(tensor: torch.Tensor) -> Array:
-    """Return an array of the host with the values of a tensor: its memory, if that is contiguous and there."""
-    return array_of(on_host(tensor))
+    """Return a host array with the values of a tensor: over its memory if it is contiguous on the host."""
+    return array_of(to_host(tensor))
 
 
-def back(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the values of an array of the host, on the device of another tensor."""
+def to_device_of(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the values of a host array, on the device of `like`."""
     return to_tensor(array).to(like.device)
 
 
-def room(array: Any) -> Any:
-    """Return a new array like another one; on a GPU it is torch's memory."""
+def allocate_like(array: Any) -> Any:
+    """Allocate an array like another one; on a GPU it is torch's memory."""
     if type(array) is not DeviceArray:
         return np.empty_like(array)
     like = to_tensor(array)
@@ -138,9 +138,9 @@ def room(array: Any) -> Any:
 
 
 def device_kind(tensors: Sequence[torch.Tensor]) -> str:
-    """Return "cpu" or the device's name. Raises UsageError where some tensors are on the host and some on a GPU."""
-    kinds = {where(tensor) for tensor in tensors}
+    """Return "cpu" or the device's name. Raises UsageError if some tensors are on the host and some on a GPU."""
+    kinds = {device_name(tensor) for tensor in tensors}
     if len(kinds) > 1:
         places = ", ".join(str(tensor.device) for tensor in tensors)
-        raise UsageError(f"the tensors of one group must be all on the host or all on GPUs, got {places}")
+        raise UsageError(f"the tensors of one group must all be on the host or all on GPUs, got {places}")
     return kinds.pop() if kinds else "cpu"

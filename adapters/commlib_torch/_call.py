@@ -1,4 +1,4 @@
-"""Call: give verbs arrays to read from and to write to, and make tensors of what comes back."""
+"""Arguments and results of verbs: give verbs arrays to read and write, and convert results to tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from commlib.tensor_verbs import Bridge, TensorWork, VerbMaker
-from commlib_torch._bridge import core_array, packed, read, room, to_tensor
-from commlib_torch.devices import in_order
+from commlib_torch._bridge import allocate_like, core_array, pack, read, to_tensor
+from commlib_torch.devices import use_device_streams
 
 Work = TensorWork
 
 
-class InPlace:
-    """A tensor that an operation writes to: `array` is its memory, or stands in for it until `finish`.
+class OutputTensor:
+    """A tensor that an operation writes to: `array` is its memory, or a staging copy until `finish`.
 
-    stage: makes the stand-in. array: makes the core's array over that.
+    stage: makes the staging copy. array: makes the core's array over it.
     """
 
     __slots__ = ("_staged", "_tensor", "array")
@@ -26,7 +26,7 @@ class InPlace:
     def __init__(
         self,
         tensor: Tensor,
-        stage: Callable[[Tensor], Tensor] = packed,
+        stage: Callable[[Tensor], Tensor] = pack,
         array: Callable[[Tensor], Any] = core_array,
     ) -> None:
         self._tensor = tensor
@@ -34,7 +34,7 @@ class InPlace:
         self.array = array(self._staged)
 
     def finish(self, *_: Any) -> Tensor:
-        """Return the tensor, with the values of `array`."""
+        """Return the tensor with the values of `array`."""
         tensor, staged = self._tensor, self._staged
         if staged.data_ptr() != tensor.data_ptr() or staged.device != tensor.device:
             with torch.no_grad():
@@ -44,9 +44,9 @@ class InPlace:
         return tensor
 
 
-BRIDGE = Bridge(Tensor, read, to_tensor, room, in_order)
+BRIDGE = Bridge(Tensor, read, to_tensor, allocate_like, use_device_streams)
 
 
 def verb_maker(module: str) -> VerbMaker:
-    """Return what makes the verbs that stand in a module."""
+    """Return a factory for the verbs of a module."""
     return VerbMaker(module, "Tensor")

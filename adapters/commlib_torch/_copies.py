@@ -1,4 +1,4 @@
-"""Copies: models that may be run without a trace of it in the ones that they are copies of."""
+"""Copies of models that can run without side effects on the originals."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def copy_of(value: _T) -> _T:
-    """Return a copy of a module, or of a nest of them: weights, buffers, counters, lists, and all else that they have.
+    """Return a copy of a module or a nest of modules: weights, buffers, counters, lists, and all other attributes.
 
-    Hooks that users have put on modules or weights are no part of it: they may change what is no copy. Those by which
-    torch computes weights are. Gradients are not copied.
+    It lacks the users' hooks on modules and weights, which may change the original. It has the hooks with which torch
+    computes weights. Gradients are not copied.
     """
     modules = _modules_in(value)
     try:
         copied = copy.deepcopy(value, _memo(modules))
     except Exception:
-        shared = {id(one): one for module in modules for one in _without_copy(module)}
+        shared = {id(one): one for module in modules for one in _uncopyable(module)}
         copied = copy.deepcopy(value, _memo(modules) | shared)
     for module in _modules_in(copied):
         for name in HOOKS:
@@ -40,19 +40,19 @@ def copy_of(value: _T) -> _T:
 
 
 def _memo(modules: list[nn.Module]) -> dict[int, Any]:
-    """Return what deepcopy takes for copied: hooks that are no part of the copy, and what it cannot copy."""
+    """Return deepcopy's memo: it excludes hooks of users, and shares values that cannot be copied."""
     memo: dict[int, Any] = {}
     for module in modules:
         for one in (*vars(module).values(), *module._buffers.values()):
             if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.grad_fn is not None:
-                memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies leaves only
+                memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies only leaves
         for name in HOOKS:
             memo |= {id(hook): hook for hook in getattr(module, name, {}).values() if not _is_part_of_the_model(hook)}
     return memo
 
 
-def _without_copy(module: nn.Module) -> list[Any]:
-    """Return what a module has that cannot be copied, such as a lock or a file: a copy has the same."""
+def _uncopyable(module: nn.Module) -> list[Any]:
+    """Return the attributes of a module that cannot be copied, such as a lock or a file: the copy shares them."""
     found = []
     for name, one in vars(module).items():
         if name not in OF_MODULES:
@@ -73,13 +73,13 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 def _is_part_of_the_model(hook: Any) -> bool:
     made_by = getattr(hook, "__module__", None) or type(hook).__module__
-    is_check = hasattr(hook, "divided_output")  # of a plan, made once
+    is_check = hasattr(hook, "divided_output")  # of a plan, built once
     return made_by.startswith("torch.") or (made_by.startswith("commlib_torch.") and not is_check)
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Leave the states of all random numbers as they are, wherever these come from."""
+def preserve_random_state() -> Iterator[None]:
+    """Restore the states of all random generators at the end of the context."""
     before = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
@@ -91,8 +91,8 @@ def same_random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def in_mode_of_all(modules: list[nn.Module], *, training: bool) -> Iterator[None]:
-    """Let modules be in a mode, whatever their `train` does."""
+def force_mode(modules: list[nn.Module], *, training: bool) -> Iterator[None]:
+    """Put modules into a mode within the context, bypassing their `train`."""
     before = [(module, module.training) for module in modules]
     for module, _ in before:
         vars(module)["training"] = training

@@ -1,8 +1,8 @@
-"""PyTorch's fused encoder layers: keep them from taking shards for whole weights.
+"""PyTorch's fused encoder layers: prevent their use of shards as full weights.
 
-In evaluation `nn.TransformerEncoderLayer` gives the weights of its layers to one fused kernel, which knows nothing of
-shards. It does not where a layer within it has a hook; `nn.TransformerEncoder` takes padding out of its input for that
-kernel, and asks nobody.
+In evaluation, `nn.TransformerEncoderLayer` passes the weights of its layers to a fused kernel, which does not support
+shards. A hook on one of these layers prevents this. `nn.TransformerEncoder` removes padding from its input for that
+kernel, without checking for hooks.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import nn
 
 
 def keep_unfused(module: nn.Module) -> None:
-    """Let a layer be called, whatever it stands in."""
+    """Ensure that a layer is called, in every parent module."""
     if not _is_unfused(module):
-        module.register_forward_pre_hook(_called)
+        module.register_forward_pre_hook(_report_call)
 
 
 def keep_padding(model: nn.Module) -> None:
-    """Let the encoders within a model call their layers with ordinary tensors, if something there is divided."""
+    """Ensure that the encoders in a model call their layers with ordinary tensors if they contain sharded layers."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(map(_is_unfused, module.modules())):
             module.use_nested_tensor = False
 
 
 def _is_unfused(module: nn.Module) -> bool:
-    return _called in module._forward_pre_hooks.values()
+    return _report_call in module._forward_pre_hooks.values()
 
 
-def _called(module: nn.Module, args: Any) -> None:
-    """Tell the plan's check if a layer is called outside of the model; that the hook is there keeps it unfused."""
-    if not torch.compiler.is_compiling():  # else there would be a program for each value of `inside`
+def _report_call(module: nn.Module, args: Any) -> None:
+    """Report a layer call outside of the model to the plan check; the hook's presence keeps the layer unfused."""
+    if not torch.compiler.is_compiling():  # otherwise the compiler would make a program for each value of `inside`
         check = vars(module).get("plan_check")
         if check is not None and not check.inside:
             check.used(module, args)

@@ -1,4 +1,4 @@
-"""Optimizer state by the names of parameters: so that it can be loaded on any number of stages."""
+"""Optimizer state by parameter names, which can be loaded on any number of stages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from commlib.errors import UsageError
 
 _OWN = ("params", "param_names")
-"""Keys of a param group that say which parameters it has; the others are settings."""
+"""Keys of a param group that list its parameters; the others are settings."""
 
 
 def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """Return an optimizer's state with names of parameters in place of their numbers. Raises UsageError.
+    """Return an optimizer's state with parameter names in place of their indices. Raises UsageError.
 
-    A parameter that has several names is there under all of them.
+    A parameter with several names appears under all of them.
     """
     names = _names(named)
     order = _order(optimizer, names)
@@ -30,8 +30,8 @@ def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.
     return {"state": state, "param_groups": groups}
 
 
-def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the states of all ranks as one. Groups in the same place are one where all their settings are alike."""
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of all ranks. Groups with the same index are merged if all their settings are equal."""
     state: dict[str, Any] = {}
     found: list[tuple[int, dict[str, Any]]] = []
     for own in states:
@@ -49,43 +49,42 @@ def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def load_named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], state: Mapping[str, Any]
 ) -> None:
-    """Load what `merged` made into an optimizer of some of the parameters: each has the settings that it had.
+    """Load a state from `merge_states` into an optimizer of some of the parameters; settings are per parameter.
 
-    A parameter with several names has the state of the first that is there. Raises UsageError if some are missing, or
-    if parameters of one group had different settings.
+    A parameter with several names has the state of the first name in the state. Raises UsageError if some are missing,
+    or if parameters of one group had different settings.
     """
     names, saved = _names(named), {name: group for group in state["param_groups"] for name in group["params"]}
     order = _order(optimizer, names)
     if missing := [own[0] for own in order if own and not any(name in saved for name in own)]:
-        raise UsageError(f"the state of an optimizer that is to be loaded lacks {', '.join(missing)}")
+        raise UsageError(f"the optimizer state to load lacks {', '.join(missing)}")
     known = [next((name for name in own if name in saved), "") for own in order]  # a placeholder has no name
     groups = []
     for mine in optimizer.state_dict()["param_groups"]:
         first, *others = [known[number] for number in mine["params"] if known[number]] or [None]
         if odd := [name for name in others if not _are_alike(saved[name], saved[first])]:
             raise UsageError(
-                f"the optimizer has {first} and {odd[0]} in one group, but the state that is to be loaded has other "
-                f"settings for one than for the other ({_difference(saved[first], saved[odd[0]])}): put them into "
-                "groups as they were"
+                f"the optimizer has {first} and {odd[0]} in one group, but the state to load has different settings "
+                f"for them ({_difference(saved[first], saved[odd[0]])}): use the groups of the saved optimizer"
             )
-        # A group without parameters has nothing to be known by.
-        settings = {} if first is None else copied(_settings(saved[first]))
+        # A group without parameters cannot be matched.
+        settings = {} if first is None else copy_state(_settings(saved[first]))
         groups.append({**mine, **settings})
-    # What is loaded must not be the memory that was saved: optimizers update it in place.
-    values = {n: copied(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
+    # Copy the saved tensors: optimizers update them in place.
+    values = {n: copy_state(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
 def _order(optimizer: torch.optim.Optimizer, names: Mapping[int, list[str]]) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, by their numbers; none of what stands for a lack of parameters.
+    """Return the names of an optimizer's parameters in order; the placeholder of a rank without parameters has none.
 
-    Raises UsageError for one that has no name.
+    Raises UsageError for a parameter without a name.
     """
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in order:
         if id(parameter) not in names and (parameter.numel() or parameter.requires_grad):
             raise UsageError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of this pipeline's"
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in this pipeline"
             )
     return [names.get(id(parameter), []) for parameter in order]
 
@@ -109,7 +108,7 @@ def _are_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _difference(group: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return in words in what the settings of two groups differ; nothing if they do not."""
+    """Describe the difference between the settings of two groups; "" if there is none."""
     for key in {**_settings(group), **_settings(other)}:
         one, two = group.get(key), other.get(key)
         if isinstance(one, Tensor) or isinstance(two, Tensor):
@@ -121,10 +120,10 @@ def _difference(group: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ""
 
 
-def copied(value: Any) -> Any:
-    """Return settings or state of an optimizer, or several, with tensors of their own."""
+def copy_state(value: Any) -> Any:
+    """Return optimizer settings or states with copies of their tensors."""
     if isinstance(value, dict):
-        return {key: copied(one) for key, one in value.items()}
+        return {key: copy_state(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+        return type(value)(map(copy_state, value))
     return value.clone() if isinstance(value, Tensor) else value

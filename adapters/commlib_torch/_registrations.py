@@ -1,4 +1,4 @@
-"""Registrations: tell whether modules may have got other parameters or layers, without looking through them."""
+"""Registration counter: detects new parameters or layers of modules without walking them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from torch.nn.modules import module
 
 
-class Registrations:
-    """Counts the parameters and layers that any module was given since `start`."""
+class RegistrationCounter:
+    """Counts the parameters and layers that any module has registered since `start`."""
 
     def __init__(self) -> None:
         self.count = 0
         self._is_counting = False
 
     def start(self) -> None:
-        """Begin to count, once for all."""
+        """Begin to count; further calls do nothing."""
         if not self._is_counting:
             self._is_counting = True
             module.register_module_parameter_registration_hook(self._note)
@@ -25,5 +25,5 @@ class Registrations:
         self.count += 1
 
 
-registrations = Registrations()
-"""torch has one set of such hooks per process, so this is one per process too."""
+registrations = RegistrationCounter()
+"""One per process: torch has one set of these hooks per process."""

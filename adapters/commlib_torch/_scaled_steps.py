@@ -1,7 +1,7 @@
-"""Scaled steps: which GradScaler an optimizer's step comes from, and whether it has asked all ranks that it must.
+"""Scaled steps: find the GradScaler of an optimizer's step, and check that it asks all necessary ranks.
 
-Where ranks have different weights, one alone may find an infinity: it skips the step, and halves its scale, unless all
-do. A rank that skips is not seen here. But all that do not are, so ranks cannot part without a word.
+If ranks have different weights, one rank alone may find an infinity: it skips the step and halves its scale, unless all
+ranks do. This check does not run on a rank that skips, but on all others, so ranks cannot diverge silently.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from commlib_torch.loss_scale import GradScaler
 
 _STEP = torch.amp.GradScaler.step.__code__
 _ASKS = ("_unscale_grads_", "unscale_")
-"""With these a scaler looks for infinities: one of another class may ask other ranks there."""
+"""The methods in which a scaler looks for infinities; a subclass may ask other ranks in them."""
 
 
 def scaler_of_step() -> torch.amp.GradScaler | None:
-    """Return the scaler in whose `step` the caller runs, None if there is none, or if it does nothing."""
+    """Return the GradScaler whose `step` is calling; None if there is none, or if it is disabled."""
     if torch.compiler.is_compiling():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -35,9 +35,9 @@ def scaler_of_step() -> torch.amp.GradScaler | None:
 
 
 def check_scaler(scaler: torch.amp.GradScaler, ranks: Collection[int], what: str, advice: str) -> None:
-    """Raise UsageError unless a scaler asks all of some ranks, numbers of the world, whether one found an infinity.
+    """Raise UsageError unless a scaler asks all of the given ranks (global) whether one found an infinity.
 
-    what: these ranks have that is different. advice: the scaler that is right.
+    what: the objects that differ among these ranks. advice: the right scaler.
     """
     if len(ranks) < 2:
         return
@@ -45,11 +45,11 @@ def check_scaler(scaler: torch.amp.GradScaler, ranks: Collection[int], what: str
         asked = world_ranks(scaler.comm)
         if lacking := sorted(set(ranks) - set(asked)):
             raise UsageError(
-                f"GradScaler: it asks ranks {list(asked)} of the world whether a step is skipped, but ranks {lacking} "
-                f"have other {what}: some would step and some not. Use {advice}"
+                f"GradScaler: it asks global ranks {list(asked)} whether to skip a step, but ranks {lacking} have "
+                f"other {what}: some would step and some not. Use {advice}"
             )
     elif all(getattr(type(scaler), name) is getattr(torch.amp.GradScaler, name) for name in _ASKS):
         raise UsageError(
-            f"torch.amp.GradScaler looks for infinities in this rank's gradients alone, but ranks {sorted(ranks)} of "
-            f"the world have different {what}: some would step and some not. Use {advice}"
+            "torch.amp.GradScaler looks for infinities in this rank's gradients only, but global ranks "
+            f"{sorted(ranks)} have different {what}: some would step and some not. Use {advice}"
         )

@@ -1,7 +1,7 @@
-"""Parameters and buffers that hold a shard: how one tells, how copies do, and how modules keep the note anywhere.
+"""Sharded parameters and buffers: marks for parameters, their copies, and their modules.
 
-A module knows what its parameters are parts of; a parameter has a note of that, for whoever is given parameters alone.
-Where PyTorch makes another parameter of one, the module renews the note.
+A module records the shards of its parameters; each parameter also has a mark, for code that gets parameters only. If
+PyTorch replaces a parameter, the module renews the mark.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from torch.nn.modules.module import (
 
 from commlib.errors import UsageError
 from commlib.sharding.shards import Shard
-from commlib_torch._saved_parts import MARK as _MARK
-from commlib_torch._saved_parts import Part, mark_part
+from commlib_torch._shard_marks import MARK as _MARK
+from commlib_torch._shard_marks import ShardMark, mark_part
 
 _SHARDS = "commlib_shards"
 _MADE_OF = ("_orig", "_g", "_v")
-"""How pruning and normalisation of weights call the parameters that they make of one."""
+"""The names that pruning and weight normalisation give to the parameters they derive from one."""
 
 
 _DIVIDED: dict[int, weakref.ref[Tensor]] = {}
-"""All parameters that hold a part, by id: a gradient does not say whose it is."""
+"""All sharded parameters, by id: a gradient does not identify its parameter."""
 
 
-def divided_parameters() -> Iterator[Tensor]:
-    """Yield all parameters of this process that hold a part."""
+def sharded_parameters() -> Iterator[Tensor]:
+    """Yield all sharded parameters of this process."""
     for reference in list(_DIVIDED.values()):
         if (parameter := reference()) is not None:
             yield parameter
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """Return what a parameter holds a part of; None if it is whole."""
+    """Return the shard that a parameter holds; None if it is unsharded."""
     found = getattr(parameter, _MARK, None)
-    return found.shard if type(found) is Part else found if type(found) is Shard else None
+    return found.shard if type(found) is ShardMark else found if type(found) is Shard else None
 
 
-def divided_with(tensor: Tensor) -> Tensor | None:
-    """Return the divided parameter whose memory a tensor has; None if there is none."""
+def sharded_parameter_of(tensor: Tensor) -> Tensor | None:
+    """Return the sharded parameter whose memory a tensor shares; None if there is none."""
     if not _DIVIDED or tensor.layout is not torch.strided or not (memory := tensor.untyped_storage().data_ptr()):
         return None
     known = (found for reference in list(_DIVIDED.values()) if (found := reference()) is not None)
@@ -55,13 +55,13 @@ def divided_with(tensor: Tensor) -> Tensor | None:
 
 
 def shards_of(module: nn.Module) -> Mapping[str, Shard]:
-    """Return what a module's own parameters and buffers hold parts of, by their names."""
+    """Return the shards of a module's own parameters and buffers, by their names."""
     found: Mapping[str, Shard] = vars(module).get(_SHARDS, {})
     return found
 
 
 def describe(module: nn.Module, name: str, shard: Shard) -> None:
-    """Let a module know what its own parameter, or buffer, of this name holds, from now on."""
+    """Record that a module's own parameter or buffer of this name holds a shard."""
     if not shards_of(module):
         setattr(module, _SHARDS, {})
         module.register_state_dict_post_hook(mark_in_state)
@@ -71,41 +71,41 @@ def describe(module: nn.Module, name: str, shard: Shard) -> None:
 
 
 def renew(module: nn.Module) -> None:
-    """Renew the notes of parameters that PyTorch may have made anew. Raises UsageError for what cannot be the part."""
+    """Renew the marks of parameters that PyTorch may have replaced. Raises UsageError for impossible shards."""
     for name, shard in shards_of(module).items():
-        parameter = _held(module, name)
+        parameter = _get_held(module, name)
         if parameter is None and name in vars(module)["_buffers"]:
-            continue  # a norm may be told to keep no moments
+            continue  # a norm may be configured without running moments
         if parameter is None:
             raise UsageError(
                 f"{type(module).__name__} on rank {shard.axis.rank} of {shard.axis.comm.name} has lost its parameter "
-                f"{name}, a part of {list(shard.sharding.shape)}: what makes a weight of something else (weight_norm, "
-                "pruning) is to be put on the whole model, before that is divided"
+                f"{name}, a shard of {list(shard.sharding.shape)}: apply functions that derive a weight from another "
+                "(weight_norm, pruning) to the unsharded model, before it is sharded"
             )
         _renew(type(module).__name__, name, parameter, shard)
 
 
 def change_shard(module: nn.Module, name: str, shard: Shard) -> None:
-    """Let a module know that its parameter holds another part by now."""
+    """Record that a parameter of a module holds another shard from now on."""
     getattr(module, _SHARDS)[name] = shard
-    held = _held(module, name)
+    held = _get_held(module, name)
     assert held is not None
     _mark(held, shard)
 
 
-def _held(module: nn.Module, name: str) -> Tensor | None:
-    """Return a module's own parameter, or buffer, of a name."""
+def _get_held(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's own parameter or buffer by name."""
     found: Tensor | None = vars(module)["_parameters"].get(name)
     return vars(module)["_buffers"].get(name) if found is None else found
 
 
-class KeepsShards(nn.Module):
-    """A module that is divided, or has parts that are: what is made of its parameters by `.to` and the like is, too."""
+class ShardedModule(nn.Module):
+    """A sharded module, or a module with shards: parameters replaced by `.to` and similar methods stay marked."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         if torch.__future__.get_swap_module_params_on_conversion():
             for module in self.modules():
-                _forget(module)
+                _remove_marks(module)
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
@@ -120,16 +120,17 @@ def _renew(what: str, name: str, parameter: Tensor, shard: Shard) -> None:
     expected = shard.sharding.local(rank, size)
     if tuple(parameter.shape) != expected:
         raise UsageError(
-            f"{what}.{name} on rank {rank} of {shard.axis.comm.name} is now of shape {list(parameter.shape)}, expected "
-            f"{list(expected)}, this rank's part of {list(shard.sharding.shape)}: give whole values by load_state_dict"
+            f"{what}.{name} on rank {rank} of {shard.axis.comm.name} now has shape {list(parameter.shape)}, expected "
+            f"{list(expected)}, this rank's shard of {list(shard.sharding.shape)}: load full values with "
+            "load_state_dict"
         )
     _mark(parameter, shard)
 
 
 def _mark(parameter: Tensor, shard: Shard) -> None:
-    """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not.
+    """Mark a parameter with its shard. Copies by `copy.deepcopy` keep the mark, which PyTorch would drop.
 
-    Those of a buffer have it anyway.
+    Copies of a buffer keep it without this.
     """
     if not isinstance(parameter, nn.Parameter):
         setattr(parameter, _MARK, shard)
@@ -146,11 +147,11 @@ def _mark(parameter: Tensor, shard: Shard) -> None:
         return found
 
     setattr(parameter, _MARK, shard)
-    setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # of this object, not of its class
+    setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # set on this object, not on its class
 
 
-def _forget(module: nn.Module) -> None:
-    """Take the notes away for a while: PyTorch exchanges no tensors to which there are weak references."""
+def _remove_marks(module: nn.Module) -> None:
+    """Remove the marks temporarily: PyTorch swaps no tensors that have weak references."""
     for name in shards_of(module):
         parameter = vars(module)["_parameters"].get(name)
         if parameter is not None and shard_of(parameter) is not None:
@@ -159,10 +160,10 @@ def _forget(module: nn.Module) -> None:
             delattr(parameter, "__deepcopy__")
 
 
-def before_loading(module: nn.Module) -> None:
-    """Prepare a module for values that are loaded, whichever way PyTorch takes them."""
+def prepare_loading(module: nn.Module) -> None:
+    """Remove the marks of a module if loading swaps its parameters; they are renewed afterwards."""
     if torch.__future__.get_swap_module_params_on_conversion():
-        _forget(module)
+        _remove_marks(module)
 
 
 def _loaded(module: nn.Module, _: Any) -> None:
@@ -170,7 +171,7 @@ def _loaded(module: nn.Module, _: Any) -> None:
 
 
 def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let tensors of a state dict know what they hold, as parameters do: a hook for `register_state_dict_post_hook`."""
+    """Mark the tensors of a state dict like parameters: a hook for `register_state_dict_post_hook`."""
     for name, shard in shards_of(module).items():
         value = state.get(prefix + name)
         if value is not None and shard_of(value) is None:
@@ -179,7 +180,7 @@ def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 @functools.cache
 def _watch() -> None:
-    """Look at what is registered with modules that are divided, from now on."""
+    """Check registrations with sharded modules from now on."""
     register_module_parameter_registration_hook(_registered)
     register_module_buffer_registration_hook(_registered)
     register_module_module_registration_hook(_extended)
@@ -199,13 +200,13 @@ def _extended(module: nn.Module, name: str, _: Any) -> None:
 
 
 _TOO_LATE = (
-    "{what} is put on a {kind} that is divided among ranks: pruning, normalisation and parametrization look at whole "
-    "weights, of which this rank has a part; do it before the layer is divided, if it leaves a plain weight"
+    "{what} is applied to a {kind} that is sharded: pruning, normalisation and parametrization need full weights, "
+    "and this rank has a shard; apply it before the layer is sharded, if it leaves a plain weight"
 )
 
 
 def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
-    """Yield (name, parameter, shard) of each parameter that is divided, once. Raises UsageError for a lost one."""
+    """Yield (name, parameter, shard) of each sharded parameter once. Raises UsageError for a lost one."""
     renew_all(model)
     for name, parameter in model.named_parameters():
         if (shard := shard_of(parameter)) is not None:
@@ -213,6 +214,6 @@ def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
 
 
 def renew_all(model: nn.Module) -> None:
-    """Renew the notes of all parameters of a model."""
+    """Renew the marks of all parameters of a model."""
     for module in model.modules():
         renew(module)

@@ -1,4 +1,4 @@
-"""Signature: with what a module is called, what of that may differ between calls, and what was fixed by a trace."""
+"""Call signatures: the arguments of a module's calls, which of them may differ, and which a trace has fixed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from commlib.errors import UsageError
 
 
-class _Given:
-    """Stands for a tensor."""
+class _TensorPlaceholder:
+    """A placeholder of a tensor."""
 
     def __repr__(self) -> str:
         return "a tensor"
@@ -23,17 +23,17 @@ class _Given:
         return "GIVEN"
 
 
-GIVEN = _Given()
+GIVEN = _TensorPlaceholder()
 
 
-def described(example: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with GIVEN instead of tensors: that can be told to other ranks."""
+def describe_arguments(example: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with GIVEN in place of tensors, so that they can be sent to other ranks."""
     return pytree.tree_map_only(Tensor, lambda _: GIVEN, example)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a module's forward: the values of its parameters by name, GIVEN where a tensor comes.
+class ForwardCall:
+    """A call of a module's forward: the values of its parameters by name, GIVEN for tensors.
 
     free: names of values that may differ from call to call. All others are fixed.
     """
@@ -41,12 +41,12 @@ class Call:
     signature: inspect.Signature
     values: dict[str, Any]
     given: frozenset[str]
-    """The parameters that were given; all others have their defaults."""
+    """The parameters that were passed; all others have their defaults."""
     free: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, example: tuple[Any, Any] | None) -> Call:
-        """Return how a module is called: as an example says (see `described`), or with its defaults."""
+    def of(cls, model: nn.Module, example: tuple[Any, Any] | None) -> ForwardCall:
+        """Return the call of an example (see `describe_arguments`), or the call with defaults."""
         signature = inspect.signature(model.forward)
         if example is None:
             values = {
@@ -66,13 +66,13 @@ class Call:
         bound.apply_defaults()
         return cls(signature, dict(bound.arguments), given, frozenset()).with_free(())
 
-    def with_free(self, names: Collection[str]) -> Call:
-        """Return the same call, in which some of the values that are no tensors may differ, too."""
+    def with_free(self, names: Collection[str]) -> ForwardCall:
+        """Return the same call with more free values among those that are not tensors."""
         tensors = {name for name, value in self.leaves() if value is GIVEN}
-        return Call(self.signature, self.values, self.given, frozenset({*tensors, *names}))
+        return ForwardCall(self.signature, self.values, self.given, frozenset({*tensors, *names}))
 
     def leaves(self) -> list[tuple[str, Any]]:
-        """Return the name of each value, and the value: those of containers one by one."""
+        """Return each value with its name, containers element by element."""
         found: list[tuple[str, Any]] = []
         for name, value in self.values.items():
             leaves = _leaves(value)
@@ -80,7 +80,7 @@ class Call:
         return found
 
     def arguments(self, free: Callable[[str], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with what `free` makes of a name for values that may differ."""
+        """Return the arguments, with free values replaced by `free(name)`."""
         values = {}
         for name, value in self.values.items():
             leaves = _leaves(value)
@@ -94,7 +94,7 @@ class Call:
         return bound.args, bound.kwargs
 
     def taken(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a call that may differ, by their names in graphs. Raises UsageError if others do."""
+        """Return the free values of a call, by their names in graphs. Raises UsageError if other values differ."""
         bound = _bound(self.signature, args, options)
         bound.apply_defaults()
         found: dict[str, Any] = {}
@@ -122,17 +122,17 @@ class Call:
 
     def _other(self, name: str, got: str, expected: str) -> UsageError:
         return UsageError(
-            f"pipeline: forward's {name} is {got}; the model was cut for {name} = {expected}, on which what it does "
-            f"depends: give pipeline(example=) with the arguments of each step"
+            f"pipeline: forward's {name} is {got}; the model was split for {name} = {expected}, and its operations "
+            "depend on it: pass pipeline(example=) with the arguments of each step"
         )
 
 
 PREFIX = "given_"
-"""Of the names that values have in graphs: those of parameters may be Python's own words."""
+"""Prefix of names in graphs: parameter names may be reserved there."""
 
 
 def _leaves(value: Any) -> list[Any] | None:
-    """Return the values in a container with tensors; None for what is one value."""
+    """Return the values in a container with tensors; None for a single value."""
     if not isinstance(value, tuple | list | dict):
         return None
     leaves = pytree.tree_leaves(value)

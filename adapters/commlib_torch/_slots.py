@@ -1,8 +1,8 @@
-"""Gradients of parameters, as a GradientReducer asks for them: brought into slots of buckets, and taken out of them.
+"""Bucket slots for gradients: moves gradients into the slots of a GradientReducer's buckets and back.
 
-A slot that is of a gradient's own dtype and device becomes the gradient: `parameter.grad` is a view of it, which is
-reduced in place, on the host and on a GPU alike. Another slot has a copy, and the result is copied back. A user may
-keep such a gradient over `zero_grad()`: itself, a part of it, or its numpy array: see `commlib.data_parallel.slots`.
+A slot with the dtype and the device of its gradient becomes the gradient: `parameter.grad` is a view of it, which is
+reduced in place, on the host and on a GPU alike. Other slots hold a copy, and the result is copied back. A user may
+keep a gradient across `zero_grad()`: the tensor, a view of it, or its numpy array; see `commlib.data_parallel.slots`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.data_parallel import Engine, Slots
+from commlib.data_parallel import BucketReducer, Slots
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
-from commlib_torch import _unbucketed, devices
+from commlib_torch import _sparse_rows, devices
 from commlib_torch._bridge import Array, to_array, to_tensor
 
 Named = tuple[str, Tensor]
 
 _RESULT = "commlib_result"
-"""An attribute of gradients that were reduced elsewhere than where they are."""
+"""Marks gradients whose reduction took place in other memory."""
 
 
 class ParameterValues:
-    """The `Values` of named parameters. `compressor` is the user's own, if there is one.
+    """The `Values` of named parameters. `compressor` is a custom one, if the user passed one.
 
     Gradients are divided by `predivide` on their way into slots, and multiplied by it on their way back.
     """
@@ -36,7 +36,7 @@ class ParameterValues:
     accumulates = True
     hint = (
         "Either the previous backward raised and was caught (then call zero_grad() before the next one, or "
-        "synchronize() to use what it made: the other ranks wait for this one), or the parameter is used in two "
+        "synchronize() to use its gradients: the other ranks wait for this one), or the parameter is used in two "
         "segments of re-entrant checkpointing (then pass use_reentrant=False)"
     )
 
@@ -47,10 +47,10 @@ class ParameterValues:
         self._compressor, self._contexts, self._predivide = compressor, dict[int, Any](), predivide
         self._slots = Slots(len(named), self._fitting)
         self._becoming: dict[int, Tensor] = {}
-        """What becomes `grad` once it is reduced."""
+        """The tensors that become `grad` after the reduction."""
 
-    def use(self, engine: Engine, members: Sequence[Sequence[int]]) -> None:
-        """Take the slots of `engine`. Gradients that are views of others stay valid, and move when reduced next."""
+    def use(self, engine: BucketReducer, members: Sequence[Sequence[int]]) -> None:
+        """Use the slots of `engine`. Gradients in older slots stay valid, and move at their next reduction."""
         count = len(self._parameters)
         self._engine = engine
         self._views: list[Tensor | None] = [None] * count
@@ -62,20 +62,20 @@ class ParameterValues:
                 self._find(index)
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written."""
+        """Ensure that no user tensor refers to slots that are about to be overwritten."""
         self._slots.free(self._find, self._adds_up)
 
     def exists(self, index: int) -> bool:
-        """Tell whether a parameter has a gradient."""
+        """Return whether a parameter has a gradient."""
         return self._parameters[index].grad is not None
 
     def put(self, index: int) -> None:
-        """Bring a parameter's gradient to where it is reduced from."""
+        """Move a parameter's gradient into its slot."""
         view, parameter = self._views[index], self._parameters[index]
         assert view is not None, "it has a slot"
         grad = parameter.grad
         if grad is None:
-            raise UsageError(f"{self._names[index]} has no gradient after accumulation: did a hook take it away?")
+            raise UsageError(f"{self._names[index]} has no gradient after accumulation: did a hook remove it?")
         if grad.requires_grad:
             _warn_of_graph()
         if grad.layout != torch.strided:
@@ -84,11 +84,11 @@ class ParameterValues:
             if (grad.dtype, grad.device) != self._kinds[index]:
                 self._refuse_kind(index, grad)
             self._becoming[index] = grad = grad.detach()
-            view.copy_(_as_in(view, grad / self._predivide if self._predivide != 1 else grad))
+            view.copy_(_to_slot_format(view, grad / self._predivide if self._predivide != 1 else grad))
             return
         address, plain = grad.data_ptr(), _is_plain(grad)
         if address != self._addresses[index] or not plain:
-            # Autograd made a new tensor: zero_grad() dropped the old one, or somebody put another one in its place.
+            # Autograd made a new tensor: zero_grad() dropped the old one, or another tensor replaced it.
             if (grad.dtype, grad.device) != self._kinds[index]:
                 self._refuse_kind(index, grad)
             if plain and grad.dtype == view.dtype:
@@ -101,7 +101,7 @@ class ParameterValues:
             view.div_(self._predivide)
 
     def take(self, index: int) -> None:
-        """Make what was reduced the gradient of a parameter."""
+        """Make the reduced values the gradient of a parameter."""
         view, parameter = self._views[index], self._parameters[index]
         assert view is not None, "it has a slot"
         grad = self._becoming.get(index)
@@ -109,50 +109,50 @@ class ParameterValues:
             grad = self._lend(index) if grad is None else grad
         else:
             grad = torch.empty_like(parameter) if grad is None or not _is_plain(grad) else grad
-            _as_in(view, grad).copy_(view)
+            _to_slot_format(view, grad).copy_(view)
             vars(grad)[_RESULT] = True
         parameter.grad = grad
         if self._predivide != 1:
             grad.mul_(self._predivide)
 
     def is_result(self, index: int) -> bool:
-        """Tell whether a gradient is one that was taken, as far as one can see, or is not there."""
+        """Return whether a gradient is a reduced one, as far as its memory shows, or missing."""
         grad = self._parameters[index].grad
         if grad is None or grad.layout != torch.strided:
             return True
         return grad.data_ptr() == self._addresses[index] or _RESULT in vars(grad)
 
     def forget(self) -> None:
-        """Drop what was to become gradients."""
+        """Drop the tensors that were to become gradients."""
         self._becoming.clear()
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Part gradients from slots that are in flight."""
+        """Detach gradients from slots that are in flight."""
         for index in indices:
             self._parameters[index].grad = None
 
     def detach(self) -> None:
-        """Give each gradient that lies in its slot memory of its own."""
+        """Copy each gradient out of its slot."""
         for parameter, address in zip(self._parameters, self._addresses, strict=True):
             if address and parameter.grad is not None and parameter.grad.data_ptr() == address:
                 parameter.grad = parameter.grad.clone()
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply a gradient where it is."""
+        """Multiply a gradient in place."""
         with torch.no_grad():
             _gradient(self._parameters[index]).mul_(factor)
 
-    # Outside the buckets
+    # Gradients outside the buckets
 
     def sparse_dimensions(self, index: int) -> int | None:
-        """Return how many sparse dimensions a gradient has; None if it is dense, or not there."""
+        """Return the number of sparse dimensions of a gradient; None if it is dense or missing."""
         grad = self._parameters[index].grad
         if grad is None or grad.layout == torch.strided:
             return None
         return grad.sparse_dim() if grad.layout == torch.sparse_coo else grad.dim()
 
     def make_sparse(self, index: int, dimensions: int = 1) -> None:
-        """Give a gradient that is dense so many sparse dimensions."""
+        """Convert a dense gradient to a sparse one with this number of sparse dimensions."""
         parameter = self._parameters[index]
         parameter.grad = _gradient(parameter).detach().to_sparse(dimensions)
 
@@ -163,43 +163,43 @@ class ParameterValues:
 
     def rows(self, index: int, wire: str) -> tuple[Any, Any]:
         """Return (numbers of rows, their values as `wire`) of a sparse gradient, each row once."""
-        return _unbucketed.rows_of(self._names[index], _gradient(self._parameters[index]), wire)
+        return _sparse_rows.rows_of(self._names[index], _gradient(self._parameters[index]), wire)
 
     def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
-        """Make rows, added up and divided, the gradient."""
+        """Make summed and divided rows the gradient."""
         parameter = self._parameters[index]
-        parameter.grad = _unbucketed.sparse_of(parameter, numbers, rows) / divisor
+        parameter.grad = _sparse_rows.sparse_of(parameter, numbers, rows) / divisor
 
     def compress(self, index: int) -> Array:
-        """Return what the user's compressor sends for a gradient; of zeros if there is none."""
+        """Return the compressed gradient of a custom compressor; zeros are compressed if there is no gradient."""
         parameter = self._parameters[index]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
         if parameter.grad is not None and parameter.grad.requires_grad:
             _warn_of_graph()
         tensor, self._contexts[index] = self._compressor.compress(gradient)
-        # What it returns may be the gradient itself, and a failed operation must not have changed that.
+        # The result may be the gradient itself, which a failed operation must not change.
         return to_array((tensor.clone() if tensor is gradient else tensor.detach()).cpu().contiguous())
 
     def decompress(self, index: int, array: Array) -> None:
-        """Make what the user's compressor makes of a reduced array the gradient."""
+        """Decompress a reduced array with the custom compressor, and make it the gradient."""
         parameter = self._parameters[index]
         tensor = to_tensor(array).to(parameter.device)
         parameter.grad = self._compressor.decompress(tensor, self._contexts.pop(index))
 
     def _refuse_kind(self, index: int, grad: Tensor) -> None:
-        """Raise UsageError: a gradient is of another kind than its parameter was when slots were made."""
+        """Raise UsageError: the gradient's dtype or device is not the parameter's at the time of wrapping."""
         dtype, device = self._kinds[index]
         raise UsageError(
-            f"the gradient of {self._names[index]} is {grad.dtype} on {grad.device}, but the parameter was {dtype} "
-            f"on {device} when it was wrapped: call .to(), .double() and the like first, and wrap the model after"
+            f"the gradient of {self._names[index]} is {grad.dtype} on {grad.device}, but the parameter was {dtype} on "
+            f"{device} when it was wrapped: call .to(), .double() and similar methods before you wrap the model"
         )
 
     def _find(self, index: int) -> None:
         """Find the slot of a parameter."""
         parameter = self._parameters[index]
-        flat = to_tensor(self._engine.slot(index)[:])  # another object: only what is lent is counted
+        flat = to_tensor(self._engine.slot(index)[:])  # a separate object: only references to lent memory are counted
         if parameter.is_complex():
-            view = flat.view(*parameter.shape, 2)  # pairs of real numbers, which is how they travel
+            view = flat.view(*parameter.shape, 2)  # complex numbers are sent as pairs of real numbers
             if flat.dtype == parameter.real.dtype:
                 view = torch.view_as_complex(view)
         else:
@@ -209,9 +209,9 @@ class ParameterValues:
         self._in_place[index] = fits and index not in self._slots.copied
 
     def _fitting(self, index: int, slot: Any) -> Any:
-        """Return what is lent of a slot; None if that is of another kind than its parameter.
+        """Return the memory of a slot to lend to its gradient; None if its dtype or device is not the parameter's.
 
-        On the host it is the slot in the shape of the parameter, in a dtype that torch takes.
+        On the host it is the slot in the shape of the parameter, in a dtype that torch accepts.
         """
         parameter = self._parameters[index]
         tensor = to_tensor(slot[:])
@@ -230,25 +230,25 @@ class ParameterValues:
     def _lend(self, index: int) -> Tensor:
         lent, slot = self._slots.lent[index], self._engine.slot(index)
         if type(slot) is DeviceArray:
-            flat = devices.made_of(lent, slot)
+            flat = devices.tensor_from(lent, slot)
             parameter = self._parameters[index]
             return flat.view(parameter.dtype).view(parameter.shape)
         tensor = torch.from_numpy(lent)
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
     def _adds_up(self, index: int) -> bool:
-        """Tell whether a gradient lies in its slot, and autograd adds to it there: who keeps it expects no other."""
+        """Return whether autograd accumulates into the slot: a kept gradient is then expected to change."""
         grad = self._parameters[index].grad
-        # Where autograd builds a graph of gradients, it makes a new one instead.
+        # If autograd builds a graph of gradients, it makes a new tensor instead.
         return grad is not None and grad.data_ptr() == self._addresses[index] and not torch.is_grad_enabled()
 
 
 def _warn_of_graph() -> None:
-    """Warn of a gradient that has a graph of its own: what is reduced has none."""
+    """Warn of a gradient that has an autograd graph: the reduced one has none."""
     warnings.warn(
-        "backward(create_graph=True): gradients that are reduced over ranks have no graph of their own, so a loss "
-        "that is made of .grad has no gradients: take those of torch.autograd.grad(loss, parameters, "
-        "create_graph=True), and call backward without it",
+        "backward(create_graph=True): gradients that are reduced over ranks have no graph, so a loss computed from "
+        ".grad has no gradients: use torch.autograd.grad(loss, parameters, create_graph=True) for it, and call "
+        "backward without create_graph",
         stacklevel=2,
     )
 
@@ -258,11 +258,11 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _as_in(view: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient, as pairs of real numbers where its slot has such: a view where it is plain."""
+def _to_slot_format(view: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient in the format of its slot, as pairs of real numbers if needed: a view if it is contiguous."""
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() and not view.is_complex() else grad
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether the bytes behind `tensor` are its elements, in order."""
+    """Return whether the memory of `tensor` is contiguous and holds its elements in order."""
     return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

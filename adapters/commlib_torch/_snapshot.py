@@ -1,4 +1,4 @@
-"""Snapshot: the state of a model that torch knows nothing of, to see what a trace of it changes, and to undo that."""
+"""Snapshot: model state outside torch's registries, to detect and undo the changes of a trace."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from commlib_torch._readings import MISSING, is_namespace
+from commlib_torch._guards import MISSING, is_namespace
 
 OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""The attributes of every module."""
 
 _REGISTRIES = ("_buffers", "_parameters", "_modules", "_non_persistent_buffers_set")
 _MOST = 200_000
-"""Objects that are looked at: a model may hold data of any size."""
+"""The maximum number of visited objects: a model may hold data of any size."""
 
 
 class Snapshot:
-    """What modules hold in attributes: lists, dictionaries, objects, arrays, tensors, generators, and what is in these.
+    """The attribute values of modules: lists, dictionaries, objects, arrays, tensors, generators, and their contents.
 
-    And the attributes of their classes, and the global values that their forwards name. Parameters and buffers are not
-    looked into. paths: of the modules of a model.
+    Includes the attributes of their classes, and the global values that their forwards name. Excludes parameters and
+    buffers. paths: of the modules of a model.
     """
 
     def __init__(self, paths: Mapping[nn.Module, str]) -> None:
         self._seen: set[int] = set()
         self._kept: list[tuple[str, str, Callable[[], bool]]] = []
-        """The path of a module, what it is that was kept, and what puts it back and returns whether it had changed."""
+        """The path of a module, a value's title, and a function that restores it and returns whether it had changed."""
         for module, path in paths.items():
             self._attributes(module, path)
         for module, path in paths.items():
@@ -49,22 +49,22 @@ class Snapshot:
                 self._walk(function, path, "")
 
     def restore(self) -> list[tuple[str, str]]:
-        """Put all back as it was. Return what had changed: the path of a module, and what it is."""
+        """Restore all values. Return the changed ones: the path of a module, and the title."""
         return [(path, title) for path, title, put_back in reversed(self._kept) if put_back()]
 
     def knows(self, value: Any) -> bool:
-        """Return whether it has seen an object."""
+        """Return whether the snapshot has visited an object."""
         return id(value) in self._seen
 
     def _attributes(self, module: nn.Module, path: str) -> None:
         own = vars(module)
         for name in _REGISTRIES:
-            if isinstance(own.get(name), dict | set):  # a module of TorchScript has others
+            if isinstance(own.get(name), dict | set):  # a TorchScript module has different ones
                 self._keep(path, f"self.{name}", _container_restorer(own[name]))
         before = {name: value for name, value in own.items() if name not in OF_MODULES}
         self._keep(path, "its attributes", _attributes_restorer(module, own))
         for name, value in before.items():
-            if not isinstance(value, Tensor):  # of these a trace has what forward does with them
+            if not isinstance(value, Tensor):  # a trace contains forward's operations on these
                 self._walk(value, path, f"self.{name}")
 
     def _class(self, kind: type, path: str) -> None:
@@ -80,7 +80,7 @@ class Snapshot:
         self._kept.append((path, title, put_back))
 
     def _walk(self, value: Any, path: str, title: str) -> None:
-        """Keep a value and all that is in it."""
+        """Save a value and its contents."""
         waiting = deque([(value, title)])
         while waiting and len(self._seen) < _MOST:
             one, name = waiting.popleft()
@@ -97,10 +97,10 @@ class Snapshot:
                 continue
             if (put_back := _restorer(one)) is not None:
                 self._keep(path, name, put_back)
-            waiting.extend((inner, name) for inner in _inside(one))
+            waiting.extend((inner, name) for inner in _contents_of(one))
 
     def _function(self, function: FunctionType, path: str) -> list[tuple[Any, str]]:
-        """Keep what a function has from outside: global values, and those of the function around it."""
+        """Save a function's outer values: globals, and closure cells."""
         found = []
         for name, value in globals_of(function):
             title = f"the global {name}"
@@ -116,7 +116,7 @@ _NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type, ModuleType, str, bytes, int, 
 
 
 def is_own(module: str | None) -> bool:
-    """Return whether what is defined in a module of Python, by its name, may have state that a forward changes."""
+    """Return whether objects defined in a Python module, given by name, may have state that a forward changes."""
     top = str(module).partition(".")[0]
     return top not in _OTHERS and (top == "__main__" or top not in sys.stdlib_module_names)
 
@@ -131,20 +131,20 @@ def own_classes(kind: type) -> list[type]:
 
 @lru_cache(maxsize=4096)
 def _global_names(code: CodeType) -> frozenset[str]:
-    """Return the names of global values that a function uses, and those that functions within it use."""
+    """Return the names of global values used by a function and its inner functions."""
     own = (str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
     inner = (_global_names(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(own).union(*inner)
 
 
 def named_in(code: CodeType) -> set[str]:
-    """Return the names that a function uses, and those that functions within it use."""
+    """Return the names used by a function and its inner functions."""
     inner = (named_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def methods_of(kind: type) -> list[FunctionType]:
-    """Return the functions of a class of modules that a call of one may run: forward, and those that it names."""
+    """Return the functions of a module class that its call may run: forward, and the methods it names."""
     found: dict[str, FunctionType] = {}
     waiting = ["forward"]
     while waiting:
@@ -158,7 +158,7 @@ def methods_of(kind: type) -> list[FunctionType]:
 
 
 def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return the global values that a function names, but for modules and classes."""
+    """Return the global values that a function names, except modules and classes."""
     if not is_own(function.__module__):
         return []
     names = sorted(_global_names(function.__code__))
@@ -169,23 +169,23 @@ def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def cells_of(function: FunctionType) -> Iterator[tuple[str, CellType, Any]]:
-    """Yield what a function has of the one around it: its name, the cell, and the value."""
+    """Yield a function's closure: the name, the cell, and the value."""
     if not is_own(function.__module__):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # empty
             yield name, cell, cell.cell_contents
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object whose class is none of torch or of Python, such as a configuration."""
+    """Return the attributes of an object of a user's class, such as a configuration."""
     if not isinstance(value, SimpleNamespace | Namespace) and not is_own(type(value).__module__):
         return None
     own = getattr(value, "__dict__", None)
     return own if type(own) is dict else None
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _contents_of(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from dict.values(value)
     elif isinstance(value, list | tuple | deque | set | frozenset):
@@ -194,7 +194,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _restorer(value: Any) -> Callable[[], bool] | None:
-    """Return what puts a value back as it is now, and tells if it had changed; None for one that cannot change."""
+    """Return a function that restores a value and returns whether it had changed; None for an immutable value."""
     if isinstance(value, Tensor):
         return _tensor_restorer(value)
     for kind, get, put in _STATES:
@@ -222,7 +222,7 @@ _STATES: tuple[tuple[type, Any, Any], ...] = (
     ),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
 )
-"""Kinds of generators of random numbers, and functions that return and set the state of one."""
+"""Types of random generators, with functions that get and set their state."""
 
 
 def _as_bytes(state: Any) -> bytes:
@@ -291,7 +291,7 @@ def _kind_of(value: Any) -> Any:
 
 
 def _attributes_restorer(owner: Any, own: dict[str, Any]) -> Callable[[], bool]:
-    """Put back the attributes of an object, but for those that its class computes once."""
+    """Return a function that restores the attributes of an object, except cached properties."""
     kind = type(owner)
     cached = {name for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, cached_property)}
     apart = cached | OF_MODULES if isinstance(owner, nn.Module) else cached
@@ -340,7 +340,7 @@ def _cell_restorer(cell: CellType, before: Any) -> Callable[[], bool]:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Return whether a container has the same objects as another one."""
+    """Return whether a container has the identical objects of another one."""
     if len(value) != len(before):
         return False
     if isinstance(value, dict):

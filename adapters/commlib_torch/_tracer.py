@@ -1,4 +1,4 @@
-"""Tracer: the operations of a module by torch.fx, and what tracing it would have fixed for ever."""
+"""Tracer: the operations of a module by torch.fx, and values that a trace would fix permanently."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from commlib.tensor_parallel.recording import replaced
-from commlib_torch._copies import in_mode_of_all, same_random_numbers
-from commlib_torch._readings import Readings
-from commlib_torch._reads import Reads
-from commlib_torch._signature import PREFIX, Call
+from commlib.tensor_parallel.recording import replace_attribute
+from commlib_torch._attribute_reads import AttributeReads
+from commlib_torch._copies import force_mode, preserve_random_state
+from commlib_torch._guards import Guards
+from commlib_torch._signature import PREFIX, ForwardCall
 from commlib_torch._snapshot import Snapshot
 
 WITHIN, GRADIENTS = "within", "gradients"
-"""What is noted of a node: the path of the module whose forward made it, and whether gradients were on."""
+"""Metadata of a node: the path of the module whose forward made it, and whether gradients were enabled."""
 
-ITERATED = "goes through"
-"""With this begins what is said of a forward that goes through an argument."""
+ITERATED = "iterates over"
+"""Prefix of faults about a forward that iterates over an argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a trace cannot keep. path: of the module whose forward does it."""
+    """An operation that a trace cannot represent. path: of the module whose forward does it."""
 
     path: str
     why: str
 
 
 @dataclass(slots=True)
-class Trace:
-    """What a module does when it is called.
+class ModuleTrace:
+    """The operations of a module's call.
 
-    constants: tensors that forward makes itself, by their names in the graph. events: the nodes, and between them the
-    path of a module whose forward begins, "" where one ends. leaves: paths of modules left whole that torch.fx would
-    have looked into. readings: what forwards read of attributes.
-    kept: the names of constants that are the model's, such as those in a list of it, and outlive a call.
+    constants: tensors that forward creates, by their names in the graph. events: the nodes, and between them the path
+    of a module at the begin of its forward, "" at the end. leaves: paths of opaque modules that torch.fx would have
+    traced. readings: attribute values that forwards read. kept: the names of constants that belong to the model, such
+    as those in a list of it, and that outlive a call.
     """
 
     graph: fx.Graph
@@ -61,24 +61,24 @@ class Trace:
     faults: list[Fault] = field(default_factory=list)
     leaves: list[str] = field(default_factory=list)
     events: list[fx.Node | str] = field(default_factory=list)
-    readings: Readings = field(default_factory=Readings)
+    readings: Guards = field(default_factory=Guards)
     kept: frozenset[str] = frozenset()
 
 
-def traced(
-    model: nn.Module, call: Call, whole: Mapping[type, str], leaves: Collection[str] = (), *, training: bool
-) -> Trace:
-    """Trace a module in one mode. call: what stands for its arguments.
+def trace_module(
+    model: nn.Module, call: ForwardCall, whole: Mapping[type, str], leaves: Collection[str] = (), *, training: bool
+) -> ModuleTrace:
+    """Trace a module in one mode. call: its arguments, with placeholders.
 
-    whole: classes that are not looked into. leaves: names of submodules that are not, either.
+    whole: classes that are not traced inside. leaves: names of submodules that are not traced inside.
 
-    The module is as before afterwards: its attributes, lists and dictionaries, modes, and the states of random numbers.
+    The module is restored afterwards: its attributes, lists and dictionaries, modes, and random states.
     """
     tracer = _Tracer(model, call, whole, leaves)
-    trace = Trace(fx.Graph())
+    trace = ModuleTrace(fx.Graph())
     with (
-        in_mode_of_all(list(model.modules()), training=training),
-        same_random_numbers(),
+        force_mode(list(model.modules()), training=training),
+        preserve_random_state(),
         torch.enable_grad(),
         ExitStack() as stack,
     ):
@@ -89,7 +89,7 @@ def traced(
             assert tracer.faults
         except Exception as error:
             where = tracer.raised_in if tracer.raised_in is not None else ""
-            tracer.faults = [Fault(where, f"cannot be traced ({_line(error)}{_place(error)})")]
+            tracer.faults = [Fault(where, f"cannot be traced ({_line(error)}{_user_line(error)})")]
         else:
             tracer.faults += tracer.caught()
     trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
@@ -100,14 +100,14 @@ def traced(
 
 
 class StoppedError(Exception):
-    """A trace ends: it has found what it must not touch."""
+    """Ends a trace that has found an operation it must not run."""
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
-    """Or what forward does with a buffer would be done once, now."""
+    """Without it, operations of a forward on a buffer would run once, during the trace."""
 
-    def __init__(self, model: nn.Module, call: Call, whole: Mapping[type, str], leaves: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, call: ForwardCall, whole: Mapping[type, str], leaves: Collection[str]) -> None:
         super().__init__()
         self._call, self._whole, self._kept = call, whole, leaves
         self._within = [""]
@@ -120,22 +120,22 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Any] = {}
         self.leaves: list[str] = []
         self.events: list[fx.Node | str] = []
-        self.readings = Readings()
+        self.readings = Guards()
         self.kept: list[str] = []
         self._attributes: dict[str, fx.Proxy] = {}
         self._errors: list[tuple[str, Exception]] = []
 
-    # What torch.fx asks
+    # Interface of torch.fx
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Return what is called, and with what: placeholders for what may differ between calls, values for the rest."""
+        """Return the function to call and its arguments: placeholders for free values, constants for the others."""
         args, options = self._call.arguments(lambda name: self.create_proxy("placeholder", name, (), {}))
-        forward = self.root.forward  # that of the module itself, if it has one of its own
+        forward = self.root.forward  # a forward set on the module object, if there is one
         self._reads.note_globals(self.root)
         return (lambda: forward(*args, **options)), []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Leave layers whole, those that are divided among ranks, and those that do more than torch.fx can see."""
+        """Keep opaque: torch's layers, sharded layers, and modules that torch.fx cannot trace correctly."""
         is_leaf = super().is_leaf_module(m, module_qualified_name) or isinstance(m, torch.jit.ScriptModule)
         if is_leaf or type(m).__module__.startswith("commlib_torch."):
             return True
@@ -145,7 +145,7 @@ class _Tracer(fx.Tracer):
         return False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Note which module is within which."""
+        """Record the nesting of modules."""
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -165,7 +165,7 @@ class _Tracer(fx.Tracer):
         return result
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Node:
-        """Note where a node comes from, and the modes in which it computes."""
+        """Record the origin of a node, and its modes."""
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind != "placeholder":
             self.events.append(node)
@@ -178,15 +178,15 @@ class _Tracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """Note the constants that the graph needs."""
+        """Record the constants that the graph needs."""
         self._making_arguments += 1
         try:
-            return self._made_again(a) if _is_own_container(type(a)) else super().create_arg(a)
+            return self._rebuild_container(a) if _is_own_container(type(a)) else super().create_arg(a)
         finally:
             self._making_arguments -= 1
 
-    def _made_again(self, value: Any) -> fx.Node:
-        """Make a container of a class of its own in the graph: torch.fx makes it a plain one."""
+    def _rebuild_container(self, value: Any) -> fx.Node:
+        """Build a container of a user's class in the graph: torch.fx would make it a plain one."""
         if is_dataclass(value) and not isinstance(value, type):  # such as the outputs of Hugging Face's models
             given = {one.name: self.create_arg(getattr(value, one.name)) for one in fields(value) if one.init}
             return self.create_node("call_function", type(value), (), given)
@@ -194,32 +194,32 @@ class _Tracer(fx.Tracer):
         return self.create_node("call_function", type(value), (self.create_arg(plain),), {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Note all proxies, to see which ones are kept by somebody."""
+        """Record all proxies, to find those that outlive the call."""
         made = _Proxy(node, self)
         self._proxies.append((weakref.ref(made), self._within[-1], node.name))
         return made
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Note that forward asks whether a value is true."""
+        """Record a truth test of a value by a forward."""
         with self.noting():
             return super().to_bool(obj)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Note that forward goes through a value."""
+        """Record an iteration over a value by a forward."""
         with self.noting():
             if obj.node.op == "placeholder":
                 name = str(obj.node.target).removeprefix(PREFIX)
-                raise fx.proxy.TraceError(f"{ITERATED} {name}, and a trace cannot tell how many values it has")
+                raise fx.proxy.TraceError(f"{ITERATED} {name}, and the number of its values is unknown in a trace")
             return super().iter(obj)
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Note that forward takes a value for a dictionary."""
+        """Record the use of a value as a dictionary by a forward."""
         with self.noting():
             return super().keys(obj)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note an error that a value of the trace raises: forward may catch it, and do something else."""
+        """Record an error raised by a value of the trace: a forward may catch it and continue differently."""
         try:
             yield
         except Exception as error:
@@ -227,58 +227,58 @@ class _Tracer(fx.Tracer):
             raise
 
     def caught(self) -> list[Fault]:
-        """Return a fault if there was an error that forward has caught, after a trace that came to its end."""
+        """Return a fault if a forward has caught an error of a completed trace."""
         return [
-            Fault(path, f"catches the error of a trace ({_line(error)}{_place(error)})")
+            Fault(path, f"catches the error of a trace ({_line(error)}{_user_line(error)})")
             for path, error in self._errors[:1]
         ]
 
-    # What cannot be kept
+    # Operations that a trace cannot represent
 
     def _fault(self, why: str, path: str | None = None) -> None:
         found = Fault(self._within[-1] if path is None else path, why)
         if found not in self.faults:
             self.faults.append(found)
 
-    def note_question(self) -> None:
-        """Note that forward asks for the class of a value."""
-        self._fault("asks for the class of a value (isinstance), which is no tensor in a trace")
+    def record_type_test(self) -> None:
+        """Record a type test of a value by a forward."""
+        self._fault("tests the type of a value (isinstance), which is not a tensor in a trace")
 
     def _look_at_random_numbers(self) -> None:
         state = _random_state()
         if state != self._random:
             self._random = state
-            self._fault("draws random numbers that do not depend on its inputs, and would be the same for ever")
+            self._fault("draws random numbers that do not depend on its inputs, and which a trace would make constant")
 
     def escaped(self) -> list[Fault]:
-        """Return a fault if somebody keeps a value after the trace, such as a list that is none of the model's."""
-        for generation in (None, 1, 2):  # most are gone, or young; to look at everything takes long
+        """Return a fault if a value outlives the trace, for example in a list outside of the model."""
+        for generation in (None, 1, 2):  # most are dead or young; a full collection takes long
             if generation is not None:
                 gc.collect(generation)
             if all(ref() is None for ref, *_ in self._proxies):
                 return []
         kept = [(path, name) for ref, path, name in self._proxies if ref() is not None]
         for ref, *_ in self._proxies:
-            _take_out(ref)
-        return [Fault(path, f"keeps a value ({name}) where only this call would leave it") for path, name in kept[:1]]
+            _remove_value(ref)
+        return [Fault(path, f"stores a value ({name}) where only this call would put it") for path, name in kept[:1]]
 
     def _stop(self, why: str) -> None:
         self._fault(why)
         raise StoppedError
 
     def _shown(self, name: str, value: Tensor) -> Any:
-        """Return what forward has for a tensor that is an attribute: what is done with it is done in each call."""
+        """Return forward's value for a tensor attribute: operations on it become part of the graph."""
         if name not in self._attributes:
             self._attributes[name] = self.create_proxy("get_attr", name, (), {})
         return self._attributes[name]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """See what forward reads, sets and changes, and undo that at the end."""
+        """Record a forward's reads, assignments and changes, and undo the changes at the end."""
         paths = {module: path for path, module in reversed(list(model.named_modules()))}
         title = type(model).__name__
         snapshot = Snapshot(paths)
-        self._reads = Reads(paths, title, self.readings, shown=self._shown, refuse=self._stop)
+        self._reads = AttributeReads(paths, title, self.readings, shown=self._shown, refuse=self._stop)
         done: list[tuple[nn.Module, str, bool, Any]] = []
         set_attribute = nn.Module.__setattr__
 
@@ -294,7 +294,7 @@ class _Tracer(fx.Tracer):
                     self._fault(f"assigns to the buffer {name!r}", paths[module])
                 return
             else:
-                self._fault(f"sets self.{name}, which tracing it does once and calling it each time", paths[module])
+                self._fault(f"sets self.{name}, which tracing would do only once", paths[module])
                 if name in module._buffers or name in module._parameters or name in module._modules:
                     return
             done.append((module, name, name in vars(module), vars(module).get(name)))
@@ -303,15 +303,15 @@ class _Tracer(fx.Tracer):
         called = {type(module) for module in paths if type(module).__call__ is not nn.Module.__call__}
         with ExitStack() as stack:
             for kind in called:
-                stack.enter_context(replaced(kind, "__call__", self._called_whole))
-            stack.enter_context(replaced(nn.Module, "__setattr__", setting))
-            stack.enter_context(replaced(builtins, "len", self._len(len)))
+                stack.enter_context(replace_attribute(kind, "__call__", self._call_opaque))
+            stack.enter_context(replace_attribute(nn.Module, "__setattr__", setting))
+            stack.enter_context(replace_attribute(builtins, "len", self._len(len)))
             stack.enter_context(self._reads.watching())
-            stack.enter_context(replaced(torch.autocast, "__enter__", self._changing_autocast()))
+            stack.enter_context(replace_attribute(torch.autocast, "__enter__", self._changing_autocast()))
             for name in _AUTOCAST:
-                stack.enter_context(replaced(torch, name, self._asking(getattr(torch, name))))
+                stack.enter_context(replace_attribute(torch, name, self._wrap_query(getattr(torch, name))))
             for name in _MAKERS:
-                stack.enter_context(replaced(torch, name, self._making(getattr(torch, name))))
+                stack.enter_context(replace_attribute(torch, name, self._wrap_maker(getattr(torch, name))))
             try:
                 yield
             finally:
@@ -323,10 +323,10 @@ class _Tracer(fx.Tracer):
                 self._attributes.clear()
                 self.kept = [name for name, value in self.constants.items() if snapshot.knows(value)]
                 for path, title in snapshot.restore():
-                    self._fault(f"changes {title}, which tracing it does once", path)
+                    self._fault(f"changes {title}, which tracing would do only once", path)
 
-    def _making(self, function: Any) -> Any:
-        """Return a function that makes tensors, which is an operation where its arguments are values of the trace."""
+    def _wrap_maker(self, function: Any) -> Any:
+        """Wrap a function that creates tensors: with traced arguments it becomes an operation."""
 
         @wraps(function)
         def make(*args: Any, **options: Any) -> Any:
@@ -347,13 +347,13 @@ class _Tracer(fx.Tracer):
 
         return change
 
-    def _asking(self, function: Any) -> Any:
-        """Return a function that tells what autocast is, which is as it is now in a trace. Torch's own may ask."""
+    def _wrap_query(self, function: Any) -> Any:
+        """Wrap a query of autocast's state, which is fixed in a trace. Torch's own code may query it."""
 
         @wraps(function)
         def ask(*args: Any) -> Any:
             if not str(sys._getframe(1).f_globals.get("__name__")).startswith(("torch.", "commlib_torch.")):
-                self._fault(f"asks torch.{function.__name__}, which it may be told otherwise in another batch")
+                self._fault(f"calls torch.{function.__name__}, whose result may differ in another batch")
             return function(*args)
 
         return ask
@@ -366,8 +366,8 @@ class _Tracer(fx.Tracer):
         return length
 
     @property
-    def _called_whole(self) -> Any:
-        """A module with a `__call__` of its own is called as it is."""
+    def _call_opaque(self) -> Any:
+        """Make modules with a custom `__call__` opaque."""
 
         def call(module: nn.Module, *args: Any, **options: Any) -> Any:
             return self.create_proxy("call_module", self.path_of_module(module), args, options)
@@ -376,20 +376,20 @@ class _Tracer(fx.Tracer):
 
 
 class _Proxy(fx.Proxy):
-    """A value of a trace on which `+=` and `[...] =` work in place, as on a tensor; it says who asks for its class."""
+    """A traced value that supports `+=` and `[...] =` in place, like a tensor, and records type tests."""
 
     @property
     def __class__(self) -> type:
-        """Return the class, and note whether it is forward that asks, by isinstance: of a tensor it is another one."""
+        """Return the class, and record a type test by a forward: a tensor would have another class."""
         frame = sys._getframe(1)
         asker = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if asker not in _OWN_CALLERS or frame.f_code.co_name == "is_tensor":
-            self.tracer.note_question()  # type: ignore[attr-defined]
+            self.tracer.record_type_test()  # type: ignore[attr-defined]
         return _Proxy
 
     @__class__.setter
     def __class__(self, value: Any) -> None:
-        raise TypeError("a value of a trace has one class")
+        raise TypeError("a traced value has only one class")
 
     def __bool__(self) -> bool:
         if _is_asserted(sys._getframe(1)):
@@ -403,11 +403,11 @@ class _Proxy(fx.Proxy):
 
 def check(condition: Any) -> None:
     """Raise AssertionError as the `assert` of a forward does."""
-    assert condition, "an assert in a forward that was cut"
+    assert condition, "an assert in a forward that was split"
 
 
 def _is_asserted(frame: FrameType) -> bool:
-    """Return whether it is an `assert` that asks if a value is true."""
+    """Return whether a frame is in an `assert` that tests a value."""
     steps = [one for one in dis.get_instructions(frame.f_code) if one.opname != "CACHE"]
     at = next((number for number, one in enumerate(steps) if one.offset == frame.f_lasti), None)
     if at is None:
@@ -424,7 +424,7 @@ def _is_asserted(frame: FrameType) -> bool:
 def _number(name: str) -> Any:
     def method(self: _Proxy) -> Any:
         with self.tracer.noting():  # type: ignore[attr-defined]
-            raise fx.proxy.TraceError(f"{name}() of a value that is not known before it is computed")
+            raise fx.proxy.TraceError(f"{name}() of a value that is unknown before it is computed")
 
     return method
 
@@ -433,7 +433,7 @@ for _name in ("int", "float", "complex", "round", "floor", "ceil", "trunc", "arr
     setattr(_Proxy, f"__{_name}__", _number(_name))
 
 _OWN_CALLERS = frozenset({"torch", "commlib_torch", "abc", "copy", "dataclasses", "functools", "inspect", "typing"})
-"""Packages that ask for classes to trace."""
+"""Packages that may query types while tracing."""
 
 
 def _in_place(name: str) -> Any:
@@ -454,7 +454,7 @@ _NUMBER_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "itemsize", 
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number, as far as its node tells, or made of such ones alone."""
+    """Return whether a value is a number according to its node, or computed from numbers only."""
     if not isinstance(value, fx.Node):
         return True
     if value.op == "call_method":
@@ -483,13 +483,13 @@ _MAKERS = (
     "arange", "as_tensor", "empty", "eye", "finfo", "full", "iinfo", "linspace", "logspace", "ones", "rand", "randint",
     "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
-"""Functions of torch of numbers, shapes and dtypes: torch.fx does not see them where these are a tensor's."""
+"""Functions of torch that take only numbers, shapes and dtypes: torch.fx misses those computed from tensors."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the hooks that a call of a module runs, but for our own."""
+    """Return the hooks that a call of a module runs, except those of this package."""
     found = [hook for name in _HOOKS if (hooks := getattr(module, name, None)) for hook in hooks.values()]
     return [hook for hook in found if not _is_ours(hook)]
 
@@ -499,7 +499,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def has_state_of_its_own(module: nn.Module) -> bool:
-    """Return whether a module does something of its own when its state is saved or loaded."""
+    """Return whether a module customises saving or loading of its state."""
     names = ("get_extra_state", "_save_to_state_dict", "_load_from_state_dict", "state_dict")
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names):
         return True
@@ -523,12 +523,12 @@ _IN_PLACE = frozenset((
 
 
 def is_operator_in_place(name: str) -> bool:
-    """Return whether a function of `operator` changes its first argument where that can be changed."""
+    """Return whether a function of `operator` changes its first argument if it is mutable."""
     return name in _IN_PLACE
 
 
-def _take_out(ref: weakref.ref[fx.Proxy]) -> None:
-    """Take a value of a trace out of the containers that have it."""
+def _remove_value(ref: weakref.ref[fx.Proxy]) -> None:
+    """Remove a traced value from the containers that hold it."""
     if (found := ref()) is None:
         return
     for holder in gc.get_referrers(found):
@@ -547,8 +547,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
 
 
-def _place(error: Exception) -> str:
-    """Return the last line of a forward that an error came through, "" if it is none of a program's own."""
+def _user_line(error: Exception) -> str:
+    """Return the last line of a user's forward in a traceback; "" if there is none."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGES)]
     if not own or own[-1].filename.startswith("<"):
         return ""
@@ -556,7 +556,7 @@ def _place(error: Exception) -> str:
 
 
 _PACKAGES = tuple(os.path.join(os.path.dirname(one), "") for one in (torch.__file__, __file__, operator.__file__))
-"""Folders of files that are no program's own: torch, this package, Python."""
+"""Folders of files that are not the user's: torch, this package, Python."""
 
 
 def _autocast() -> tuple[bool, ...]:
@@ -570,7 +570,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def is_same_constant(one: Any, other: Any) -> bool:
-    """Return whether two constants of graphs are alike."""
+    """Return whether two constants of graphs are equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return one is other or (both and one.dtype == other.dtype and _are_equal(one, other))

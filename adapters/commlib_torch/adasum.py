@@ -1,4 +1,4 @@
-"""Combine the steps that ranks take by themselves: DistributedOptimizer with op=Adasum."""
+"""DistributedOptimizer with op=Adasum: each rank steps by itself, and the steps are combined."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
-from commlib.horovod.wrapping import PicklesAsPlain
-from commlib_torch.horovod._start import ProcessSets, Reduction, start_allreduce
+from commlib.horovod.wrapping import PlainPickling
+from commlib_torch.horovod._named_operations import ProcessSets, Reduction, start_allreduce
 
 
-class AdasumDistributed(PicklesAsPlain):
-    """Step by itself on each rank, and combine the steps. Mixed into an optimizer that is wrapped with op=Adasum.
+class AdasumMixin(PlainPickling):
+    """Let each rank step by itself, and combine the steps. A mixin of optimizers that are wrapped with op=Adasum.
 
-    Gradients stay this rank's own. `step()` does what the plain optimizer would, then moves every parameter from where
-    it was by the Adasum of the ranks' moves: their sum where they are orthogonal, their mean where they are parallel.
+    Gradients stay local. `step()` runs the plain optimizer, then moves every parameter from its old value by the Adasum
+    of the ranks' moves: their sum if they are orthogonal, their mean if they are parallel.
     """
 
     _managed: list[tuple[str, Tensor]]
     _compression: Compressors
     _process_set: ProcessSets
     _starts: list[tuple[str, Tensor, Tensor]]
-    """Names, parameters and what they were before the step."""
+    """Names, parameters and their values before the step."""
 
     def _start_adasum(
         self, named: Sequence[tuple[str, Tensor]], compression: Compressors, process_set: ProcessSets
@@ -41,17 +41,17 @@ class AdasumDistributed(PicklesAsPlain):
         optimizer.register_step_post_hook(_combine)
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are not reduced, steps are."""
+        """Do nothing: steps are reduced, gradients are not."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Raise UsageError: without what `step()` reduces, ranks would part."""
-        raise UsageError("skip_synchronize: with op=Adasum it is step() that reduces, and must not be kept from it")
+        """Raise UsageError: without the reduction in `step()`, ranks would diverge."""
+        raise UsageError("skip_synchronize: with op=Adasum, step() does the reduction and cannot skip it")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: gradients add up on this rank, and every `step()` combines."""
+        """Do nothing: gradients accumulate on this rank, and every `step()` combines."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does. To be called on all ranks."""
+        """Add parameters, as torch does. Call it on all ranks."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_managed" in self.__dict__:
             known = {id(parameter) for _, parameter in self._managed}
@@ -62,7 +62,7 @@ class AdasumDistributed(PicklesAsPlain):
 
 
 def _remember(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Parameters that are thawed move like others; frozen ones, in which there may be integers, do not.
+    # Unfrozen parameters move like the others; frozen ones, which may be integers, do not.
     optimizer._starts = [(name, p, p.detach().clone()) for name, p in optimizer._managed if p.requires_grad]
 
 

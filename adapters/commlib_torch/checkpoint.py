@@ -1,4 +1,4 @@
-"""Checkpoint: models, optimizers and whatever else has a `state_dict`, saved by all ranks and resumed exactly."""
+"""Checkpoint: models, optimizers and other objects with a `state_dict`, saved by all ranks and resumed exactly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from commlib import checkpoint as core
 from commlib.checkpoint import generators
-from commlib.checkpoint.checkpoint import Part
-from commlib.checkpoint.packed import Packed
+from commlib.checkpoint.checkpoint import CheckpointPart
+from commlib.checkpoint.packed_state import PackedTensor
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib_torch.expert.rebalance import owners_of, put_owners
@@ -24,7 +24,7 @@ RANDOM = "random"
 
 
 class Stateful(Protocol):
-    """What `Checkpoint` saves: modules, optimizers, schedulers, scalers and samplers of torch are such."""
+    """An object that `Checkpoint` saves: torch's modules, optimizers, schedulers, scalers and samplers."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -33,59 +33,63 @@ class Stateful(Protocol):
 class Checkpoint(core.Checkpoint):
     """Checkpoints in a folder that all ranks see: `Checkpoint("run", model=model, optimizer=optimizer)`.
 
-    Every value must have `state_dict` and `load_state_dict`. States of random generators (Python's, numpy's, torch's
-    on the CPU and on this rank's GPU) are saved as well. So training that is interrupted between two steps and resumed
-    on as many ranks computes the same bits; data must go on where it was, which the step says.
+    Every value must have `state_dict` and `load_state_dict`. The states of random generators (Python's, numpy's,
+    torch's on the CPU and on this rank's GPU) are saved as well, so training that is interrupted between two steps and
+    resumed on the same number of ranks computes the same bits. The data must continue at the saved step.
 
-    What ranks hold alike is written once, what they hold apart by each. `save(step)` and `resume()` are collective.
-    On another number of ranks a job resumes only what was alike on all. keep: how many checkpoints stay. comm: the
-    ranks that save together, by default all. Raises UsageError for values without a state.
+    Values that are equal on all ranks are written once, the others by each rank. `save(step)` and `resume()` are
+    collective. On another number of ranks a job resumes only the values that were equal on all. keep: the number of
+    checkpoints to keep. comm: the ranks that save together, by default all. Raises UsageError for values without a
+    state.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], *, keep: int = 2, comm: Communicator | None = None, **values: Stateful
     ) -> None:
-        parts: dict[str, Part] = {}
+        parts: dict[str, CheckpointPart] = {}
         for name, value in values.items():
             if name == RANDOM or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UsageError(
-                    f"Checkpoint: {name}= must have state_dict and load_state_dict, and another name than '{RANDOM}', "
+                    f"Checkpoint: {name}= must have state_dict and load_state_dict, and a name other than '{RANDOM}', "
                     f"got {type(value).__name__}"
                 )
             parts |= _parts(name, value)
         if parts:
-            parts[RANDOM] = Part(_generators, _load_generators, is_needed=False)
+            parts[RANDOM] = CheckpointPart(_generators, _load_generators, is_needed=False)
         super().__init__(folder, parts, keep=keep, comm=comm)
 
 
-def _parts(name: str, value: Stateful) -> dict[str, Part]:
-    """Return the parts of one value. What compression remembers of an optimizer is apart: it is each rank's own."""
+def _parts(name: str, value: Stateful) -> dict[str, CheckpointPart]:
+    """Return the parts of one value. An optimizer's compression state is a separate part, local to each rank."""
     if not isinstance(value, torch.optim.Optimizer):
         found = {}
-        if isinstance(value, nn.Module) and owners_of(value):  # before values, which do not say of which experts
-            found[f"{name}.experts"] = Part(lambda: owners_of(value), lambda saved: put_owners(value, saved))
-        found[name] = Part(lambda: packed(value.state_dict(), name), _loading(value.load_state_dict))
+        if isinstance(value, nn.Module) and owners_of(value):  # before values, which do not identify their experts
+            found[f"{name}.experts"] = CheckpointPart(lambda: owners_of(value), lambda saved: put_owners(value, saved))
+        found[name] = CheckpointPart(lambda: pack(value.state_dict(), name), _loading(value.load_state_dict))
         return found
     remembered: dict[str, Any] = {}
 
     def own() -> Any:
-        return packed({key: state for key, state in value.state_dict().items() if key != KEY}, name)
+        return pack({key: state for key, state in value.state_dict().items() if key != KEY}, name)
 
     def compression() -> Any:
-        return packed(value.state_dict().get(KEY, {}), name)
+        return pack(value.state_dict().get(KEY, {}), name)
 
     def load_compression(state: Any) -> None:
-        remembered.update(unpacked(state))
+        remembered.update(unpack(state))
 
     def load(state: Any) -> None:
-        value.load_state_dict({**unpacked(state), **({KEY: remembered} if remembered else {})})
+        value.load_state_dict({**unpack(state), **({KEY: remembered} if remembered else {})})
 
-    return {f"{name}.compression": Part(compression, load_compression, is_needed=False), name: Part(own, load)}
+    return {
+        f"{name}.compression": CheckpointPart(compression, load_compression, is_needed=False),
+        name: CheckpointPart(own, load),
+    }
 
 
 def _loading(load: Callable[[Any], Any]) -> Callable[[Any], None]:
     def loading(state: Any) -> None:
-        load(unpacked(state))
+        load(unpack(state))
 
     return loading
 
@@ -94,42 +98,42 @@ def _generators() -> dict[str, Any]:
     found = {**generators.state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
-    return dict(packed(found, RANDOM))
+    return dict(pack(found, RANDOM))
 
 
 def _load_generators(saved: dict[str, Any]) -> None:
     generators.load(saved)
-    torch.set_rng_state(unpacked(saved["torch"]))
+    torch.set_rng_state(unpack(saved["torch"]))
     if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(unpacked(saved["cuda"]))
+        torch.cuda.set_rng_state(unpack(saved["cuda"]))
 
 
-def packed(value: Any, at: str) -> Any:
-    """Return nested state with the bytes of its tensors in their place. Raises UsageError for those without."""
+def pack(value: Any, at: str) -> Any:
+    """Return nested state with tensors replaced by their bytes. Raises UsageError for tensors without bytes."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
-            raise UsageError(f"checkpoint: {at} has a tensor with layout {value.layout}: expected dense ones")
+            raise UsageError(f"checkpoint: {at} has a tensor with layout {value.layout}: expected dense tensors")
         host = value.detach().cpu().contiguous()
         name = str(value.dtype).removeprefix("torch.")
-        return Packed(name, tuple(value.shape), host.reshape(-1).view(torch.uint8).numpy())
+        return PackedTensor(name, tuple(value.shape), host.reshape(-1).view(torch.uint8).numpy())
     if isinstance(value, dict):
-        return {key: packed(one, f"{at}[{key!r}]") for key, one in value.items()}
+        return {key: pack(one, f"{at}[{key!r}]") for key, one in value.items()}
     if isinstance(value, list | tuple):
-        items = [packed(one, f"{at}[{number}]") for number, one in enumerate(value)]
+        items = [pack(one, f"{at}[{number}]") for number, one in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
-def unpacked(value: Any) -> Any:
+def unpack(value: Any) -> Any:
     """Return nested state with tensors again, on the host."""
-    if isinstance(value, Packed):
+    if isinstance(value, PackedTensor):
         dtype = getattr(torch, value.dtype)
-        if not value.data.size:  # which has no stride that fits
+        if not value.data.size:  # without a matching stride
             return torch.empty(value.shape, dtype=dtype)
         return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
     if isinstance(value, dict):
-        return {key: unpacked(one) for key, one in value.items()}
+        return {key: unpack(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        items = [unpacked(one) for one in value]
+        items = [unpack(one) for one in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value

@@ -1,4 +1,4 @@
-"""Clip torch's gradients by the norm of all of them together: see `commlib.optim.clipping`."""
+"""Clip torch's gradients by their total norm: see `commlib.optim.clipping`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_a
 from commlib.sharding.shards import Shard
 from commlib_torch._bridge import to_array
 from commlib_torch._shards import shard_of
-from commlib_torch._stage_norms import by_stages
+from commlib_torch._stage_norms import group_by_stages
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients, after they were reduced, so that their 2-norm is `max_norm` at most.
+    """Scale gradients to a total 2-norm of at most `max_norm`. Call it after their reduction.
 
-    Returns the norm that they had, as a tensor of float64 or, without any gradient of float64, float32. The same
-    gradients on the CPU give the same bits on every CPU, so ranks' parameters stay the same even where their CPUs
-    differ, which torch.nn.utils.clip_grad_norm_ does not promise; on GPUs they do on those of one kind. Else it does
-    what that does: a norm that is infinite or NaN scales by 0 or NaN. A parameter that is divided among ranks counts as
-    a whole: then these ranks must all call this, with the same parameters. Parameters of a pipeline, given all that
-    this rank has, count with those of all stages: then all ranks of the pipeline must call this. Else no rank waits
-    for another one here.
+    Returns the norm before scaling, as a float64 tensor if any gradient is float64, otherwise float32. Equal gradients
+    give equal bits on every CPU, so parameters stay equal on ranks with different CPUs, which
+    torch.nn.utils.clip_grad_norm_ does not promise; on GPUs this holds for GPUs of one model. Otherwise it works like
+    torch's: an infinite or NaN norm scales by 0 or NaN. A sharded parameter counts as the full one: the ranks that
+    share it must all call this, with the same parameters. Parameters of a pipeline (pass all of this rank's) count with
+    those of all stages: all ranks of the pipeline must call this. In all other cases no rank waits for another.
 
     Raises UsageError for a `max_norm` that is negative or NaN.
     """
@@ -37,8 +36,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [values_of(gradient) for gradient in gradients]
-    norm = norm_of([_squares_of(comm, own) for comm, own in by_stages(parameters)])
-    factor = clip_factor(norm, limit, epsilon=1e-6)  # as torch's own
+    norm = norm_of([_squares_of(comm, own) for comm, own in group_by_stages(parameters)])
+    factor = clip_factor(norm, limit, epsilon=1e-6)  # as in torch
     if factor != 1:
         for gradient in gradients:
             gradient.mul_(factor)
@@ -48,29 +47,29 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 
 def _squares_of(comm: Communicator | None, parameters: Sequence[Tensor]) -> float:
-    """Return the sum of squares of gradients, and of those that other ranks of `comm` have."""
+    """Return the sum of squares of the gradients, including those of the other ranks of `comm`."""
     own = sum_over_axes(squares_by_axis(parameters))
     return own if comm is None else float(sum(comm.all_gather_object(own)))
 
 
 def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator | None, float]]:
-    """Yield the sum of squares of each gradient, 0 without one, with the ranks that have its other parts."""
+    """Yield the sum of squares of each gradient, 0 if it is missing, with the ranks that have its other shards."""
     return powers_by_axis(parameters, 2)
 
 
 def powers_by_axis(parameters: Iterable[Tensor], norm_type: float) -> Iterator[tuple[Communicator | None, float]]:
-    """Yield the sum of powers of each gradient, or its largest element of the norm inf: as `squares_by_axis`."""
+    """Yield the sum of powers of each gradient (the maximum for the inf norm), in the form of `squares_by_axis`."""
     return powers_of(((parameter.grad, parameter) for parameter in parameters), norm_type)
 
 
 def powers_of(
     given: Iterable[tuple[Tensor | None, Tensor | None]], norm_type: float
 ) -> Iterator[tuple[Communicator | None, float]]:
-    """Yield as `powers_by_axis` does for (gradient, whose it is); that of nobody is whole."""
+    """Yield as `powers_by_axis` does for pairs (gradient, parameter); without a parameter the gradient is unsharded."""
     pairs = list(given)
     shards = [None if owner is None else shard_of(owner) for _, owner in pairs]
     gradients = [
-        gradient if gradient is None or shard is None else _counted(gradient, shard)
+        gradient if gradient is None or shard is None else _counted_elements(gradient, shard)
         for shard, (gradient, _) in zip(shards, pairs, strict=True)
     ]
     squares: Iterator[float] = iter(())
@@ -89,8 +88,8 @@ def powers_of(
             yield shard.axis.comm, power
 
 
-def _counted(gradient: Tensor, shard: Shard) -> Tensor:
-    """Return what of a part's gradient counts here: what several ranks have, on one of them."""
+def _counted_elements(gradient: Tensor, shard: Shard) -> Tensor:
+    """Return the elements of a shard's gradient that this rank counts: an element on several ranks counts once."""
     dim, pieces = shard.counted
     if pieces is None:
         return gradient
@@ -98,23 +97,23 @@ def _counted(gradient: Tensor, shard: Shard) -> Tensor:
 
 
 def _sizes(gradient: Tensor) -> Tensor:
-    """Return the absolute values of a gradient's elements, which are those of complex numbers as wholes."""
+    """Return the absolute values of a gradient's elements (the modulus of complex numbers)."""
     if gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()
     return gradient.detach().abs().reshape(-1)
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient, in one dimension."""
+    """Return the elements of a gradient in one dimension."""
     if gradient.layout != torch.strided:
-        gradient = gradient.coalesce().values()  # the other elements are zeros
+        gradient = gradient.coalesce().values()  # all other elements are zeros
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     return gradient.detach().resolve_neg().reshape(-1)
 
 
 def squares_of(gradients: Sequence[Tensor]) -> Iterator[float]:
-    """Yield the sum of squares of each. A GPU is asked for those of all of its own at once: the host waits for it."""
+    """Yield the sum of squares of each tensor. The host waits once per GPU, for the sums of all its tensors."""
     asked: dict[torch.device, list[Tensor]] = {}
     for values in gradients:
         if not _is_summed_here(values):

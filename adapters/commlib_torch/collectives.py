@@ -1,16 +1,16 @@
-"""The ordered verbs on torch tensors: see `commlib.tensor_verbs.ordered`.
+"""The ordered verbs on torch tensors: see `commlib.tensor_verbs.ordered_verbs`.
 
-Contiguous tensors are read and written where they are, on the host or on this process' GPU; others may have any
-strides. Every verb has an `_async` twin that returns a `Work` at once; its tensors must not be touched until that has
-been waited for. On a GPU a verb comes after what torch's current stream has been told, and what that is told later
-comes after the verb: the host does not wait for the GPU, unless data goes through its memory, or `wait(host=True)` asks
-for it. Every rank has its tensors on the same kind of device.
+Contiguous tensors are read and written in place, on the host or on this process's GPU; others may have any strides.
+Every verb has an `_async` twin that returns a `Work` at once; do not touch its tensors before the wait has returned. On
+a GPU a verb runs after the work on torch's current stream, and later work on that stream runs after the verb. The host
+does not wait for the GPU, unless data goes through its memory, or `wait(host=True)` asks for it. Every rank must have
+its tensors on the same type of device.
 """
 
 from __future__ import annotations
 
 from commlib.tensor_verbs import OrderedVerbs, WritingVerbs
-from commlib_torch._call import BRIDGE, InPlace, Work, verb_maker
+from commlib_torch._call import BRIDGE, OutputTensor, Work, verb_maker
 
 __all__ = (
     "Work", "all_gather", "all_gather_async", "all_gather_object", "all_gather_object_async", "all_gather_v",
@@ -21,7 +21,7 @@ __all__ = (
 )  # fmt: skip
 
 ordered = OrderedVerbs(BRIDGE)
-writing = WritingVerbs(BRIDGE, InPlace)
+writing = WritingVerbs(BRIDGE, OutputTensor)
 _verb = verb_maker(__name__)
 
 all_reduce, all_reduce_async = _verb(ordered.all_reduce)

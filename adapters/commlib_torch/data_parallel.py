@@ -22,16 +22,16 @@ from commlib.data_parallel import (
     load_compression,
     save_compression,
 )
-from commlib.data_parallel.naming import unique
+from commlib.data_parallel.naming import drop_duplicates
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
-from commlib_torch._before_steps import before_steps, with_gradients
 from commlib_torch._bridge import to_array
 from commlib_torch._registrations import registrations
+from commlib_torch._step_checks import before_steps, parameters_to_update
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
-from commlib_torch.devices import in_order
-from commlib_torch.gradients import Gradients, comm_of_marks, ranks_of, trained
+from commlib_torch.devices import use_device_streams
+from commlib_torch.gradients import AutogradReducer, comm_of_marks, ranks_of, trainable_parameters
 
 _INNER = "module."
 
@@ -39,28 +39,27 @@ _INNER = "module."
 class DataParallel(nn.Module, Reporting):
     """Wrap `module` so that backward reduces its gradients over all ranks. Collective.
 
-    Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
-    afterwards: `broadcast_parameters(model.named_buffers())` does that where it matters. Any optimizer may be used on
-    `parameters()`, but not a DistributedOptimizer, which does the same work, nor LBFGS, whose steps depend on the loss,
-    which is each rank's own here: a DistributedOptimizer reduces it. In a step in which a rank runs no
-    backward, it must call `synchronize()` instead. The next forward takes in parameters that are new (a head that was
-    replaced, an adapter, `load_state_dict(assign=True)`), with the values of rank 0, or were frozen so far: then it is
-    collective. An exception in backward may be caught; the next forward then lets the others know, whose own backward
-    raises MismatchError, so that all leave this step out.
+    The constructor broadcasts parameters and buffers from rank 0. Buffers (running statistics) are not kept equal
+    afterwards; call `broadcast_parameters(model.named_buffers())` where that matters. Any optimizer may use
+    `parameters()`, with two exceptions: a DistributedOptimizer does the same work, and LBFGS chooses its steps by the
+    loss, which is local to each rank here (a DistributedOptimizer reduces it). A rank that runs no backward in a step
+    must call `synchronize()` instead. The next forward takes in new parameters (a replaced head, an adapter,
+    `load_state_dict(assign=True)`), with the values of rank 0, and parameters that were frozen before; that forward is
+    collective. An exception in backward may be caught: the next forward then notifies the other ranks, whose own
+    backward raises MismatchError, so all ranks leave this step out.
 
-    Names are those of the wrapped module, in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
-    are interchangeable with those of a program that runs in one process. Attributes that this class lacks are looked
-    up in `module`. A copy or pickle of it computes the same, but reduces nothing.
+    Names are those of the wrapped module in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
+    are interchangeable with those of a single-process program. Attributes that this class lacks are looked up in
+    `module`. A copy or a pickle computes the same but reduces nothing.
 
-    `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With
-    `overlap` they are sent while backward runs, else when it ends; by default where
-    there are several nodes, or cores to spare. `compression` and `compress_within_node` are those of
-    `DistributedOptimizer`; a compressor of your own is not for this class.
-    `comm` is the group to reduce over, by default all ranks, or where parameters are divided along an axis of a mesh
-    those that have the same parts.
+    `op` is "mean" or "sum". Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap`
+    they are sent while backward runs, otherwise at its end; the default is to overlap if there are several nodes or
+    spare cores. `compression` and `compress_within_node` are those of `DistributedOptimizer`; custom compressors are
+    not supported here. `comm` is the group to reduce over. The default is all ranks or, if parameters are sharded along
+    an axis of a mesh, the ranks that have the same shards.
 
     Raises UsageError for parameters that cannot be managed, and in a step of LBFGS; MismatchError on every rank if
-    ranks hold different ones.
+    ranks hold different parameters.
     """
 
     def __init__(
@@ -77,10 +76,11 @@ class DataParallel(nn.Module, Reporting):
     ) -> None:
         super().__init__()
         self.module = module
-        parameters = trained(unique(module.named_parameters()))
+        parameters = trainable_parameters(drop_duplicates(module.named_parameters()))
         if comm is None:
             comm = (
-                comm_of_marks(type(self).__name__, unique(module.named_parameters()), core.running()) or core.running()
+                comm_of_marks(type(self).__name__, drop_duplicates(module.named_parameters()), core.require_world())
+                or core.require_world()
             )
         options = Options(
             op=reduction_name(op),
@@ -91,7 +91,7 @@ class DataParallel(nn.Module, Reporting):
             within_node=compress_within_node,
         )
         registrations.start()
-        self._gradients: Gradients | None = Gradients(
+        self._gradients: AutogradReducer | None = AutogradReducer(
             parameters, ranks_of(parameters, comm), options, wrapper=type(self).__name__
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
@@ -105,67 +105,69 @@ class DataParallel(nn.Module, Reporting):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module. Collective where it has parameters that are new, or require gradients only now."""
+        """Call the wrapped module. Collective if it has new parameters, or some that require gradients only now."""
         if self._gradients is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._prepare(self._gradients)
         return self.module(*args, **kwargs)
 
-    def _prepare(self, gradients: Gradients) -> None:
-        """Give up a backward that raised and was caught; take in parameters that are new, or were frozen so far."""
+    def _prepare(self, gradients: AutogradReducer) -> None:
+        """Give up a backward whose exception was caught; take in new and newly unfrozen parameters."""
         if gradients.reducer.active and torch._C._current_graph_task_id() == -1:
             gradients.give_up()
         if not self._has_changed():
             return
         if gradients.comm.size == 1 or not gradients.reducer.syncs or gradients.reducer.active:
             return
-        named = unique(self.module.named_parameters())
+        named = drop_duplicates(self.module.named_parameters())
         if any(parameter.requires_grad and parameter not in gradients for _, parameter in named):
             known = self._known
-            self._gradients = gradients.again(trained(named), ())
+            self._gradients = gradients.again(trainable_parameters(named), ())
             new = [(name, parameter) for name, parameter in named if id(parameter) not in known]
             if new:
                 broadcast_parameters(new, comm=gradients.comm)
         self._look()
 
     def _has_changed(self) -> bool:
-        """Tell whether there may be other parameters than when one looked last, or some are frozen no more."""
+        """Return whether parameters may have been replaced or unfrozen since the last check."""
         if self._registered != registrations.count or any(parameter.requires_grad for parameter in self._frozen):
             return True
-        # Conversion of a model may replace all parameters without registering any.
+        # Converting a model may replace all parameters without registering any.
         place, name, parameter = self._first
         return place.get(name) is not parameter
 
     def _look(self) -> None:
-        """Note which parameters there are."""
+        """Record the current parameters."""
         places = (module._parameters for module in self.module.modules())
         self._first: tuple[dict[str, Any], str, Any] = next(
             ((place, name, parameter) for place in places for name, parameter in place.items()), ({}, "", None)
         )
         parameters = list(self.module.parameters())
         self._registered = registrations.count
-        self._known = {id(parameter): parameter for parameter in parameters}  # kept, so that no other has its id
+        self._known = {
+            id(parameter): parameter for parameter in parameters
+        }  # kept alive, so no other parameter gets the same id
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UsageError for gradients that an optimizer is about to use and that were not reduced."""
+        """Raise UsageError if an optimizer is about to use gradients that were not reduced."""
         gradients = self._gradients
         if gradients is None:
             return
         gradients.before_step(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and gradients.reducer.syncs and _is_of(optimizer, gradients):
             raise UsageError(
-                "LBFGS decides by the loss how far to step, and how often to call its closure, and with DataParallel "
-                "each rank has a loss of its own: wrap the optimizer of the plain module in a DistributedOptimizer "
-                "instead, whose closures return the loss reduced over the ranks"
+                "LBFGS chooses the length of its step and the number of closure calls by the loss, and with "
+                "DataParallel each rank has its own loss: wrap the optimizer of the plain module in a "
+                "DistributedOptimizer instead, whose closures return the loss reduced over the ranks"
             )
-        given = set(map(id, with_gradients(optimizer)))
+        given = set(map(id, parameters_to_update(optimizer)))
         if not gradients.ids.issuperset(given):
             if optimizer in self._others:
                 return
             for name, parameter in self.module.named_parameters():
                 if id(parameter) in given and parameter not in gradients:
                     raise UsageError(
-                        f"{name} has a gradient, but was no parameter of this DataParallel, or a frozen one, when its "
+                        f"{name} has a gradient but was frozen, or was not a parameter of this DataParallel, when its "
                         "forward began, so the gradient is not reduced: add and unfreeze parameters before the forward"
                     )
             if gradients.ids.isdisjoint(given):
@@ -173,20 +175,21 @@ class DataParallel(nn.Module, Reporting):
                 return
         if self._steps.get(optimizer, 0) == gradients.passes and (strange := gradients.by_hand()) is not None:
             raise UsageError(
-                f"the gradient of {strange} was put into .grad by hand (by torch.autograd.grad, say), and DataParallel "
-                "reduces what backward() makes: call its synchronize() before the step, on all ranks, or use a "
-                "DistributedOptimizer"
+                f"the gradient of {strange} was put into .grad by hand (for example by torch.autograd.grad), and "
+                "DataParallel reduces the gradients of backward(): call its synchronize() before the step, on all "
+                "ranks, or use a DistributedOptimizer"
             )
         self._steps[optimizer] = gradients.passes
         if (strange := gradients.late(given)) is not None:
             raise UsageError(
-                f"the gradient of {strange} was put into .grad by hand, after backward() had reduced those of this "
-                "step: call DataParallel's synchronize() before the step, on all ranks, or use a DistributedOptimizer"
+                f"the gradient of {strange} was put into .grad by hand after backward() had reduced the gradients of "
+                "this step: call DataParallel's synchronize() before the step, on all ranks, or use a "
+                "DistributedOptimizer"
             )
         if gradients.reducer.syncs and (strange := gradients.accumulated(given)) is not None:
             raise UsageError(
-                f"the gradient of {strange} was accumulated under no_sync(), and no backward since has reduced it: "
-                "call DataParallel's synchronize() before the step, on all ranks; or step under no_sync(), too, if "
+                f"the gradient of {strange} was accumulated under no_sync(), and no later backward has reduced it: "
+                "call DataParallel's synchronize() before the step, on all ranks; or step under no_sync() too, if "
                 "each rank is to step by itself"
             )
 
@@ -200,32 +203,32 @@ class DataParallel(nn.Module, Reporting):
             self._gradients.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes within this context accumulate gradients on this rank only.
+        """Accumulate gradients on this rank only, within this context.
 
-        The next backward outside reduces what they made, or `synchronize()` does. Only within the context an optimizer
-        may step with it: then each rank steps by itself.
+        The next backward outside reduces the accumulated gradients, or `synchronize()` does. An optimizer may step with
+        unreduced gradients only within the context: each rank then steps by itself.
         """
         return nullcontext() if self._gradients is None else self._gradients.reducer.no_sync()
 
     def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers on this rank, for `load_compression_state` there; {} if nothing.
+        """Return this rank's compression state (error feedback) for `load_compression_state`; {} without any.
 
         It is not in `state_dict()`, which is that of the wrapped module.
         """
         if self._gradients is None:
             return {}
-        with in_order():
+        with use_device_streams():
             return save_compression(self._gradients.reducer, torch.from_numpy)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
+        """Load the result of `compression_state`. If all ranks load it before their first step, bits are equal."""
         if self._gradients is not None and state:
-            with in_order():
+            with use_device_streams():
                 load_compression(self._gradients.reducer, state, to_array)
 
     @property
     def reducer(self) -> GradientReducer | None:
-        """What reduces the gradients: its buckets, options and compression; None in a copy."""
+        """The gradient reducer: its buckets, options and compression; None in a copy."""
         return None if self._gradients is None else self._gradients.reducer
 
     def named_parameters(
@@ -249,18 +252,18 @@ class DataParallel(nn.Module, Reporting):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A communicator belongs to this process; what was noted of parameters to these.
+        # A communicator belongs to this process, and so do notes about its parameters.
         of_this = ("_gradients", "_steps", "_others", "_known", "_frozen", "_first")
         return {**self.__dict__, **dict.fromkeys(of_this)}
 
 
-def _is_of(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:
+def _is_of(optimizer: torch.optim.Optimizer, gradients: AutogradReducer) -> bool:
     return any(id(one) in gradients.ids for group in optimizer.param_groups for one in group["params"])
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     _rename(state, prefix + _INNER, prefix)
-    versions = getattr(state, "_metadata", {})  # of the formats of modules, by name
+    versions = getattr(state, "_metadata", {})  # format versions of modules, by name
     for key in [key for key in versions if f"{key}.".startswith(prefix + _INNER)]:
         versions[(prefix + f"{key}."[len(prefix + _INNER) :])[:-1]] = versions[key]
 

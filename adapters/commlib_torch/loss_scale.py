@@ -15,20 +15,20 @@ from commlib_torch._bridge import array_of
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, whose ranks all skip a step if one of them has found an infinity or NaN.
+    """`torch.amp.GradScaler`, except that all ranks skip a step if one of them finds an infinity or NaN.
 
-    Where a model is divided, ranks see the gradients of different weights: alone, some would step and some not, and
-    their scales would part. mesh, comm: the ranks that agree, by default all; `unscale_`, or else `step`, is then
-    collective over them. device and the other arguments are those of torch's. Raises UsageError.
+    With a sharded model, ranks see the gradients of different weights: without agreement, some would step and others
+    not, and their scales would diverge. mesh, comm: the ranks that agree, by default all; `unscale_`, or otherwise
+    `step`, is then collective over them. device and the other arguments are torch's. Raises UsageError.
     """
 
     def __init__(
         self, device: str = "cpu", *, mesh: Mesh | None = None, comm: Communicator | None = None, **options: Any
     ) -> None:
         if mesh is not None and comm is not None:
-            raise UsageError("GradScaler: mesh and comm both say which ranks agree: give one of them")
+            raise UsageError("GradScaler: mesh and comm both give the ranks that agree: pass one of them")
         super().__init__(device, **options)
-        self.comm: Communicator = comm or (mesh.comm if mesh is not None else core.running())
+        self.comm: Communicator = comm or (mesh.comm if mesh is not None else core.require_world())
         """The ranks that agree."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:

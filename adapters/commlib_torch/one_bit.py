@@ -1,7 +1,7 @@
-"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each parameter.
+"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, with one bit per parameter.
 
-What they do is in `commlib.optim`, on the host. Here are torch's parameters, gradients and state; those of a model on a
-GPU are copied there and back in each step.
+The algorithms are in `commlib.optim` and run on the host. This module handles torch's parameters, gradients and state;
+those on a GPU are copied to the host and back in each step.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.horovod.nested import map_leaves
-from commlib.optim.one_bit_lamb import Limits
-from commlib.optim.one_bit_moments import Hyper, check_hyper
+from commlib.horovod.pytree import map_leaves
+from commlib.optim.one_bit_lamb import CoefficientLimits
+from commlib.optim.one_bit_moments import Hyperparameters, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
-from commlib.sharding.shards import check_apart, world_ranks
+from commlib.sharding.shards import check_same_shard, world_ranks
 from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
 from commlib_torch._shards import shard_of
-from commlib_torch.horovod._start import ProcessSets
+from commlib_torch.horovod._named_operations import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_OWN = "one_bit"  # the key in `state_dict()["state"]` of what belongs to no parameter
-_MEMORY = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # what torch's optimizers call what the core remembers
+_OWN = "one_bit"  # the key in `state_dict()["state"]` of values that belong to no parameter
+_MEMORY = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # torch's names of the core's moments
 
 
 class OneBit(torch.optim.Optimizer):
-    """An optimizer that averages over the ranks by itself. Subclasses say what the update is."""
+    """Base of optimizers that average over the ranks by themselves. Subclasses define the update."""
 
     averages_by_itself = True
-    """In a DistributedOptimizer, which refuses it, gradients would travel in full before."""
+    """A DistributedOptimizer refuses it, because it would first reduce gradients at full size."""
 
-    _step_supports_amp_scaling = True  # GradScaler leaves it to `step` to skip: all ranks must, or none
+    _step_supports_amp_scaling = True  # GradScaler lets `step` decide to skip: all ranks must, or none
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class OneBit(torch.optim.Optimizer):
         comm: Communicator | None,
     ) -> None:
         if comm is not None and process_set is not None:
-            raise UsageError("process_set and comm both say over which ranks to average: give one of them")
+            raise UsageError("process_set and comm both give the ranks to average over: pass one of them")
         self._core = OneBitOptimizer(settings)
-        self._gradients: list[Tensor] = []  # where the core reads them
+        self._gradients: list[Tensor] = []  # the core reads gradients from these
         self._values: list[Array] = []  # the parameters
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that are not contiguous float32 of the host
+        self._copies: list[tuple[Tensor, Tensor]] = []  # for parameters that are not contiguous float32 on the host
         super().__init__(params, defaults)
-        core.running()
+        core.require_world()
         self.freeze_step = settings.freeze_step
         self.comm = comm or core.process_set_of(process_set).communicator(settings.kind)
 
@@ -63,24 +63,24 @@ class OneBit(torch.optim.Optimizer):
         """Add parameters, as torch does; before the first step. Raises UsageError for dtypes, devices and settings."""
         settings = self._core.settings
         if self._core.is_started:
-            raise UsageError(f"{settings.kind}: parameters can be added before the first step only")
+            raise UsageError(f"{settings.kind}: parameters can be added only before the first step")
         super().add_param_group(param_group)
         check_hyper(settings.kind, _hyper(self.param_groups[-1]))
         for parameter in self.param_groups[-1]["params"]:
             label = f"shape {tuple(parameter.shape)}"
             if parameter.device.type not in ("cpu", "cuda", "meta"):
                 raise UsageError(
-                    f"{settings.kind} updates parameters on the host, where the moments are, and knows those of the "
-                    f"CPU and of CUDA, but one of {label} is on {parameter.device}: call .cpu() on the model first"
+                    f"{settings.kind} updates parameters on the host and supports parameters on the CPU and on CUDA, "
+                    f"but one of {label} is on {parameter.device}: call .cpu() on the model first"
                 )
             check_dense(parameter)
             settings.check_dtype(dtype_name(parameter.dtype), label, _DTYPES)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with gradients averaged over all ranks; `p.grad` stays this rank's own. Collective.
+        """Take one step with gradients averaged over all ranks; `p.grad` keeps this rank's gradient. Collective.
 
-        Returns what `closure` does, this rank's own loss. Under a GradScaler no rank steps if a gradient of one of
-        them is not finite; each rank's scale follows its own gradients.
+        Returns the result of `closure`, this rank's loss. Under a GradScaler no rank steps if a gradient of one of them
+        is not finite; each rank's scale follows its own gradients.
         """
         loss = None
         if closure is not None:
@@ -112,12 +112,12 @@ class OneBit(torch.optim.Optimizer):
         if self._core.step(self._values, hypers, used, skip=found is not None):
             for copy, parameter in self._copies:
                 parameter.copy_(copy)
-            torch.autograd.graph.increment_version(parameters)  # the core wrote where torch does not see it
+            torch.autograd.graph.increment_version(parameters)  # the core wrote to them without torch's knowledge
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with this rank's residuals: save it on every rank.
 
-        What is kept for each parameter is float32, whatever its dtype.
+        State per parameter is float32, regardless of the parameter's dtype.
         """
         own = map_leaves(self._core.state(), lambda leaf: to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf)
         if own:
@@ -128,7 +128,7 @@ class OneBit(torch.optim.Optimizer):
             self.state.pop(_OWN, None)  # type: ignore[call-overload]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Residuals are taken over by the rank that had them only.
+        """Load the result of `state_dict`. Only the rank that saved residuals takes them over.
 
         Raises UsageError for the state of another optimizer, or of another freeze_step.
         """
@@ -147,14 +147,16 @@ class OneBit(torch.optim.Optimizer):
             self._show()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise UsageError(f"a {type(self).__name__} cannot be copied or pickled: make another and use its state_dict()")
+        raise UsageError(
+            f"a {type(self).__name__} cannot be copied or pickled: make a new one and load its state_dict()"
+        )
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _start(self, parameters: list[Tensor]) -> None:
         named = ((f"parameter {place}", shard_of(one)) for place, one in enumerate(parameters))
-        check_apart(self._core.settings.kind, named, world_ranks(self.comm), local=True)
+        check_same_shard(self._core.settings.kind, named, world_ranks(self.comm), local=True)
         self._core.start(self.comm, [parameter.numel() for parameter in parameters])
         for parameter, gradient in zip(parameters, self._core.gradients, strict=True):
             self._gradients.append(to_tensor(gradient).view(parameter.shape))
@@ -166,7 +168,7 @@ class OneBit(torch.optim.Optimizer):
         self._show()
 
     def _show(self) -> None:
-        """Let the core go on from `self.state`, and `self.state` show what the core has."""
+        """Initialize the core's moments from `self.state`, and make `self.state` views of them."""
         for what, arrays in zip(_MEMORY, self._core.memory, strict=False):
             for parameter, array in zip(self._parameters(), arrays, strict=True):
                 state = self.state[parameter]
@@ -175,24 +177,25 @@ class OneBit(torch.optim.Optimizer):
                 state[what] = shown
 
 
-def _hyper(group: dict[str, Any]) -> Hyper:
+def _hyper(group: dict[str, Any]) -> Hyperparameters:
     beta1, beta2 = group["betas"]
     decoupled = group.get("decoupled_weight_decay", False)
-    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], decoupled)
+    return Hyperparameters(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], decoupled)
 
 
 class OneBitAdam(OneBit):
-    """Adam whose gradients travel in full for `freeze_step` steps, and then as one bit each. Collective.
+    """Adam that sends full gradients for `freeze_step` steps, then one bit per element. Collective.
 
-    Use it by itself, not in a DistributedOptimizer: it averages over the ranks, of `process_set` or `comm` or all. In
-    the first phase it is torch's Adam (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the second
-    moment stays what it is, so the learning rate's warm-up should be over, and training be past its first turbulence:
-    after 15 to 25 % of all steps. No root of it is frozen below `variance_floor` times what is usual in its parameter,
-    else few of them could make training diverge; 0 is the paper. What had no gradient until then is not trained any
-    more. Gradients that are clipped before are clipped on each rank by itself. Source: Tang et al. 2021.
+    Use it by itself, not in a DistributedOptimizer: it averages over the ranks of `process_set` or `comm`, by default
+    all. In the first phase it is torch's Adam (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the
+    second moment is frozen, so the learning rate's warm-up should be over and training should be stable: after 15 to 25
+    % of all steps. The root of a frozen second moment is at least `variance_floor` times the typical one of its
+    parameter, because a few smaller ones could make training diverge; 0 is the paper's algorithm. Elements without a
+    gradient before the freeze are not trained afterwards. Clipping gradients before the step clips on each rank
+    separately. Source: Tang et al. 2021.
 
-    On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `AllToAll(Sign())`.
+    On a group within one node nothing is compressed, unless `compress_within_node` is set: memory is faster. `scheme`
+    is the compression scheme of the first moment, by default `AllToAll(Sign())`.
     """
 
     def __init__(
@@ -219,12 +222,12 @@ class OneBitAdam(OneBit):
 
 
 class OneBitLAMB(OneBit):
-    """LAMB whose gradients travel in full for `freeze_step` steps, and then as one bit each. Collective.
+    """LAMB that sends full gradients for `freeze_step` steps, then one bit per element. Collective.
 
-    The same as `OneBitAdam` in all but the update, which scales each layer's step by how large its weights are. These
-    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.optim.one_bit_lamb`
-    for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Weights decay as part
-    of the scaled step. Source: Li et al. 2021.
+    Equal to `OneBitAdam` except for the update, which scales each layer's step by the size of its weights. These
+    coefficients are averaged in the first phase and adapted afterwards: see `commlib.optim.one_bit_lamb` for
+    `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Weight decay is part of
+    the scaled step. Source: Li et al. 2021.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class OneBitLAMB(OneBit):
         scheme: Scheme | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        limits = Limits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
+        limits = CoefficientLimits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
         super().__init__(params, defaults, settings, process_set, comm)

@@ -16,33 +16,33 @@ from commlib.compress.casts import Compressing
 from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
-    Alone,
     GradientReducer,
     Options,
     Reporting,
+    SingleRank,
     load_compression,
     save_compression,
 )
-from commlib.data_parallel.naming import ids_in, name_all
+from commlib.data_parallel.naming import ids_in, name_parameters
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
-from commlib.horovod.wrapping import PicklesAsPlain, change_class
+from commlib.horovod.wrapping import PlainPickling, change_class
 from commlib.mesh_groups import Mesh
-from commlib.named_gradients.by_name import reduce_by_name
+from commlib.named_gradients.named_buckets import reduce_by_name
 from commlib.sharding.data_axes import data_axes
-from commlib.sharding.shards import check_apart
+from commlib.sharding.shards import check_same_shard
 from commlib_torch._bridge import to_array
 from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named
-from commlib_torch.adasum import AdasumDistributed
+from commlib_torch.adasum import AdasumMixin
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
-from commlib_torch.devices import in_order
-from commlib_torch.gradients import Gradients, Groups, comm_of_marks, ranks_of, trained
-from commlib_torch.horovod._start import ProcessSets
+from commlib_torch.devices import use_device_streams
+from commlib_torch.gradients import AutogradReducer, Groups, comm_of_marks, ranks_of, trainable_parameters
+from commlib_torch.horovod._named_operations import ProcessSets
 
 KEY = "commlib"
-"""Where a `state_dict` has what compression remembers; plain optimizers ignore that."""
+"""The key of the compression state in a `state_dict`; plain optimizers ignore it."""
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -68,52 +68,54 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
 
-    The same object is returned, as an instance of a subclass of its own class, with everything it had: schedulers,
-    GradScaler, `state_dict` and closures work as before. Gradients are final when `loss.backward()` returns; nothing
-    needs to be called before clipping them. Where ranks have parts of a model (experts, stages, parts of weights), an
-    infinity may be in the gradients of one of them alone: use `commlib_torch.GradScaler(mesh=mesh)` there, for with
-    torch's own that rank skips the step and others do not. The optimizer gains:
+    The same object is returned, as an instance of a subclass of its class, with its state: schedulers, GradScaler,
+    `state_dict` and closures work as before. Gradients are final when `loss.backward()` returns; clip them without
+    further calls. If ranks have parts of a model (experts, stages, shards of weights), an infinity may appear in the
+    gradients of one rank only: use `commlib_torch.GradScaler(mesh=mesh)` in this case, because with torch's GradScaler
+    only that rank would skip the step. The optimizer gains:
 
-    - `synchronize()`: reduce now what `step()` would have to, e.g. on a rank that had no loss in this step and wants
-      to clip like the others;
-    - `skip_synchronize()`: a context in which `step()` reduces nothing. It never reduces what is reduced already;
+    - `synchronize()`: do the reduction of `step()` now, e.g. on a rank without a loss in this step that clips like the
+      others;
+    - `skip_synchronize()`: a context in which `step()` reduces nothing. `step()` never reduces a gradient twice;
     - `no_sync()`: a context in which backward accumulates on this rank only;
     - `set_backward_passes_per_step(k)`;
-    - `clip_grad_norm(max_norm)`: clip by the norm of all gradients, with the same bits on all ranks, whatever CPUs;
-    - `report`: what communication cost in the last step, a `commlib.data_parallel.StepReport`; `statistics` are its
-      sums so far, and `exposed_seconds` is the time this thread waited for communication so far.
+    - `clip_grad_norm(max_norm)`: clip by the norm of all gradients, with the same bits on all ranks, on any CPUs;
+    - `report`: the cost of communication in the last step, a `commlib.data_parallel.StepReport`; `statistics` are the
+      sums so far, and `exposed_seconds` is the time this thread has waited for communication.
 
     `named_parameters`, such as `model.named_parameters()`, gives names for messages and the order of buckets; it must
-    cover the optimizer's parameters. `op` is Average ("mean") or Sum ("sum"), or Adasum, which lets every rank step by
+    cover the optimizer's parameters. `op` is Average ("mean"), Sum ("sum") or Adasum, which lets every rank step by
     itself and combines the steps. With `backward_passes_per_step=k` only every k-th backward reduces; gradients of the
-    k passes are added up, not averaged. An average is over all ranks, also those that have joined.
+    k passes are summed, not averaged. An average is over all ranks, including those that have joined.
 
-    `compression=Compression.fp16` or `.bf16` (or their names) sends gradients in half precision; sums are taken in
+    `compression=Compression.fp16` or `.bf16` (or their names) sends gradients in half precision and sums them in
     float32. Other names, such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", and codecs and schemes of
-    `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also
-    between the ranks of a node. What they lose is added to the next step's gradients: it is in `state_dict()`, for this
-    rank; with its own state loaded on every rank before the first step, a new run goes on with the same bits.
-    `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
-    and `decompress(tensor, ctx)` is called at the end of backward.
-    `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
-    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered; with
-    `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
-    default all; other ranks step by themselves. Or give `comm`, a communicator, or `mesh`,
-    whose axes "dp" and "cp" it is. Ranks along "tp" have the same data, or parts of a parameter: nothing is reduced.
-    Parameters that are divided along an axis of a mesh know it: then nothing needs to be given.
+    `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also between
+    the ranks of a node. Compression errors are added to the next step's gradients (error feedback). They are in this
+    rank's `state_dict()`: a new run that loads each rank's state before the first step continues with the same bits.
+    `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)` and
+    `decompress(tensor, ctx)` is called at the end of backward. `gradient_predivide_factor=f` divides by f before the
+    sum, and multiplies by f / size afterwards. `groups` are lists of parameters that share a bucket, or the number of
+    such lists to make. Sparse gradients are gathered; with `sparse_as_dense` they are sent dense, and are sparse again
+    afterwards.
+
+    `process_set` is the group of ranks to reduce over, by default all; other ranks step by themselves. Alternatively
+    pass `comm`, a communicator, or `mesh`, for its axes "dp" and "cp". Ranks along "tp" have the same data, or shards
+    of a parameter, and are not reduced over. Parameters sharded along an axis of a mesh know their axis and need none
+    of these.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
-    backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
-    torch has threads.
+    backward runs, otherwise at its end; the default is to overlap if the group spans several nodes, or if each rank has
+    more cores than torch has threads.
 
-    A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
-    `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective, and so is the
-    first `zero_grad()` after a parameter was unfrozen. An exception in backward may be caught: see `zero_grad`.
+    A closure given to `step` returns the loss reduced over the ranks, so all of them take the same decisions. `step()`
+    takes part in the reduction even if no backward ran. `add_param_group` is collective, and so is the first
+    `zero_grad()` after a parameter was unfrozen. An exception in backward may be caught: see `zero_grad`.
 
     Raises UsageError, a ValueError, for parameters that cannot be managed, and for a process set that is not
-    registered; MismatchError on every rank if ranks hold different ones.
+    registered; MismatchError on every rank if ranks hold different parameters.
     """
-    if isinstance(optimizer, Distributed | AdasumDistributed):
+    if isinstance(optimizer, DistributedMixin | AdasumMixin):
         raise UsageError("this optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
@@ -121,29 +123,31 @@ def DistributedOptimizer(
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
     if mesh is not None:
         if comm is not None:
-            raise UsageError("mesh= says over which ranks to reduce by its axis dp, and cp: give no comm=")
+            raise UsageError("mesh= already gives the ranks to reduce over (axes dp and cp): do not pass comm=")
         comm = mesh[data_axes(mesh)]
     if comm is not None and process_set is not None:
-        raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
-    core.running()
+        raise UsageError("process_set and comm both give the ranks to reduce over: pass one of them")
+    core.require_world()
     if num_groups:
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = None if named_parameters is None else list(named_parameters)
-    everything = name_all(optimizer.param_groups, named)
-    chosen = trained(everything)
+    everything = name_parameters(optimizer.param_groups, named)
+    chosen = trainable_parameters(everything)
     outside = core.process_set_of(process_set).included() is False
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
-            raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
+            raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; pass process_set=")
         apart = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
         if apart:
-            raise UsageError(f"op=Adasum combines what all ranks have, and {apart[0]} has other experts on each")
+            raise UsageError(
+                f"op=Adasum combines parameters that all ranks have, and {apart[0]} has different experts on each rank"
+            )
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
         together = core.process_set_of(process_set).ranks or ()
-        check_apart("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
-        change_class(optimizer, AdasumDistributed)
+        check_same_shard("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
+        change_class(optimizer, AdasumMixin)
         wrapped: Any = optimizer
         wrapped._start_adasum(everything, compression, process_set)
         return optimizer
@@ -159,7 +163,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
     )
     if options.compressor is not None and comm is not None:
-        raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
+        raise UsageError("a custom compressor needs process_set= instead of comm=: it reduces by name")
     if comm is None and process_set is None:
         comm = comm_of_marks(
             "DistributedOptimizer", chosen, core.process_set_of(None).communicator("DistributedOptimizer")
@@ -167,43 +171,43 @@ def DistributedOptimizer(
     if comm is not None:
         ranks = ranks_of(chosen, comm)
     else:
-        own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
+        own: Any = SingleRank() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
         ranks = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
     known = ids_in(optimizer.param_groups)
-    gradients = Gradients(chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer")
-    change_class(optimizer, Distributed)
+    gradients = AutogradReducer(chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer")
+    change_class(optimizer, DistributedMixin)
     distributed: Any = optimizer
     distributed._gradients = gradients
     distributed._named = named
     distributed._skip = False
     distributed._note_left_out()
-    # Hooks, not an override of step(): a scheduler made earlier has replaced step on the instance.
+    # Hooks, not an override of step(): an earlier scheduler has replaced step on the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer
 
 
-class Distributed(PicklesAsPlain, Reporting):
-    """Add what a wrapped optimizer has beyond its own class. Not for direct use: see `DistributedOptimizer`."""
+class DistributedMixin(PlainPickling, Reporting):
+    """The methods that a wrapped optimizer gains. Not for direct use: see `DistributedOptimizer`."""
 
-    _gradients: Gradients
+    _gradients: AutogradReducer
     _named: list[Named] | None
     _skip: bool
     _left_out: list[Tensor]
     _count: int
 
     def synchronize(self) -> None:
-        """Reduce gradients now if `step()` would have to. Nothing to do after a backward that reduced them.
+        """Do the reduction of `step()` now. Does nothing after a backward that reduced the gradients.
 
-        Gradients that were put into `.grad` by hand since are reduced, too: raises MismatchError, on all ranks, if only
-        some ranks have such. One that takes the place of a reduced one is taken for one that was made of it.
+        It also reduces gradients that were put into `.grad` by hand since, and raises MismatchError on all ranks if
+        only some ranks have such gradients. A tensor that replaces a reduced gradient counts as derived from it.
         Without any backward on this rank it contributes zeros, and takes the result of the others.
         """
         self._gradients.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step()` within use gradients as they are: for after `synchronize()`, and what was done to them then."""
+        """Let `step()` within the context use gradients as they are, for example after `synchronize()` and clipping."""
         self._skip = True
         try:
             yield
@@ -211,23 +215,23 @@ class Distributed(PicklesAsPlain, Reporting):
             self._skip = False
 
     def close(self) -> None:
-        """Stop reducing: from now on gradients are this rank's own. Not collective."""
+        """Stop reducing: gradients are local to this rank from now on. Not collective."""
         self._gradients.close()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let every `passes`-th backward reduce from now on."""
+        """Reduce in every `passes`-th backward from now on."""
         if passes < 1:
             raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.reducer.set_passes_per_step(passes)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes within this context accumulate gradients on this rank only."""
+        """Accumulate gradients on this rank only, within this context."""
         return self.reducer.no_sync()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale gradients so that the 2-norm of all of them is `max_norm` at most; return what it was.
+        """Scale gradients to a total 2-norm of at most `max_norm`; return the norm before scaling.
 
-        Gradients are reduced first if `step()` would have to; then it is collective. See `clip_grad_norm_`.
+        Gradients are reduced first if `step()` would reduce them; the call is then collective. See `clip_grad_norm_`.
         """
         gradients = self._gradients
         if not self._skip:
@@ -236,32 +240,32 @@ class Distributed(PicklesAsPlain, Reporting):
 
     @property
     def reducer(self) -> GradientReducer:
-        """What reduces the gradients: its buckets, options and compression."""
+        """The gradient reducer: its buckets, options and compression."""
         return self._gradients.reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, as torch does, and what compression remembers on this rank.
+        """Return the optimizer's state, as torch does, with the compression state of this rank.
 
-        Saved on every rank, and loaded there before the first step, it makes a new run go on with the same bits.
+        A run that loads it on every rank before the first step continues with the same bits.
         """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        with in_order():
+        with use_device_streams():
             remembered = save_compression(self.reducer, torch.from_numpy)
         return {**state, KEY: remembered} if remembered else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state, as torch does, and what compression remembered if it was on this rank."""
+        """Load the optimizer's state, as torch does, and the compression state if this rank saved it."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})  # type: ignore[misc]
         if KEY in state_dict:
-            with in_order():
+            with use_device_streams():
                 load_compression(self.reducer, state_dict[KEY], to_array)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up.
+        """Clear gradients, as torch does, and discard gradients accumulated by `no_sync` or earlier passes.
 
-        So is a backward that raised and was caught. Where it reduces, that is collective: other ranks wait for its end,
-        and those that did not raise get a MismatchError there, so that all of them leave this step out. Parameters that
-        require gradients only now are reduced from now on, which is collective, too.
+        A backward whose exception was caught is given up. If it reduces, this is collective: other ranks wait for its
+        end, and those that did not raise get a MismatchError, so all of them leave this step out. Parameters that
+        require gradients only now are reduced from now on; this is collective, too.
         """
         self._gradients.give_up()
         groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
@@ -271,20 +275,20 @@ class Distributed(PicklesAsPlain, Reporting):
         self.reducer.cleared()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does. Collective; between a step and the next backward."""
+        """Add parameters, as torch does. Collective; call it between a step and the next backward."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_gradients" in self.__dict__:
             self._take_in()
 
     def _take_in(self) -> None:
-        """Reduce the gradients of all parameters that require some by now. Collective."""
+        """Reduce the gradients of all parameters that require gradients now. Collective."""
         groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-        named = trained(name_all(groups, self._named, strict=False))
+        named = trainable_parameters(name_parameters(groups, self._named, strict=False))
         self._gradients = self._gradients.again(named, ids_in(groups))
         self._note_left_out()
 
     def _note_left_out(self) -> None:
-        """Note the parameters that require no gradients."""
+        """Record the parameters that require no gradients."""
         everything = [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
         self._count = len(everything)
         self._left_out = [parameter for parameter in everything if not parameter.requires_grad]
@@ -298,7 +302,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         optimizer.synchronize()
         return None
-    wrapped = _averaging(optimizer, closure)
+    wrapped = _wrap_closure(optimizer, closure)
     return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
 
@@ -306,10 +310,10 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     optimizer.reducer.stepped()
 
 
-def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap a closure so that it reduces gradients exactly once more than before, and returns the loss of all ranks.
+def _wrap_closure(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap a closure: each call ends with reduced gradients, and returns the loss of all ranks.
 
-    LBFGS decides by the loss how far to go, and when to stop evaluating: with losses of their own, ranks would part.
+    LBFGS chooses its steps and the number of evaluations by the loss: with local losses, ranks would diverge.
     """
 
     def wrapper() -> Any:
@@ -335,7 +339,7 @@ def _refuse_unmanaged(optimizer: Any) -> None:
         for position, parameter in enumerate(group["params"]):
             if parameter.grad is not None and parameter not in gradients:
                 raise UsageError(
-                    f"parameter {position} of group {number} has a gradient, but did not require one when the "
-                    "DistributedOptimizer was made or zero_grad() was called last, so its gradient is not reduced: "
-                    "unfreeze parameters before zero_grad(), or add them by add_param_group"
+                    f"parameter {position} of group {number} has a gradient but did not require one when the "
+                    "DistributedOptimizer was made or zero_grad() was last called, so its gradient is not reduced: "
+                    "unfreeze parameters before zero_grad(), or add them with add_param_group"
                 )

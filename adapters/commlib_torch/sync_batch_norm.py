@@ -1,6 +1,6 @@
-"""Batch normalisation over the batches of all ranks, as if they were one: see `commlib.horovod.batch_norm`.
+"""Batch normalisation over the joint batch of all ranks: see `commlib.horovod.batch_norm`.
 
-Statistics are taken in float32 at least, and combined in float64.
+Statistics are computed in float32 or better, and combined in float64.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib.horovod.batch_norm import check_several, compare_layer, gather_statistics, next_layer, running_factors
 from commlib_torch._bridge import device_kind, host_array, to_tensor
+from commlib_torch._graph_breaks import disable_compile
 from commlib_torch._shards import shards_of
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch.horovod._start import ProcessSets, Reduction, first, start_allreduce
+from commlib_torch.horovod._named_operations import ProcessSets, Reduction, first, start_allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """nn.BatchNorm whose statistics in training are those of the batches of all ranks. Works on any device.
+    """nn.BatchNorm with training statistics over the batches of all ranks. Works on any device.
 
     Takes inputs of 2 or more dimensions, channels in dimension 1, as nn.SyncBatchNorm does. Batches may differ among
-    ranks in all other dimensions, and be empty; every rank must call it, forward and backward. Operations are known by
-    a number, so ranks must make their layers in the same order. `process_set` are the ranks that share a batch.
+    ranks in all other dimensions, and may be empty; every rank must call it, forward and backward. Operations are named
+    by a counter, so ranks must make their layers in the same order. `process_set` is the group of ranks that share a
+    batch.
 
-    Raises MismatchError on every rank if ranks have other options, ValueError if there is only one value per
-    channel on all ranks together.
+    Raises MismatchError on every rank if options differ among ranks, ValueError if there is only one value per channel
+    on all ranks together.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input` by the statistics of all ranks' inputs; in evaluation do what nn.BatchNorm does, alone."""
+        """Normalise `input` by statistics of all ranks' inputs; in evaluation work like nn.BatchNorm, locally."""
         process_set = core.process_set_of(self._process_set)
         if not self.training or process_set.size() == 1:
             return super().forward(input)
@@ -70,9 +71,9 @@ class SyncBatchNorm(_BatchNorm):
             self._track(mean, variance, int(count))
         return output  # type: ignore[no-any-return]
 
-    @uncompiled
+    @disable_compile
     def _compare(self, process_set: core.ProcessSet) -> None:
-        """Compare options with those of the other ranks. Collective, at the first use."""
+        """Compare the options of all ranks. Collective, at the first use."""
         names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
         compare_layer(f"SyncBatchNorm.{self._number}", process_set, {name: getattr(self, name) for name in names})
         self._is_compared = True
@@ -88,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that share a batch, as numbers of the world."""
+        """The global ranks that share a batch."""
         return list(core.process_set_of(self._process_set).ranks or [])
 
     def extra_repr(self) -> str:
@@ -97,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
         return described if self._process_set is None else f"{described}, process_set={self._process_set}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy the layer. The process set is shared: it is a place among ranks, which cannot be copied."""
+        """Copy the layer. The copy shares the process set, which cannot be copied."""
         copied = self.__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._process_set)] = self._process_set
@@ -106,19 +107,19 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -> nn.Module:
-    """Return `module` with every nn.BatchNorm in it replaced by SyncBatchNorm, with the same parameters and statistics.
+    """Replace every nn.BatchNorm in `module` by a SyncBatchNorm with equal parameters and statistics; return `module`.
 
-    `module` itself is changed, unless it is an nn.BatchNorm. Optimizers go on working: parameters are the same objects.
-    Raises UsageError for a norm that is divided with its features: other ranks have other ones.
+    `module` is changed in place, unless it is an nn.BatchNorm. Optimizers continue to work: parameters are the same
+    objects. Raises UsageError for a norm that is sharded by features: other ranks have other features.
     """
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         if shards := shards_of(module):
             axis = next(iter(shards.values())).axis
             raise UsageError(
-                f"convert_sync_batchnorm: a {type(module).__name__} on rank {axis.rank} of {axis.comm.name} is divided "
-                "with its features, of which other ranks have others: convert it before the model is divided, where it "
-                "stays whole"
+                f"convert_sync_batchnorm: a {type(module).__name__} on rank {axis.rank} of {axis.comm.name} is "
+                "sharded by features, and other ranks have other features: convert it before the model is sharded, "
+                "where it stays unsharded"
             )
         layer = SyncBatchNorm(
             module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_set
@@ -163,7 +164,7 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, variance = ctx.saved_tensors
         gradient = gradient.to(_working_dtype(x))
         centred, inverse = _centred(x, mean), _inverse(x, variance, ctx.eps)
-        sums = torch.stack([gradient.sum(_others(x)), (gradient * centred).sum(_others(x))])
+        sums = torch.stack([gradient.sum(_other_dims(x)), (gradient * centred).sum(_other_dims(x))])
         of_x = of_weight = of_bias = None
         if weight is not None:
             of_weight = (sums[1] * inverse).to(weight.dtype)
@@ -179,12 +180,12 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, name: str, process_set: core.ProcessSet) -> tuple[Tensor, Tensor, int]:
-    """Return the mean and the biased variance per channel of the inputs of all ranks, in float64, and their number."""
+    """Return the mean and the biased variance per channel of all ranks' inputs, in float64, and their number."""
     channels = x.size(1)
     count = x.numel() // channels if channels else 0
     mine = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if count:
-        variance, mean = torch.var_mean(x, _others(x), correction=0)
+        variance, mean = torch.var_mean(x, _other_dims(x), correction=0)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, variance.double() * count
     found = gather_statistics(host_array(mine), channels, name, process_set, device_kind([x]))
     total = int(found.count[0])
@@ -205,11 +206,11 @@ def _inverse(x: Tensor, variance: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(variance + eps).to(_working_dtype(x))
 
 
-def _others(x: Tensor) -> list[int]:
+def _other_dims(x: Tensor) -> list[int]:
     """Return the dimensions that are not channels."""
     return [dimension for dimension in range(x.dim()) if dimension != 1]
 
 
 def _wide(values: Tensor, x: Tensor) -> Tensor:
-    """Return values per channel in a shape that goes with `x`."""
+    """Reshape values per channel for broadcasting with `x`."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

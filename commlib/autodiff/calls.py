@@ -1,4 +1,4 @@
-"""Calls of verbs on arrays, each with its backward: a call like any other, which has a backward in turn."""
+"""Calls of verbs on arrays. The backward of a call is a call too, which has a backward in turn."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Hold a verb and its arguments, except the array; a backward also holds what it must know about the forward.
+class VerbCall:
+    """A verb and its arguments, except the array; a backward also holds facts of the forward.
 
-    rows: for all_to_all_v how many rows go to each rank; for all_gather and reduce_scatter how many each rank has, if
-    not equally many. takes: for all_to_all_v how many come from each, if all ranks know. shape, dtype: of the result on
-    this rank, where the array does not tell. factor: on the result.
+    rows: for all_to_all_v the number of rows to each rank; for all_gather and reduce_scatter the number of rows of each
+    rank, if uneven. takes: for all_to_all_v the number of rows from each rank, if all ranks know it. shape, dtype: of
+    the result on this rank, if the array does not determine them. factor: on the result.
     """
 
     verb: str
@@ -42,13 +42,13 @@ class Call:
     factor: float = 1.0
 
 
-def apply(comm: Communicator, call: Call, x: Any, rules: Rules = TRANSPOSED) -> tuple[Any, Call]:
-    """Return (the verb's result, its backward: the call that makes of the result's gradient that of `x`).
+def apply(comm: Communicator, call: VerbCall, x: Any, rules: Rules = TRANSPOSED) -> tuple[Any, VerbCall]:
+    """Return (the verb's result, its backward: the call that turns the result's gradient into the gradient of `x`).
 
-    Collective, or between peers, as the verb is. x: as for the verb, or None where a rank gives nothing: off the root
-    of a scatter; for recv, and off the root of a broadcast, with `shape` and `dtype` instead. The result is a new
-    array, or None where a rank has none: a send, off the root of a reduce or gather. In a backward it is zeros there
-    if the rank gave an array that had no part in the forward. Raises UsageError, and what the verb raises.
+    Collective, or between peers, like the verb. x: as for the verb, or None on a rank without input: off the root of a
+    scatter; for recv, and off the root of a broadcast, with `shape` and `dtype` instead. The result is a new array, or
+    None on a rank without output: a send, off the root of a reduce or gather. In a backward it is zeros instead, if the
+    rank passed an array that the forward ignored. Raises UsageError, and the errors of the verb.
     """
     rule = find_rule(call.verb, call.op, rules)
     array = None if x is None and call.verb in _MAY_LACK else as_host(x, call.verb)
@@ -61,19 +61,19 @@ def apply(comm: Communicator, call: Call, x: Any, rules: Rules = TRANSPOSED) -> 
     shape, dtype = (None, None) if array is None else (array.shape, array.dtype)
     factor = call.factor * rule.factor(comm.size)
     known = {"root": call.root, "peer": call.peer, "tag": call.tag, "shape": shape, "dtype": dtype, **facts}
-    return result, Call(rule.verb, rule.op or "sum", factor=factor, **known)
+    return result, VerbCall(rule.verb, rule.op or "sum", factor=factor, **known)
 
 
 _MAY_LACK = frozenset(("broadcast", "scatter", "recv"))  # on some ranks
 
-_Facts = dict[str, Any]  # what the backward must know, beside shape and dtype
+_Facts = dict[str, Any]  # facts of the forward that the backward needs, in addition to shape and dtype
 
 
-def _all_reduce(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _all_reduce(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.all_reduce(x, call.op), {}
 
 
-def _reduce_scatter(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _reduce_scatter(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     shares = even(len(x) if x.ndim else 0, comm.size).counts
     rows = call.rows or shares
     if rows == shares:
@@ -83,60 +83,60 @@ def _reduce_scatter(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts
     return comm.all_reduce(x, call.op)[start : start + rows[comm.rank]].copy(), {"rows": rows}
 
 
-def _all_gather(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _all_gather(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     length = len(x) if x.ndim else 1
     rows = call.rows or (length,) * comm.size
     _check_rows(comm, call, length, rows[comm.rank])
     return comm.all_gather(x) if len(set(rows)) == 1 else comm.all_gather_v(x), {"rows": rows}
 
 
-def _all_gather_v(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
-    rows = comm.all_gather(np.array([len(x)], np.int64)) if x.ndim else ()  # that of 0-d is refused next
+def _all_gather_v(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
+    rows = comm.all_gather(np.array([len(x)], np.int64)) if x.ndim else ()  # a 0-d array is refused next
     return comm.all_gather_v(x), {"rows": tuple(map(int, rows))}
 
 
-def _reduce(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _reduce(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.reduce(x, call.op, call.root), {}
 
 
-def _broadcast(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _broadcast(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     own = np.array(as_host(x, "broadcast")) if comm.rank == call.root else _room(comm, call, x)
     return comm.broadcast(own, call.root), {}
 
 
-def _gather(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _gather(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.gather(x, call.root), {}
 
 
-def _scatter(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _scatter(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.scatter(x, call.root), {}
 
 
-def _all_to_all(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _all_to_all(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.all_to_all(x), {}
 
 
-def _all_to_all_v(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _all_to_all_v(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     result, received = comm.all_to_all_v(x, call.rows, takes=call.takes)
     return result, {"rows": tuple(received.tolist()), "takes": tuple(call.rows)}
 
 
-def _send(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _send(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     comm.send(x, call.peer, call.tag)
     return None, {}
 
 
-def _recv(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _recv(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     return comm.recv(_room(comm, call, x), call.peer, call.tag), {}
 
 
-def _send_recv(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
+def _send_recv(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     room = _room(comm, call, x)
     result = comm.send_recv(x, call.peer, room, call.source, call.tag)
     return result, {"peer": call.source, "source": call.peer}
 
 
-_RUN: Mapping[str, Callable[[Communicator, Call, Any], tuple[Any, _Facts]]] = MappingProxyType({
+_RUN: Mapping[str, Callable[[Communicator, VerbCall, Any], tuple[Any, _Facts]]] = MappingProxyType({
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
@@ -153,16 +153,16 @@ _RUN: Mapping[str, Callable[[Communicator, Call, Any], tuple[Any, _Facts]]] = Ma
 })  # fmt: skip
 
 
-def _room(comm: Communicator, call: Call, x: Any) -> Array:
+def _room(comm: Communicator, call: VerbCall, x: Any) -> Array:
     """Return an array to receive into: of the call's shape and dtype, or of those of `x`."""
     if call.shape is not None and call.dtype is not None:
         return np.empty(call.shape, call.dtype)
     if x is None:
-        raise UsageError(f"{comm.name}: {call.verb}, rank {comm.rank}: give an array, or shape= and dtype=")
+        raise UsageError(f"{comm.name}: {call.verb}, rank {comm.rank}: pass an array, or shape= and dtype=")
     return np.empty_like(x)
 
 
-def _check_rows(comm: Communicator, call: Call, length: int, expected: int) -> None:
+def _check_rows(comm: Communicator, call: VerbCall, length: int, expected: int) -> None:
     if length != expected:
         raise UsageError(
             f"{comm.name}: {call.verb}, rank {comm.rank}: x has {length} rows, expected {expected}: rows={call.rows}"

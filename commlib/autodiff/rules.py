@@ -1,4 +1,4 @@
-"""Rules: give each verb the verb that runs on gradients in its backward, once for all frameworks."""
+"""Rules: the verb that each verb runs on gradients in its backward, for all frameworks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from commlib.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Say what runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
+    """The backward of a verb: a verb, the operation of a reduction, and a factor of size ** power on its result."""
 
     verb: str
     op: str = ""
     power: int = 0
 
     def factor(self, size: int) -> float:
-        """Return what the result is multiplied by in a group of `size` ranks."""
+        """Return the factor on the result in a group of `size` ranks."""
         return float(size) ** self.power
 
 
@@ -52,15 +52,15 @@ HOROVOD: Rules = MappingProxyType({
     ("all_gather_v", ""): Rule("reduce_scatter", "mean"),
     ("broadcast", ""): Rule("reduce", "mean"),
 })  # fmt: skip
-"""Gathers and broadcasts average gradients over ranks; a reduce_scatter has the gradient times the number of ranks."""
+"""Gathers and broadcasts average gradients over ranks; a reduce_scatter multiplies them by the number of ranks."""
 
 _REDUCTIONS = frozenset(verb for verb, op in TRANSPOSED if op)
 
 
 def find_rule(verb: str, op: str = "sum", rules: Rules = TRANSPOSED) -> Rule:
-    """Return the rule of a verb. Raises UsageError where there is none: min, max and prod are not linear."""
+    """Return the rule of a verb. Raises UsageError if it has none: min, max and prod are not linear."""
     rule = rules.get((verb, op if verb in _REDUCTIONS else ""))
     if rule is None:
-        why = f"with op {op!r} has no backward: only sum and mean have" if verb in _REDUCTIONS else "has no backward"
+        why = f"with op {op!r} has no backward: only sum and mean do" if verb in _REDUCTIONS else "has no backward"
         raise UsageError(f"{verb} {why}")
     return rule

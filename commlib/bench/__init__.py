@@ -1,1 +1,1 @@
-"""Measuring collectives as nccl-tests does, beside their peers, in turn inside one process: `commlib bench`."""
+"""`commlib bench`: time collectives as nccl-tests does, in turn with their peers inside one process."""

@@ -1,4 +1,4 @@
-"""Case: the arrays of one row on one rank, what they hold before a call, and what they must hold after it."""
+"""Case: the arrays of one row on one rank, their contents before a call, and the expected contents after it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from commlib.bench import numbers
-from commlib.bench.verbs import VERBS, Verb
+from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import NUMPY, Array
 
 Allocate = Callable[[int, str], Array]
@@ -18,12 +18,12 @@ Allocate = Callable[[int, str], Array]
 class Case:
     """One verb on fixed arrays.
 
-    x: what this rank gives, or None. out: where its result goes, or None; perhaps (a part of) the same memory.
-    given, wanted: the data of both, as the periods of equal blocks.
-    count: elements as nccl-tests counts them: of the buffer, or of one part of it.
+    x: this rank's input, or None. out: this rank's output, or None; it may share (a part of) the memory of x.
+    given, wanted: the data of x and out, as the periods of equal blocks.
+    count: elements as counted by nccl-tests: of the buffer, or of one part of it.
     """
 
-    verb: Verb
+    verb: BenchVerb
     dtype: str
     op: str
     root: int
@@ -38,27 +38,27 @@ class Case:
     wanted: list[Array] | None
 
     def fill(self) -> None:
-        """Write what this rank gives, and in the place of its result something that is wrong everywhere."""
+        """Write this rank's input, and values into its output that are wrong everywhere."""
         if self.out is not None and self.wanted is not None:
             _write(self.out, [(period == 0).astype(period.dtype) for period in self.wanted])
         if self.x is not None and self.given is not None:
             _write(self.x, self.given)
 
     def wrong(self) -> int:
-        """Return how many elements of this rank's result are not what they must be."""
+        """Return the number of wrong elements in this rank's result."""
         if self.out is None or self.wanted is None:
             return 0
         blocks = zip(np.split(self.out, len(self.wanted)), self.wanted, strict=True)
         return sum(_differing(block, period) for block, period in blocks)
 
     def clear(self) -> None:
-        """Write zeros, which stay what they are however often they are combined in place."""
+        """Write zeros, which repeated combination in place does not change."""
         for array in (self.x, self.out):
             if array is not None:
                 array[...] = 0
 
     def rewrite(self) -> None:
-        """Write what this rank gives anew, as a training step does before each call."""
+        """Rewrite this rank's input with zeros, as a training step writes gradients before each call."""
         if self.x is not None and self.given is not None:
             self.x[...] = 0
 
@@ -74,8 +74,8 @@ def _differing(block: Array, period: Array) -> int:
     return int(np.count_nonzero(rows != period)) + int(np.count_nonzero(rest != period[: len(rest)]))
 
 
-def count_of(verb: Verb, dtype: str, nbytes: int, size: int) -> int:
-    """Return the elements (of the buffer, or of one part) that come nearest to `nbytes` from below; at least one."""
+def count_of(verb: BenchVerb, dtype: str, nbytes: int, size: int) -> int:
+    """Return the number of elements (of the buffer, or of one part) that fit into `nbytes`; at least one."""
     elements = nbytes // NUMPY[dtype].itemsize
     return max(1, elements // size if verb.split else elements)
 
@@ -92,7 +92,7 @@ def make(
     root: int = 0,
     in_place: bool = False,
 ) -> Case:
-    """Make the arrays of a row. Collective if `allocate(count, dtype)` is."""
+    """Allocate the arrays of a row. Collective if `allocate(count, dtype)` is."""
     verb = VERBS[name]
     count = count_of(verb, dtype, nbytes, size)
     whole = count * size if verb.split else count
@@ -121,21 +121,21 @@ def make(
 
 
 def _data(
-    verb: Verb, dtype: str, op: str, root: int, rank: int, size: int
+    verb: BenchVerb, dtype: str, op: str, root: int, rank: int, size: int
 ) -> tuple[list[Array] | None, list[Array] | None]:
-    """Return the periods of what a rank gives and of what it must get, in equal blocks."""
+    """Return the periods of a rank's input and of its expected output, in equal blocks."""
     ranks = range(size)
 
     def moved(source: int, target: int = 0) -> Array:
-        return numbers.moved(dtype, source, target)
+        return numbers.exchange_input(dtype, source, target)
 
     if verb.name == "barrier":
         return None, None
     if verb.name == "reduce_scatter":
-        given = [numbers.given(dtype, op, rank, size, block) for block in ranks]
-        return given, [numbers.combined(dtype, op, size, rank)]
+        given = [numbers.reduction_input(dtype, op, rank, size, block) for block in ranks]
+        return given, [numbers.reduction_result(dtype, op, size, rank)]
     if verb.reduces:
-        return [numbers.given(dtype, op, rank, size)], [numbers.combined(dtype, op, size)]
+        return [numbers.reduction_input(dtype, op, rank, size)], [numbers.reduction_result(dtype, op, size)]
     if verb.name == "all_to_all":
         return [moved(rank, target) for target in ranks], [moved(source, rank) for source in ranks]
     if verb.name == "scatter":

@@ -14,7 +14,7 @@ import numpy as np
 
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
-from commlib.bench.mpi_peer import NoPeer
+from commlib.bench.mpi_peer import UnsupportedPeerError
 from commlib.dtypes import Array
 from commlib.extras import install
 
@@ -22,7 +22,7 @@ _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": 
 
 
 def problem() -> str | None:
-    """Return why there is no gloo in this process, or None."""
+    """Return the reason why this process has no gloo, or None."""
     try:
         import torch.distributed as dist
     except ImportError as error:
@@ -33,8 +33,8 @@ def problem() -> str | None:
 
 
 @contextmanager
-def joined(world: Any, *, one_node: bool) -> Iterator[None]:
-    """Let torch.distributed know the ranks of `world`. Collective."""
+def join_gloo(world: Any, *, one_node: bool) -> Iterator[None]:
+    """Initialize torch.distributed with the ranks of `world`. Collective."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
@@ -50,15 +50,15 @@ def joined(world: Any, *, one_node: bool) -> Iterator[None]:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
         try:
             yield
-            world.Barrier()  # else others might still need this rank's group
+            world.Barrier()  # otherwise other ranks might still need this rank's group
         finally:
-            dist.destroy_process_group()  # its threads crash when the interpreter ends under them
+            dist.destroy_process_group()  # its threads crash if the interpreter ends first
         del store
-        world.Barrier()  # rank 0 is about to remove the folder; a store that ends without its file aborts its process
+        world.Barrier()  # rank 0 removes the folder next; a store whose file is missing at its end aborts its process
 
 
 def _newest(*names: str) -> Any:
-    """Return the first of these functions that this torch has: it warns when the others are called."""
+    """Return the first of these functions that this torch has: newer versions warn about the older names."""
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
@@ -75,7 +75,7 @@ def _tensor(case: Case, array: Array | None) -> Any:
 
 
 def call(case: Case) -> Call:
-    """Return what runs gloo's collective once. Raises NoPeer if there is none, or what torch raises for a dtype."""
+    """Return a function that runs gloo's collective once. Raises NoPeer without one, or torch's error for a dtype."""
     import torch.distributed as dist
 
     x, out, name, root = _tensor(case, case.x), _tensor(case, case.out), case.verb.name, case.root
@@ -95,11 +95,11 @@ def call(case: Case) -> Call:
         return _reduction(case, x, out)
     if name == "send_recv" and case.size > 1:
         return _ring_shift(case, x, out)
-    raise NoPeer(f"gloo has no {name} {'in place' if case.in_place else 'of one rank'}")
+    raise UnsupportedPeerError(f"gloo has no {name} {'in place' if case.in_place else 'of one rank'}")
 
 
 def _reduction(case: Case, x: Any, out: Any) -> Call:
-    """torch reduces in place: out of place, a copy comes first. The mean is a sum and a division."""
+    """Return a reduction. torch reduces in place: out of place, copy first. A mean is a sum and a division."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
-"""Times that can be compared: contenders in turn inside one process, in bursts, of the slowest rank.
+"""Comparable times: contenders in turn inside one process, in bursts, on the slowest rank.
 
-A burst is as many calls as take about 30 ms, or as many as were asked for; its figure is the mean of one call, on the
-rank where that is greatest.
-What is reported is the median over rounds, in each of which every contender has one burst, so that a slow spell of the
-machine hits all of them. All ranks have the same numbers, because each is the greatest of all ranks.
+A burst is as many calls as fit in about 30 ms, or the requested number; its figure is the mean of one call, on the
+slowest rank.
+The result is the median over rounds. Every contender runs one burst in each round, so that a slow spell of the machine
+hits all of them. All ranks have the same figures, because each is the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BURST_SECONDS, TOO_LONG, FEWEST, MOST = 0.03, 10, 2, 2000
 
 
 def settle(call: Call, calls: int, warm_up: int | None = None) -> None:
-    """Run half a burst, or `warm_up` calls, that do not count.
+    """Run half a burst, or `warm_up` calls, without timing them.
 
-    A contender that sleeps in its waits, as gloo does, may leave both ranks on one core; the kernel takes milliseconds
-    to part them, which would be charged to whoever comes next.
+    A contender that sleeps while it waits, as gloo does, may leave both ranks on one core; the kernel takes
+    milliseconds to separate them, which would count against the next contender.
     """
     for _ in range(calls // 2 if warm_up is None else warm_up):
         call()
@@ -44,7 +44,7 @@ def run_burst(world: Any, call: Call, calls: int, warm_up: int | None = None) ->
 
 
 def run_fresh_burst(world: Any, call: Call, calls: int, rewrite: Call, warm_up: int | None = None) -> float:
-    """Return the same of calls on data that this rank has just written."""
+    """Return the seconds per call of the slowest rank, on data that each rank has just written."""
     spent = 0.0
     settle(call, calls, warm_up)
     for _ in range(calls):
@@ -59,7 +59,7 @@ def run_fresh_burst(world: Any, call: Call, calls: int, rewrite: Call, warm_up: 
 def run_single_calls(
     world: Any, call: Call, calls: int, single: list[float], rewrite: Call | None = None, warm_up: int | None = None
 ) -> float:
-    """Add the seconds of each call, of the rank on which it took longest, to `single`; return their mean."""
+    """Add the seconds of each call, on its slowest rank, to `single`; return their mean."""
     settle(call, calls, warm_up)
     times = np.empty(calls)
     world.Barrier()
@@ -85,10 +85,10 @@ def burst_of(
     warm_up: int | None = None,
     single: list[float] | None = None,
 ) -> Burst:
-    """Return the bursts of a contender, of `iters` calls each, or as long as a first estimate demands.
+    """Return the bursts of a contender, of `iters` calls each, or of a length based on an estimate.
 
-    rewrite: run before each call. warm_up: so many calls before each burst, else half as many as count. single: takes
-    the time of each call.
+    rewrite: called before each call. warm_up: the number of calls before each burst, else half a burst. single: a list
+    for the time of each call.
     """
     run: Callable[..., float] = run_burst if rewrite is None else partial(run_fresh_burst, rewrite=rewrite)
     if single is not None:
@@ -102,7 +102,9 @@ def burst_of(
     def burst() -> float:
         nonlocal calls
         seconds = run(world, call, calls)
-        if seconds * calls > TOO_LONG * BURST_SECONDS:  # the estimate was wrong: other ranks want these cores
+        if (
+            seconds * calls > TOO_LONG * BURST_SECONDS
+        ):  # the estimate was wrong, because other processes share the cores
             calls = _burst_length(seconds)
         return seconds
 
@@ -110,21 +112,21 @@ def burst_of(
 
 
 def _burst_length(seconds: float) -> int:
-    """Return how many calls of `seconds` make a burst."""
+    """Return the number of calls in a burst, for calls of `seconds` each."""
     return max(FEWEST, min(MOST, int(BURST_SECONDS / max(seconds, 1e-7))))
 
 
 def rounds(bursts: Mapping[str, Burst], number: int) -> Iterator[dict[str, float]]:
-    """Yield round after round each contender's figure."""
+    """Yield each contender's figure, round by round."""
     for _ in range(number):
         yield {name: burst() for name, burst in bursts.items()}
 
 
 def memory_pass(read: int, written: int, replaces: bool) -> Call:
-    """Return what reads and writes so many private bytes, each once, front to back, by numpy's fastest operations.
+    """Return a call that reads and writes private memory once, front to back, by numpy's fastest operations.
 
-    replaces: write where was read, an update in place; else a copy to other memory. What is read beyond what is
-    written is merely looked through; what is written beyond what is read is the same data again.
+    read, written: bytes. replaces: write to the memory that was read, an update in place; else copy to other memory. If
+    read is larger, the rest is only scanned; if written is larger, the same data is written again.
     """
     source = np.ones(max(1, read // 8), np.uint64)
     target = source[: written // 8] if replaces else np.ones(max(1, written // 8), np.uint64)
@@ -145,8 +147,8 @@ def memory_pass(read: int, written: int, replaces: bool) -> Call:
 
 
 def wrong_elements(world: Any, case: Case, call: Call) -> int:
-    """Return how many elements of the result of one call are wrong, over all ranks. It leaves the data as it is."""
+    """Return the number of wrong elements after one call, over all ranks. The data stays in the arrays."""
     case.fill()
-    world.Barrier()  # a contender that writes to its peers must not be overwritten by what they still fill in
+    world.Barrier()  # peers must not overwrite a contender's writes while they still fill their arrays
     call()
     return int(world.allreduce(case.wrong()))

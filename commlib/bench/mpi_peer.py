@@ -1,7 +1,7 @@
 """The contenders 'mpi' and 'pieces': MPI's own collectives through mpi4py, on the same arrays.
 
-MPI has no mean: the result is divided afterwards, and that counts. For float16 and bfloat16 it has no arithmetic, or
-none that is fast: a user-defined operation in numpy does it.
+MPI has no mean: the result is divided afterwards, within the timed call. MPI has no arithmetic, or only a slow one, for
+float16 and bfloat16: a user-defined operation in numpy computes it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, 
 _LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
 
 
-class NoPeer(Exception):
-    """A peer has no such collective; the text says why."""
+class UnsupportedPeerError(Exception):
+    """A peer has no such collective; the text gives the reason."""
 
 
 @lru_cache  # mpi4py has room for 16 user-defined operations
@@ -45,12 +45,12 @@ def _operation(case: Case) -> MPI.Op:
 
 
 def _view(case: Case, array: Array | None) -> Array | None:
-    """Return the array with a dtype that MPI knows."""
+    """Return the array as a dtype that MPI supports."""
     return array.view(np.uint16) if array is not None and case.dtype in _HALVES else array
 
 
 def _and_divide(run: Call, case: Case) -> Call:
-    """Return `run`, and the division that makes a mean of its sum."""
+    """Return `run`, followed by the division of its sum for a mean."""
     if case.op != "mean" or case.out is None:
         return run
     out = case.out.view(case.out.real.dtype)  # complex: both parts, because numpy would multiply by a reciprocal
@@ -65,7 +65,7 @@ def _and_divide(run: Call, case: Case) -> Call:
 
 
 def call(world: Any, case: Case) -> Call:
-    """Return what runs MPI's collective once. Raises NoPeer if there is none that does the same."""
+    """Return a function that runs MPI's collective once. Raises NoPeer if MPI has no equivalent."""
     x, out, name, root = _view(case, case.x), _view(case, case.out), case.verb.name, case.root
     here = case.rank == root
     if case.verb.reduces:
@@ -75,7 +75,7 @@ def call(world: Any, case: Case) -> Call:
         elif name == "reduce":
             run = partial(world.Reduce, MPI.IN_PLACE if case.in_place and here else x, out, op, root)
         elif case.in_place:
-            raise NoPeer("in place, MPI leaves the part of each rank at the front of its buffer")
+            raise UnsupportedPeerError("in place, MPI puts the part of each rank at the front of its buffer")
         else:
             run = partial(world.Reduce_scatter, x, out, [case.count] * case.size, op)
         return _and_divide(run, case)
@@ -96,9 +96,9 @@ def call(world: Any, case: Case) -> Call:
 
 
 def pieces(world: Any, case: Case) -> Call:
-    """Return what runs MPI_Allreduce on 1 MiB at a time: MPI libraries are faster so on large arrays."""
+    """Return a function that runs MPI_Allreduce on 1 MiB at a time, which is faster on large arrays."""
     if case.nbytes <= PIECE_BYTES:
-        raise NoPeer("up to 1 MiB there is one piece: the same as mpi")
+        raise UnsupportedPeerError("up to 1 MiB there is one piece: the same as mpi")
     x, out, op = _view(case, case.x), _view(case, case.out), _operation(case)
     assert x is not None and out is not None
     step = PIECE_BYTES // out.itemsize

@@ -1,4 +1,4 @@
-"""Options: check what is to be measured, as far as a rank can by itself."""
+"""BenchOptions: check the command's options, as far as one rank can."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from commlib.bench.verbs import VERBS, Verb
+from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
 
@@ -16,24 +16,26 @@ FORMATS = ("nccl", "osu")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class Refused(UsageError):
-    """The options make no sense. Raised on all ranks together, before anything is measured."""
+class BenchOptionsError(UsageError):
+    """The options are invalid. Raised on all ranks together, before any measurement."""
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes: digits, perhaps with K, M or G (powers of 1024). Raises Refused."""
+    """Return a number of bytes: digits, optionally with K, M or G (powers of 1024). Raises Refused."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
     if match is None or int(match[1]) == 0:
-        raise Refused(f"size {text!r}: expected a positive whole number of bytes, perhaps with K, M or G, such as 64K")
+        raise BenchOptionsError(
+            f"size {text!r}: expected a positive whole number of bytes, optionally with K, M or G, such as 64K"
+        )
     return int(match[1]) * _UNITS[match[2]]
 
 
 def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
     """Return begin, begin * factor, ... up to end. Raises Refused."""
     if factor < 2:
-        raise Refused(f"--factor is {factor}: expected at least 2")
+        raise BenchOptionsError(f"--factor is {factor}: expected at least 2")
     if begin > end:
-        raise Refused(f"--begin {begin} is more than --end {end}")
+        raise BenchOptionsError(f"--begin {begin} is more than --end {end}")
     sizes = [begin]
     while sizes[-1] * factor <= end:
         sizes.append(sizes[-1] * factor)
@@ -41,8 +43,8 @@ def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Hold one run as it is asked for. None stands for the value that the verb is mostly used with (see `check`)."""
+class BenchOptions:
+    """The options of one run. None stands for the usual value of the verb (see `check`)."""
 
     verb: str
     sizes: tuple[int, ...] | None = None
@@ -68,10 +70,10 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Hold the same, complete."""
+class BenchSettings:
+    """The options of one run, with all defaults filled in."""
 
-    verb: Verb
+    verb: BenchVerb
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     ops: tuple[str, ...]
@@ -95,15 +97,15 @@ class Settings:
 
     @property
     def places(self) -> tuple[bool, ...]:
-        """For each figure of a row whether it is measured in place."""
+        """For each figure of a row, whether it is measured in place."""
         return (False, True) if self.side_by_side else (self.in_place,)
 
 
 DEFAULT_SIZES = sizes_between(4, 64 << 20, 4)
 
 
-def check(options: Options, ranks: int) -> Settings:
-    """Return complete settings. Raises Refused for what is unknown, contradictory, or without effect on the verb."""
+def check(options: BenchOptions, ranks: int) -> BenchSettings:
+    """Return complete settings. Raises Refused for options that are unknown, contradictory or without effect."""
     verb = _known("verb", [options.verb], VERBS)[0]
     kind = VERBS[verb]
     _refuse_what_has_no_effect(options, kind)
@@ -116,24 +118,26 @@ def check(options: Options, ranks: int) -> Settings:
                 try:
                     kernel_operation(dtype, op)
                 except UsageError as error:
-                    raise Refused(str(error)) from None
+                    raise BenchOptionsError(str(error)) from None
     if "pieces" in peers and verb != "all_reduce":
-        raise Refused(f"--peer pieces is MPI_Allreduce in pieces: {verb} has no such peer")
+        raise BenchOptionsError(f"--peer pieces is MPI_Allreduce in pieces: {verb} has no such peer")
     root = options.root or 0
     if not 0 <= root < ranks:
-        raise Refused(f"--root is {root}, but there are the ranks 0 to {ranks - 1}")
+        raise BenchOptionsError(f"--root is {root}: expected a rank from 0 to {ranks - 1}")
     if options.rounds < 1:
-        raise Refused(f"--rounds is {options.rounds}: expected at least 1")
+        raise BenchOptionsError(f"--rounds is {options.rounds}: expected at least 1")
     if options.iters is not None and options.iters < 1:
-        raise Refused(f"--iters is {options.iters}: expected at least 1")
+        raise BenchOptionsError(f"--iters is {options.iters}: expected at least 1")
     if options.warmup_iters is not None and options.warmup_iters < 0:
-        raise Refused(f"--warmup-iters is {options.warmup_iters}: expected at least 0")
+        raise BenchOptionsError(f"--warmup-iters is {options.warmup_iters}: expected at least 0")
     if options.side_by_side and options.in_place is not None:
-        raise Refused("--side-by-side measures out of place and in place: leave out --in-place and --out-of-place")
+        raise BenchOptionsError(
+            "--side-by-side measures out of place and in place: leave out --in-place and --out-of-place"
+        )
     options = _as_the_format_has_it(options, kind)
     sizes = (0,) if verb == "barrier" else tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
     in_place = kind.in_place in ("usual", "only") if options.in_place is None else options.in_place
-    return Settings(
+    return BenchSettings(
         verb=kind,
         sizes=sizes,
         dtypes=dtypes,
@@ -158,38 +162,40 @@ def check(options: Options, ranks: int) -> Settings:
     )
 
 
-def _as_the_format_has_it(options: Options, verb: Verb) -> Options:
-    """Return what is measured for another benchmark's format. Raises Refused for what that has no place for."""
+def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOptions:
+    """Return the options adapted to another benchmark's format. Raises Refused if the format does not support them."""
     if options.format is None:
         return options
     _known("--format", [options.format], FORMATS)
     useless = {"--csv": options.csv, "--percentiles": options.percentiles, "--peer": bool(options.peers)}
     for what, is_useless in useless.items():
         if is_useless:
-            raise Refused(f"--format {options.format} has no place for {what}: leave one of them out")
+            raise BenchOptionsError(f"--format {options.format} does not support {what}: leave one of them out")
     if options.format == "nccl" and verb.name == "barrier":
-        raise Refused("--format nccl has no barrier: leave one of them out")
-    if options.format == "nccl":  # whose defaults stand in its heading
+        raise BenchOptionsError("--format nccl has no barrier: leave one of them out")
+    if options.format == "nccl":  # its heading prints nccl-tests' defaults
         both = options.in_place is None and verb.in_place in ("usual", "able")
         calls = 20 if options.iters is None else options.iters
         before = 5 if options.warmup_iters is None else options.warmup_iters
         return replace(options, side_by_side=options.side_by_side or both, iters=calls, warmup_iters=before)
     if verb.name == "send_recv":
-        raise Refused("--format osu has no ring of send_recv: leave one of them out")
+        raise BenchOptionsError("--format osu has no ring of send_recv: leave one of them out")
     if options.side_by_side or len(options.ops or ()) > 1:
-        raise Refused("--format osu has one figure for a size: leave out --side-by-side, and give one --op")
-    is_out = options.in_place is None and verb.in_place == "usual"  # as OSU's own
+        raise BenchOptionsError(
+            "--format osu prints one figure per size: leave out --side-by-side, and give only one --op"
+        )
+    is_out = options.in_place is None and verb.in_place == "usual"  # as in OSU's benchmarks
     return replace(options, in_place=False) if is_out else options
 
 
-def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, Verb]) -> tuple[str, ...]:
+def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, BenchVerb]) -> tuple[str, ...]:
     for name in given:
         if name not in known:
-            raise Refused(f"{what} {name!r} is unknown; known are {', '.join(known)}")
+            raise BenchOptionsError(f"{what} {name!r} is unknown; known are {', '.join(known)}")
     return tuple(dict.fromkeys(given))
 
 
-def _refuse_what_has_no_effect(options: Options, verb: Verb) -> None:
+def _refuse_what_has_no_effect(options: BenchOptions, verb: BenchVerb) -> None:
     moves_data = verb.name != "barrier"
     useless = {
         "--size, --begin, --end and --factor": options.sizes is not None and not moves_data,
@@ -206,4 +212,4 @@ def _refuse_what_has_no_effect(options: Options, verb: Verb) -> None:
     }
     for what, is_useless in useless.items():
         if is_useless:
-            raise Refused(f"{verb.name} has no {what}: leave it out")
+            raise BenchOptionsError(f"{verb.name} has no {what}: leave it out")

@@ -1,7 +1,7 @@
 """Latency and bandwidth between every two ranks: ping-pong by send and recv, one pair after another.
 
-While two ranks play, the others sleep, so that no pair disturbs another one, in the network or on the cores. The time
-of a message is half of a round trip, the median over bursts.
+While two ranks exchange messages, the others sleep, so that they do not disturb the pair on the network or the cores.
+The time of a message is half of a round trip, the median over bursts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from commlib.bench.options import Options, Refused
+from commlib.bench.options import BenchOptions, BenchOptionsError
 from commlib.dtypes import Array
 
 DEFAULT_SIZES = (8, 4 << 20)
-LATENCY_UP_TO = 64 << 10  # bytes; what is longer shows a bandwidth
+LATENCY_UP_TO = 64 << 10  # bytes; for longer messages the figure is a bandwidth
 BURST_SECONDS, FEWEST, MOST = 0.01, 2, 1000
-NAP = 0.0005  # seconds between two looks whether the others have ended
+NAP = 0.0005  # seconds between two checks whether the others have ended
 
 _MEANS_SOMETHING = ("verb", "sizes", "rounds", "iters", "warmup_iters", "check", "csv", "out")
 _NAMES = {
@@ -37,14 +37,14 @@ Tell = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Hold how long messages of so many bytes took: seconds of each pair (lower rank, higher rank)."""
+    """The times of messages of one size: seconds of each pair (lower rank, higher rank)."""
 
     nbytes: int
     seconds: dict[tuple[int, int], float]
 
     @property
     def is_latency(self) -> bool:
-        """Whether its figures are microseconds; else they are GB/s."""
+        """Whether the figures are microseconds; else they are GB/s."""
         return self.nbytes <= LATENCY_UP_TO
 
     @property
@@ -52,37 +52,39 @@ class Matrix:
         return "us" if self.is_latency else "GB/s"
 
     def figure(self, pair: tuple[int, int]) -> float:
-        """Return the microseconds of a message, or the GB/s (10^9 bytes), of a pair in either order."""
+        """Return microseconds of a message, or GB/s (10^9 bytes), of a pair in either order."""
         seconds = self.seconds[min(pair), max(pair)]
         return seconds * 1e6 if self.is_latency else self.nbytes / seconds / 1e9
 
     def slowest(self) -> tuple[int, int]:
-        """Return the pair that took longest."""
+        """Return the pair with the longest time."""
         return max(self.seconds, key=lambda pair: self.seconds[pair])
 
 
-def check(options: Options, ranks: int) -> tuple[int, ...]:
+def check(options: BenchOptions, ranks: int) -> tuple[int, ...]:
     """Return the sizes to measure. Raises Refused for options that have no effect on pairs, and for a single rank."""
-    usual = Options("pairs")
-    for field in fields(Options):
+    usual = BenchOptions("pairs")
+    for field in fields(BenchOptions):
         if field.name not in _MEANS_SOMETHING and getattr(options, field.name) != getattr(usual, field.name):
-            raise Refused(f"pairs has no --{_NAMES.get(field.name, field.name.replace('_', '-'))}: leave it out")
+            raise BenchOptionsError(
+                f"pairs has no --{_NAMES.get(field.name, field.name.replace('_', '-'))}: leave it out"
+            )
     if ranks < 2:
-        raise Refused("one rank has no pair: start more, as in 'mpirun -n 8 commlib bench pairs'")
+        raise BenchOptionsError("one rank has no pair: start more, as in 'mpirun -n 8 commlib bench pairs'")
     for name, value, least in (
         ("rounds", options.rounds, 1),
         ("iters", options.iters, 1),
         ("warmup-iters", options.warmup_iters, 0),
     ):
         if value is not None and value < least:
-            raise Refused(f"--{name} is {value}: expected at least {least}")
+            raise BenchOptionsError(f"--{name} is {value}: expected at least {least}")
     return tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
 
 
-def measure(comm: Any, world: Any, options: Options, tell: Tell) -> tuple[list[Matrix], int]:
-    """Return a matrix for each size, and how many bytes came back wrong; the same on all ranks. Collective.
+def measure(comm: Any, world: Any, options: BenchOptions, tell: Tell) -> tuple[list[Matrix], int]:
+    """Return a matrix for each size, and the number of wrong bytes; the same on all ranks. Collective.
 
-    tell: called with the fraction that is done, and with what comes next.
+    tell: called with the fraction that is done, and the next pair.
     """
     sizes = check(options, comm.size)
     pairs = list(combinations(range(comm.size), 2))
@@ -106,8 +108,8 @@ def measure(comm: Any, world: Any, options: Options, tell: Tell) -> tuple[list[M
     return matrices, sum(world.allgather(wrong))
 
 
-def _serve(comm: Any, world: Any, data: Array, back: Array, peer: int, options: Options) -> float:
-    """Play with `peer` and return the median seconds of a message."""
+def _serve(comm: Any, world: Any, data: Array, back: Array, peer: int, options: BenchOptions) -> float:
+    """Exchange messages with `peer` and return the median seconds of a message."""
 
     def burst(trips: int) -> float:
         world.send(trips, peer)
@@ -117,7 +119,7 @@ def _serve(comm: Any, world: Any, data: Array, back: Array, peer: int, options: 
             comm.recv(back, peer)
         return (time.perf_counter() - start) / trips / 2
 
-    burst(FEWEST)  # connects
+    burst(FEWEST)  # connect
     trips = options.iters or max(FEWEST, min(MOST, int(BURST_SECONDS / 2 / burst(FEWEST))))
     times = []
     for _ in range(options.rounds):
@@ -129,7 +131,7 @@ def _serve(comm: Any, world: Any, data: Array, back: Array, peer: int, options: 
 
 
 def _return(comm: Any, world: Any, data: Array, peer: int) -> None:
-    """Send back what comes from `peer`, as it came, until there is no further burst."""
+    """Return messages to `peer` unchanged, until there is no further burst."""
     came = np.empty_like(data)
     while trips := world.recv(source=peer):
         for _ in range(trips):
@@ -138,7 +140,7 @@ def _return(comm: Any, world: Any, data: Array, peer: int) -> None:
 
 
 def _sleep_until_all_are_here(world: Any) -> None:
-    """Wait for all ranks without keeping a core from those that play."""
+    """Wait for all ranks without occupying a core."""
     everyone = world.Ibarrier()
     while not everyone.Test():
         time.sleep(NAP)

@@ -1,4 +1,4 @@
-"""Report on pairs: a matrix, its extremes and the slowest pair; lines of values; JSON."""
+"""Report of pairs: a matrix, its extremes and the slowest pair; CSV lines; JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CSV_TITLE = "rank,peer,host,peer_host,size_bytes,time_us,GBps"
 
 
 def cells(matrix: Matrix, ranks: int) -> list[list[str]]:
-    """Return the figures of every rank with every other one, under a line of titles."""
+    """Return the figures of every rank with every other rank, under a line of titles."""
     titles = ["rank", *map(str, range(ranks))]
     return [titles] + [
         [str(rank), *("-" if peer == rank else f"{matrix.figure((rank, peer)):.2f}" for peer in range(ranks))]
@@ -24,14 +24,14 @@ def cells(matrix: Matrix, ranks: int) -> list[list[str]]:
 
 
 def headline(matrix: Matrix) -> str:
-    """Return what the figures of a matrix are."""
+    """Return a heading for the figures of a matrix."""
     kind = "latency" if matrix.is_latency else "bandwidth"
     size = name_of_size(matrix.nbytes)
     return f"{kind} of messages of {size}{'B' if ' ' in size else ' B'}, {matrix.unit}, half of a round trip"
 
 
 def summary(matrix: Matrix, hosts: Sequence[str]) -> str:
-    """Return minimum, median and maximum, and the slowest pair by name."""
+    """Return minimum, median and maximum, and name the slowest pair."""
     figures = [matrix.figure(pair) for pair in matrix.seconds]
     low, slow = matrix.slowest()
     where = f"on {hosts[low]}" if hosts[low] == hosts[slow] else f"on {hosts[low]} and {hosts[slow]}"

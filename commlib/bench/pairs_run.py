@@ -1,4 +1,4 @@
-"""One run of `commlib bench pairs` on all ranks: refuse what cannot be, measure, print, write the file."""
+"""One run of `commlib bench pairs` on all ranks: check the options, measure, print, write the file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.console import Console
 
 import commlib
 from commlib.bench import pairs, pairs_report, record, table
-from commlib.bench.options import Options
+from commlib.bench.options import BenchOptions
 from commlib.bench.run import folder_problem
 from commlib.bench.session import agree
-from commlib.console.progress import shown
+from commlib.console.progress import show_progress
 from commlib.console.text import columns
 from commlib.console.width import reader_width
 
 
-def run(options: Options) -> bool:
+def run(options: BenchOptions) -> bool:
     """Measure all pairs, print and write; return whether all bytes were right.
 
-    Collective: all ranks pass the same options. Raises Refused on all of them for options that make no sense.
+    Collective: all ranks pass the same options. Raises Refused on all of them for invalid options.
     """
     comm, world = commlib.init(), MPI.COMM_WORLD
     sizes = pairs.check(options, comm.size)
@@ -35,14 +35,14 @@ def run(options: Options) -> bool:
     named = ", ".join(dict.fromkeys(facts["hosts"]))
     note(f"pairs, {comm.size} ranks on {named}, {facts['mpi']}, {facts['date']}")
     note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
-    with shown("commlib bench pairs", silent=comm.rank != 0) as tell:
+    with show_progress("commlib bench pairs", silent=comm.rank != 0) as tell:
         matrices, wrong = pairs.measure(comm, world, options, tell)
     if options.csv:
-        _say(rows, "\n".join(pairs_report.csv_lines(matrices, facts["hosts"])))
+        _print(rows, "\n".join(pairs_report.csv_lines(matrices, facts["hosts"])))
     for matrix in matrices:
         if not options.csv:
             note(pairs_report.headline(matrix))
-            _say(rows, columns(pairs_report.cells(matrix, comm.size), left=0, width=reader_width()))
+            _print(rows, columns(pairs_report.cells(matrix, comm.size), left=0, width=reader_width()))
         note(pairs_report.summary(matrix, facts["hosts"]))
     note(f"wrong bytes: {wrong}" if options.check else "messages were not checked (--no-check)")
     if options.out is not None and comm.rank == 0:
@@ -52,5 +52,5 @@ def run(options: Options) -> bool:
     return wrong == 0
 
 
-def _say(console: Any, text: str) -> None:
+def _print(console: Any, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.rows import OURS, Row
+from commlib.bench.rows import OURS, BenchRow
 from commlib.extras import install
 
 MISSING = f"no picture: matplotlib is not installed ({install('plot')})"
@@ -15,7 +15,7 @@ _UNITS = ("", "Ki", "Mi", "Gi", "Ti")
 
 
 def can_plot() -> bool:
-    """Return whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -23,7 +23,7 @@ def can_plot() -> bool:
     return True
 
 
-def write(path: Path, rows: Sequence[Row], title: str) -> None:
+def write(path: Path, rows: Sequence[BenchRow], title: str) -> None:
     """Write the PNG: one line style for each contender, one colour for each dtype and operation if there are many."""
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _lines(axes: Any, rows: Sequence[Row], label: str, figure_of: Any) -> None:
+def _lines(axes: Any, rows: Sequence[BenchRow], label: str, figure_of: Any) -> None:
     several = len({row.in_place for row in rows}) > 1
     kinds = list(dict.fromkeys(_kind(row, several) for row in rows))
     for number, kind in enumerate(kinds):
@@ -53,7 +53,7 @@ def _lines(axes: Any, rows: Sequence[Row], label: str, figure_of: Any) -> None:
                 colour = f"C{number if len(kinds) > 1 else position}"
                 axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=4, label=what)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")  # of bandwidths, too: else all small sizes lie on the axis
+    axes.set_yscale("log")  # for bandwidths, too: otherwise all small sizes would be on the axis
     axes.xaxis.set_major_formatter(lambda size, _: name_of_size(size))
     axes.set_xlabel("size, bytes")
     axes.set_ylabel(label)
@@ -61,19 +61,19 @@ def _lines(axes: Any, rows: Sequence[Row], label: str, figure_of: Any) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
-def _kind(row: Row, several: bool) -> tuple[str, ...]:
-    """Return what is one line of each contender. several: whether there are rows in place and others."""
+def _kind(row: BenchRow, several: bool) -> tuple[str, ...]:
+    """Return the key of a line per contender. several: whether rows in place and out of place are both present."""
     return (row.dtype, row.op, *((("in place" if row.in_place else "out of place"),) if several else ()))
 
 
 def name_of_size(nbytes: float) -> str:
-    """Return a size as short as it can be said: 65536 is 64 Ki."""
+    """Return a size in its shortest form: 65536 is 64 Ki."""
     power = 0
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1024, power + 1
     return f"{nbytes:g} {_UNITS[power]}".strip()
 
 
-def _bars(axes: Any, row: Row) -> None:
+def _bars(axes: Any, row: BenchRow) -> None:
     axes.bar(list(row.seconds), [row.time(name) * 1e6 for name in row.seconds])
     axes.set_ylabel("time of a call, us")

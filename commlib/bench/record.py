@@ -1,4 +1,4 @@
-"""The record of a run: where and with what it was measured, and everything that was measured, as JSON."""
+"""The record of a run as JSON: environment, settings and all measurements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import commlib
-from commlib.bench.options import Settings
-from commlib.bench.rows import Row
+from commlib.bench.options import BenchSettings
+from commlib.bench.rows import BenchRow
 
 _PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 _ENVIRONMENT = ("COMMLIB_", "OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_", "GLOO_", "OMP_NUM_THREADS")
@@ -25,11 +25,11 @@ _SLURM = (
     *("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES"),
     *("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_MPI_TYPE", "SLURM_CPU_BIND"),
 )
-_MOST_HOSTS = 3  # that are named in a heading
+_MOST_HOSTS = 3  # named in a heading
 
 
 def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
-    """Return what a reader needs to judge the figures. Collective; the same on all ranks."""
+    """Return the facts that a reader needs to judge the figures. Collective; the same on all ranks."""
     from mpi4py import MPI
 
     hosts = world.allgather(MPI.Get_processor_name())
@@ -53,7 +53,7 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, with "+" where files differ from it; "" where there is no checkout or no git."""
+    """Return the commit of a checkout, with "+" if files differ from it; "" without a checkout or git."""
     if not (checkout / ".git").exists():
         return ""
     git = ["git", "-C", str(checkout)]
@@ -66,7 +66,7 @@ def commit_of(checkout: Path) -> str:
 
 
 def name_of_library(text: str) -> str:
-    """Return the name and version at the beginning of what an MPI library says about itself."""
+    """Return the name and version from the first line of an MPI library's description."""
     return " ".join(text.splitlines()[0].partition(",")[0].replace("Version:", "").split())
 
 
@@ -76,7 +76,7 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return Slurm's variables that say which job and step this is, and what they were given; None outside of Slurm."""
+    """Return Slurm's variables that identify this job and step, and its resources; None outside of Slurm."""
     if "SLURM_JOB_ID" not in environment:
         return None
     return {name: environment[name] for name in _SLURM if name in environment}
@@ -101,25 +101,25 @@ def _cpu() -> str:
     return next(names, platform.machine())
 
 
-def options_of(settings: Settings) -> dict[str, Any]:
+def options_of(settings: BenchSettings) -> dict[str, Any]:
     """Return the settings of a run for JSON."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return {**values, "verb": settings.verb.name, "out": None if settings.out is None else str(settings.out)}
 
 
-def stem(settings: Settings, facts: Mapping[str, Any]) -> str:
-    """Return the name of the files of a run, without ending: verb, ranks and date."""
+def stem(settings: BenchSettings, facts: Mapping[str, Any]) -> str:
+    """Return the name of the files of a run, without suffix: verb, ranks and date."""
     return file_name(settings.verb.name, facts)
 
 
 def file_name(what: str, facts: Mapping[str, Any]) -> str:
-    """Return the name of the files of a run of `what`, without ending."""
+    """Return the name of the files of a run of `what`, without suffix."""
     moment = facts["date"].split("+")[0].replace("-", "").replace(":", "")
     return f"{what}-{facts['ranks']}-ranks-{moment}"
 
 
-def heading(settings: Settings, facts: Mapping[str, Any]) -> str:
-    """Return what stands above a picture of the run: what was measured, and where, when and beside what else."""
+def heading(settings: BenchSettings, facts: Mapping[str, Any]) -> str:
+    """Return the heading of a picture of the run: verb, hosts, date, load and Slurm job."""
     hosts = list(dict.fromkeys(facts["hosts"]))
     named = ", ".join(hosts[:_MOST_HOSTS]) + (f", ... ({len(hosts)} hosts)" if len(hosts) > _MOST_HOSTS else "")
     job = facts.get("slurm")
@@ -133,7 +133,9 @@ def heading(settings: Settings, facts: Mapping[str, Any]) -> str:
     return first + "\n" + "; ".join(filter(None, second))
 
 
-def write(path: Path, settings: Settings, facts: Mapping[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:
+def write(
+    path: Path, settings: BenchSettings, facts: Mapping[str, Any], rows: Sequence[BenchRow], notes: Sequence[str]
+) -> None:
     """Write everything to a JSON file. Times are in seconds, bandwidths in GB/s, sizes in bytes."""
     content = {
         "benchmark": f"commlib bench {settings.verb.name}",

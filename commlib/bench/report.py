@@ -1,4 +1,4 @@
-"""Report: print facts, the table line by line, and progress, while a run goes on. Only rank 0 prints."""
+"""Report: print facts, the table line by line, and progress during a run. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import comma, table
+from commlib.bench import csv_rows, table
 from commlib.bench.cases import Case
 from commlib.bench.formats.base import Format
-from commlib.bench.options import Settings
-from commlib.bench.rows import Row, mistakes
+from commlib.bench.options import BenchSettings
+from commlib.bench.rows import BenchRow, mistakes
 
 
 class Report:
-    """A context manager: while it is open, a progress bar stands below what is printed."""
+    """A context manager: while it is open, a progress bar is shown below the output."""
 
-    def __init__(self, settings: Settings, *, rounds: int, bound: bool, console: Console | None) -> None:
-        """rounds: how many there will be in all. bound: whether rows have one. No console: nothing is printed."""
+    def __init__(self, settings: BenchSettings, *, rounds: int, bound: bool, console: Console | None) -> None:
+        """rounds: the total number. bound: whether rows have a bound. Without a console nothing is printed."""
         self._settings = settings
-        self._table = table.Table(
+        self._table = table.BenchTable(
             settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
         )
         self._console = self._rows_to = console or Console(quiet=True)
@@ -37,13 +37,13 @@ class Report:
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
-            auto_refresh=False,  # a thread that draws ten times a second would be measured too
+            auto_refresh=False,  # a thread that draws ten times a second would disturb the measurement
             disable=not self._console.is_terminal or self._console.quiet,
         )
         self._task = self._progress.add_task("", total=rounds)
 
     @classmethod
-    def on_rank(cls, rank: int, settings: Settings, *, rounds: int, bound: bool) -> Report:
+    def on_rank(cls, rank: int, settings: BenchSettings, *, rounds: int, bound: bool) -> Report:
         """Return the report of one rank: on standard output, or silent."""
         return cls(settings, rounds=rounds, bound=bound, console=table.console() if rank == 0 else None)
 
@@ -57,7 +57,7 @@ class Report:
         self._progress.stop()
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Say what is measured where."""
+        """Print the verb, hosts, MPI library and settings."""
         hosts = list(dict.fromkeys(facts["hosts"]))
         ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
         self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
@@ -67,38 +67,38 @@ class Report:
         self.note(describe(self._settings))
 
     def write_as(self, chosen: Format) -> None:
-        """Print rows, and what stands around them, in another benchmark's format."""
+        """Print rows, with header and footer, in another benchmark's format."""
         self._format = chosen
         for text in chosen.head():
             self._print_row(text, "")
 
     def note(self, text: str) -> None:
-        """Say one thing on a line of its own."""
+        """Print a remark on a separate line."""
         self._print(f"# {text}", "dim")
 
     def progress(self, case: Case, done: int) -> None:
-        """Show what is being measured, of which so many rounds are done."""
+        """Show the case being measured, and advance the progress bar by one round."""
         size = f"{case.nbytes} B" if case.nbytes else case.verb.name
         what = " ".join(filter(None, [case.dtype if case.nbytes else "", case.op, size]))
         self._progress.update(self._task, description=what, advance=1 if done else 0, refresh=True)
 
-    def row(self, *rows: Row) -> None:
-        """Print one line of the table, and its title before the first. rows: one for each place of the settings."""
+    def row(self, *rows: BenchRow) -> None:
+        """Print one line of the table, with titles before the first. rows: one for each place of the settings."""
         if self._format is not None:
             for text in self._format.line(*rows):
                 self._print_row(text, "")
             return
         csv = self._settings.csv
         if not self._has_title:
-            for title in [comma.TITLE] if csv else self._table.titles():
+            for title in [csv_rows.TITLE] if csv else self._table.titles():
                 self._print_row(title, "bold")
             self._has_title = True
         is_wrong = mistakes(rows) > 0
-        for text in comma.lines(rows) if csv else [self._table.line(*rows)]:
+        for text in csv_rows.lines(rows) if csv else [self._table.line(*rows)]:
             self._print_row(text, "red" if is_wrong else "")
 
     def end(self) -> None:
-        """Print what stands below all rows."""
+        """Print the footer."""
         for text in self._format.foot() if self._format is not None else ():
             self._print_row(text, "")
 
@@ -109,8 +109,8 @@ class Report:
         self._rows_to.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def describe(settings: Settings) -> str:
-    """Return in one line how the verb is called."""
+def describe(settings: BenchSettings) -> str:
+    """Return one line that describes the calls of the verb."""
     has_data = settings.verb.name != "barrier"
     how = {
         "out of place and in place": has_data and settings.side_by_side,

@@ -1,4 +1,4 @@
-"""Row: what was measured at one size, and the figures that follow from it."""
+"""BenchRow: the measurements at one size, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from commlib.bench.verbs import VERBS
 
 OURS = "commlib"
 PERCENTILES = (50, 95, 99)
-BOUND_FROM = 64 << 10  # bytes; below, the price of a call is the bound and not memory
+BOUND_FROM = 64 << 10  # bytes; for less, the overhead of a call is the bound, not memory
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Hold one verb, dtype, operation and size. The dicts are by contender; a contender without a figure is left out.
+class BenchRow:
+    """One verb, dtype, operation and size. The dicts are by contender; a contender without a figure is left out.
 
-    seconds: of one call, one figure per round. wrong: elements, over all ranks; None if unchecked.
-    bound_seconds: of the pass over memory that `Verb.bound` tells, by all ranks at once, one figure per round.
-    percentiles: "p50", "p95" and "p99" of single calls in seconds, where they were asked for.
+    seconds: of one call, one figure per round. wrong: number of wrong elements, over all ranks; None if unchecked.
+    bound_seconds: of the memory pass of `Verb.bound`, on all ranks at once, one figure per round.
+    percentiles: "p50", "p95" and "p99" of single calls in seconds, if requested.
     """
 
     verb: str
@@ -42,7 +42,7 @@ class Row:
         return statistics.median(self.seconds[contender])
 
     def ratio(self, peer: str) -> float:
-        """Return how many times as long as commlib the peer takes."""
+        """Return the peer's time divided by commlib's."""
         return self.time(peer) / self.time()
 
     def algbw(self, contender: str = OURS) -> float:
@@ -54,13 +54,13 @@ class Row:
         return self.algbw(contender) * float(VERBS[self.verb].factor(self.ranks))
 
     def of_bound(self) -> float | None:
-        """Return the time that memory needs at the least / the measured time, or None where that says nothing."""
+        """Return the minimum time of the memory pass / the measured time, or None if it is not meaningful."""
         if not self.bound_seconds or self.size < BOUND_FROM:
             return None
         return min(self.bound_seconds) / self.time()
 
     def figures(self) -> dict[str, object]:
-        """Return everything, measured and derived, for JSON."""
+        """Return all measured and derived figures, for JSON."""
         derived = {
             name: {"time_us": self.time(name) * 1e6, "algbw": self.algbw(name), "busbw": self.busbw(name)}
             for name in self.seconds
@@ -77,6 +77,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": float(np.percentile(seconds, share)) for share in PERCENTILES}
 
 
-def mistakes(rows: Iterable[Row]) -> int:
-    """Return how many elements of commlib's results were wrong."""
+def mistakes(rows: Iterable[BenchRow]) -> int:
+    """Return the number of wrong elements in commlib's results."""
     return sum(row.wrong[OURS] for row in rows if row.wrong is not None)

@@ -1,4 +1,4 @@
-"""One run of the command on all ranks: refuse what cannot be, measure, print, write the files."""
+"""One run of the command on all ranks: check the options, measure, print, write the files."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from mpi4py import MPI
 import commlib
 from commlib.bench import gloo_peer, plot, record
 from commlib.bench.formats.base import Heading
-from commlib.bench.formats.choice import named
-from commlib.bench.options import Options, Settings, check
+from commlib.bench.formats.choice import find_format
+from commlib.bench.options import BenchOptions, BenchSettings, check
 from commlib.bench.report import Report
-from commlib.bench.rows import Row, mistakes
+from commlib.bench.rows import BenchRow, mistakes
 from commlib.bench.session import Session, agree
 
 
-def run(options: Options) -> bool:
+def run(options: BenchOptions) -> bool:
     """Measure, print and write; return whether every element of commlib's results was right.
 
-    Collective: all ranks pass the same options. Raises Refused on all of them for options that make no sense.
+    Collective: all ranks pass the same options. Raises Refused on all of them for invalid options.
     """
     comm, world = commlib.init(), MPI.COMM_WORLD
     settings = check(options, comm.size)
     agree(world, _problem(settings, comm.rank))
     with ExitStack() as stack:
         if "gloo" in settings.peers:
-            stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+            stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
         sessions = [Session(comm, world, replace(settings, in_place=place)) for place in settings.places]
         for session in sessions:
             session.probe()
@@ -42,8 +42,8 @@ def run(options: Options) -> bool:
             for note in notes:
                 report.note(note)
             if settings.format is not None:
-                report.write_as(named(settings.format, _heading(settings, facts, world)))
-            rows: list[Row] = []
+                report.write_as(find_format(settings.format, _heading(settings, facts, world)))
+            rows: list[BenchRow] = []
             for beside in zip(*(session.rows(report.progress) for session in sessions), strict=True):
                 rows += beside
                 report.row(*beside)
@@ -55,8 +55,8 @@ def run(options: Options) -> bool:
     return mistakes(rows) == 0
 
 
-def _heading(settings: Settings, facts: dict[str, Any], world: Any) -> Heading:
-    """Return what stands above rows in another format. Collective."""
+def _heading(settings: BenchSettings, facts: dict[str, Any], world: Any) -> Heading:
+    """Return the heading of rows in another format. Collective."""
     return Heading(
         verb=settings.verb.name,
         sizes=settings.sizes,
@@ -68,15 +68,15 @@ def _heading(settings: Settings, facts: dict[str, Any], world: Any) -> Heading:
     )
 
 
-def _problem(settings: Settings, rank: int) -> str | None:
-    """Return what keeps this rank from doing what was asked for."""
+def _problem(settings: BenchSettings, rank: int) -> str | None:
+    """Return the reason why this rank cannot run these settings, or None."""
     if "gloo" in settings.peers and (problem := gloo_peer.problem()):
         return problem
     return folder_problem(settings.out) if rank == 0 else None
 
 
 def folder_problem(out: Path | None) -> str | None:
-    """Make the folder of --out, if there is one; return what is wrong with it."""
+    """Create the folder of --out, if given; return an error text, or None."""
     if out is None:
         return None
     try:
@@ -86,8 +86,8 @@ def folder_problem(out: Path | None) -> str | None:
     return None if os.access(out, os.W_OK) else f"--out {out}: cannot write to this folder"
 
 
-def write_files(settings: Settings, facts: dict[str, Any], rows: list[Row], notes: list[str]) -> list[str]:
-    """Write the JSON and the PNG to the folder, and return what to say about them."""
+def write_files(settings: BenchSettings, facts: dict[str, Any], rows: list[BenchRow], notes: list[str]) -> list[str]:
+    """Write the JSON and the PNG to the folder, and return remarks about them."""
     assert settings.out is not None
     path = settings.out / record.stem(settings, facts)
     data, picture = path.with_suffix(".json"), path.with_suffix(".png")

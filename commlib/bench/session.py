@@ -1,4 +1,4 @@
-"""The contenders of a run, and the rows that they give: all of the measuring, without a word about it."""
+"""Session: the contenders of a run, and the measurement of rows. It prints nothing."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from commlib.bench import cases, gloo_peer, mpi_peer, ours
+from commlib.bench import cases, commlib_contender, gloo_peer, mpi_peer
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call, burst_of, memory_pass, rounds, wrong_elements
-from commlib.bench.mpi_peer import NoPeer
-from commlib.bench.options import Refused, Settings
-from commlib.bench.rows import BOUND_FROM, OURS, Row, percentiles
+from commlib.bench.mpi_peer import UnsupportedPeerError
+from commlib.bench.options import BenchOptionsError, BenchSettings
+from commlib.bench.rows import BOUND_FROM, OURS, BenchRow, percentiles
 from commlib.errors import UsageError
 
 Make = Callable[[Case], Call]
-Tell = Callable[[Case, int], None]  # is told the case and the number of rounds that are done
-_CANNOT = (UsageError, NoPeer, MPI.Exception, RuntimeError, TypeError, ValueError)  # what contenders raise
+Tell = Callable[[Case, int], None]  # called with the case and the number of finished rounds
+_CANNOT = (UsageError, UnsupportedPeerError, MPI.Exception, RuntimeError, TypeError, ValueError)  # raised by contenders
 
 
 def agree(world: Any, problem: str | None) -> None:
-    """Raise Refused on all ranks if one has a problem. Collective."""
+    """Raise Refused on all ranks if any of them has a problem. Collective."""
     found = [text for text in world.allgather(problem) if text is not None]
     if found:
-        raise Refused(found[0])
+        raise BenchOptionsError(found[0])
 
 
 def _silent(case: Case, done: int) -> None:
@@ -35,12 +35,12 @@ def _silent(case: Case, done: int) -> None:
 
 
 class Session:
-    """Measure, in order. All ranks make one, with the same settings, and iterate over it alike."""
+    """Measures rows, in order. All ranks make one, with the same settings, and iterate over it together."""
 
-    def __init__(self, comm: Any, world: Any, settings: Settings, *, bound: bool = True) -> None:
-        """bound: measure the passes over memory that give the bound, too."""
+    def __init__(self, comm: Any, world: Any, settings: BenchSettings, *, bound: bool = True) -> None:
+        """bound: also measure the memory passes that give the bound."""
         self.comm, self.world, self.settings = comm, world, settings
-        self.notes: list[str] = []  # what a peer cannot do, and why
+        self.notes: list[str] = []  # unsupported dtypes and operations of peers, with the reason
         self.has_bound = bound and comm.one_node and comm.size > 1
         peers: dict[str, Make] = {
             "mpi": partial(mpi_peer.call, world),
@@ -48,7 +48,11 @@ class Session:
             "gloo": gloo_peer.call,
         }
         make_ours = partial(
-            ours.call, comm, algorithm=settings.algorithm, plan=settings.plan, asynchronous=settings.asynchronous
+            commlib_contender.call,
+            comm,
+            algorithm=settings.algorithm,
+            plan=settings.plan,
+            asynchronous=settings.asynchronous,
         )
         self.makers: dict[str, Make] = {OURS: make_ours, **{name: peers[name] for name in settings.peers}}
         self._unable: set[tuple[str, str, str]] = set()  # (contender, dtype, op)
@@ -58,7 +62,7 @@ class Session:
         return [(dtype, op) for dtype in self.settings.dtypes for op in self.settings.ops]
 
     def plan(self) -> list[tuple[str, str, int]]:
-        """Return dtype, operation and bytes of each row. Sizes below one element for each rank are all the same."""
+        """Return dtype, operation and bytes of each row. Sizes below one element per rank are merged into one."""
         planned: dict[tuple[str, str, int], tuple[str, str, int]] = {}
         for dtype, op in self.kinds():
             for nbytes in self.settings.sizes:
@@ -67,7 +71,7 @@ class Session:
         return list(planned.values())
 
     def case(self, dtype: str, op: str, nbytes: int) -> Case:
-        """Make the arrays of a row. Collective."""
+        """Allocate the arrays of a row. Collective."""
         return cases.make(
             self.settings.verb.name,
             rank=self.comm.rank,
@@ -81,7 +85,7 @@ class Session:
         )
 
     def probe(self) -> None:
-        """Run every contender once on the least data; note which cannot. Raises Refused if that is commlib."""
+        """Run every contender once on the smallest data; note failures. Raises Refused if commlib itself fails."""
         for dtype, op in self.kinds():
             case = self.case(dtype, op, 0)
             case.clear()
@@ -95,7 +99,7 @@ class Session:
                     self.notes.append(f"{name}: no {what} here: {next(filter(None, reasons))}")
 
     def _why_not(self, name: str, case: Case) -> str | None:
-        # One piece is what mpi does, and a small array has no more.
+        # One piece is the same as mpi, and a small array has only one.
         make = partial(mpi_peer.call, self.world) if name == "pieces" else self.makers[name]
         try:
             make(case)()
@@ -104,24 +108,24 @@ class Session:
         return None
 
     def contenders(self, case: Case) -> dict[str, Call]:
-        """Return the calls of all contenders that can."""
+        """Return the calls of all contenders that support this case."""
         calls = {}
         for name, make in self.makers.items():
             if (name, case.dtype, case.op) not in self._unable:
                 try:
                     calls[name] = make(case)
-                except NoPeer:  # pieces of a small array
+                except UnsupportedPeerError:  # pieces of a small array
                     continue
         return calls
 
-    def rows(self, tell: Tell = _silent) -> Iterator[Row]:
+    def rows(self, tell: Tell = _silent) -> Iterator[BenchRow]:
         """Measure row after row. Collective."""
         for dtype, op, nbytes in self.plan():
             yield self.row(self.case(dtype, op, nbytes), tell)
-            gc.collect()  # symmetric memory is given back when nothing refers to it
+            gc.collect()  # frees symmetric memory without references
 
-    def row(self, case: Case, tell: Tell = _silent) -> Row:
-        """Measure one row, with a check before and another after what the bursts have left behind."""
+    def row(self, case: Case, tell: Tell = _silent) -> BenchRow:
+        """Measure one row. Check the results before the bursts, and again after them."""
         tell(case, 0)
         calls = self.contenders(case)
         wrong = {name: self._wrong(case, call) for name, call in calls.items()}
@@ -149,7 +153,7 @@ class Session:
             tell(case, number)
         for name, call in calls.items():
             wrong[name] += self._wrong(case, call)
-        return Row(
+        return BenchRow(
             verb=case.verb.name,
             ranks=case.size,
             dtype=case.dtype if case.nbytes else "",

@@ -1,11 +1,11 @@
-"""Verbs: define what is measured. Each has buffers, a bus bandwidth, and bytes that it cannot help moving.
+"""Verbs: the definitions of the measured verbs, with their buffers, bus bandwidth and lower bound of memory traffic.
 
 Sizes are those of nccl-tests (doc/PERFORMANCE.md): n bytes is the buffer of all_reduce, broadcast, reduce and
-send_recv, and the whole array, of which each rank has one of P parts on one side or on both, of the others.
-algbw = n / time, and busbw = algbw * factor, which can be compared with the speed of a link whatever P is.
+send_recv. For the other verbs it is the full array, of which each rank has one of P parts on one side or on both.
+algbw = n / time, and busbw = algbw * factor, which is comparable with the speed of a link for any P.
 
-The bound: the ranks of a node cannot do with less than reading once each byte that a rank gives, and writing once each
-byte of each result that is not in its place already. Summed over the ranks and shared evenly among them, that is per
+The bound: the ranks of a node must read each byte of each rank's input at least once, and write each byte of each
+result once unless it is already in place. Summed over the ranks and divided equally among them, that is, per
 rank, for a total of n bytes:
 
     verb            given      results     read        written
@@ -19,12 +19,12 @@ rank, for a total of n bytes:
     scatter         n          P x n/P     n/P         n/P
     send_recv       P x n      P x n       n           n
 
-The time of the bound is that of one plain pass over so much memory (`measure.memory_pass`), by every rank at once: a
-copy of n bytes where n are read and n are written; an update of n bytes in place, which memory does faster, where
-results replace what was read (reductions and all_to_all in place). So the bound of all_reduce out of place is one copy
-of n, and in place one update of n. It is a bound from below: where receivers fetch (all_gather, broadcast), each reads
-all that it writes. And it is memory's: what stays in the caches from call to call is not in it, so that a call which
-reads first what the last one wrote last may take less.
+The time of the bound is that of one plain pass over this memory (`measure.memory_pass`), on every rank at once: a
+copy of n bytes if n are read and n are written; an update of n bytes in place, which is faster, if results
+replace the data that was read (reductions and all_to_all in place). So the bound of all_reduce out of place is one copy
+of n, and in place one update of n. It is a lower bound: if receivers fetch (all_gather, broadcast), each rank reads
+all bytes that it writes. And it is a bound of memory: data that stays in the caches from call to call is not included,
+so a call that first reads the most recently written data may take less.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _twice_others(ranks: int) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
-    """One verb.
+class BenchVerb:
+    """A verb.
 
-    gives, gets: what a rank passes and what it receives: "whole", "part" (one of P) or "" (nothing).
+    gives, gets: a rank's input and output: "whole", "part" (one of P) or "" (nothing).
     giver, getter: "all", or only the "root".
-    in_place: "only", "usual" (the default), "able" or "not". A part is in place where it stands in the whole.
+    in_place: "only", "usual" (the default), "able" or "not". A part is in place at its position in the full array.
     """
 
     name: str
@@ -80,11 +80,11 @@ class Verb:
 
     @property
     def split(self) -> bool:
-        """Whether the total is P equal parts."""
+        """Whether the total consists of P equal parts."""
         return "part" in (self.gives, self.gets) or self.name == "all_to_all"
 
     def bound(self, nbytes: int, ranks: int, *, in_place: bool) -> tuple[int, int, bool]:
-        """Return the bytes that a rank must read and write, and whether the written ones replace read ones."""
+        """Return the bytes that a rank must read and write, and whether written bytes replace read ones."""
         read, written = self.read(ranks), self.written(ranks)
         if in_place and self.name in ("all_gather", "all_to_all"):
             written -= _part(ranks)
@@ -96,15 +96,15 @@ class Verb:
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("all_reduce", "whole", "whole", _twice_others, _all, _all, reduces=True, in_place="usual"),
-        Verb("reduce_scatter", "whole", "part", _others, _all, _part, reduces=True, in_place="able"),
-        Verb("all_gather", "part", "whole", _others, _part, _all, in_place="able"),
-        Verb("broadcast", "whole", "whole", _all, _part, _others, giver="root", in_place="only"),
-        Verb("reduce", "whole", "whole", _all, _all, _part, getter="root", reduces=True, in_place="able"),
-        Verb("all_to_all", "whole", "whole", _others, _all, _all, in_place="able"),
-        Verb("gather", "part", "whole", _others, _part, _part, getter="root"),
-        Verb("scatter", "whole", "part", _others, _part, _part, giver="root"),
-        Verb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False),
-        Verb("barrier", "", "", _all, _all, _all, has_algorithms=False),
+        BenchVerb("all_reduce", "whole", "whole", _twice_others, _all, _all, reduces=True, in_place="usual"),
+        BenchVerb("reduce_scatter", "whole", "part", _others, _all, _part, reduces=True, in_place="able"),
+        BenchVerb("all_gather", "part", "whole", _others, _part, _all, in_place="able"),
+        BenchVerb("broadcast", "whole", "whole", _all, _part, _others, giver="root", in_place="only"),
+        BenchVerb("reduce", "whole", "whole", _all, _all, _part, getter="root", reduces=True, in_place="able"),
+        BenchVerb("all_to_all", "whole", "whole", _others, _all, _all, in_place="able"),
+        BenchVerb("gather", "part", "whole", _others, _part, _part, getter="root"),
+        BenchVerb("scatter", "whole", "part", _others, _part, _part, giver="root"),
+        BenchVerb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False),
+        BenchVerb("barrier", "", "", _all, _all, _all, has_algorithms=False),
     )
 }

@@ -1,6 +1,6 @@
-"""DLPack: read what a capsule says of an array (https://dmlc.github.io/dlpack).
+"""DLPack: read the description of an array from a capsule (https://dmlc.github.io/dlpack).
 
-A capsule that nobody consumes frees what it stands for when it goes; so whoever uses the memory keeps the capsule.
+An unconsumed capsule frees the array when the capsule is deleted; so users of the memory keep the capsule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from commlib.dtypes import NUMPY, name_of
 
-# Of DLDeviceType.
+# Values of DLDeviceType.
 CPU, CUDA, CUDA_HOST, ROCM_HOST, CUDA_MANAGED = 1, 2, 3, 11, 13
 
 _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
@@ -41,8 +41,8 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """Say where an array is. strides: in bytes; None if elements follow each other."""
+class ArrayDescription:
+    """The description of an array. strides: in bytes; None if the array is contiguous."""
 
     address: int
     device_type: int
@@ -51,12 +51,12 @@ class Described:
     strides: tuple[int, ...] | None
 
 
-def read(capsule: Any) -> Described:
-    """Return what a capsule says. Raises UsageError for a dtype that commlib has not."""
+def read(capsule: Any) -> ArrayDescription:
+    """Read the description in a capsule. Raises UsageError for an unsupported dtype."""
     tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     kind = _CODES.get(tensor.code, f"code {tensor.code} of ")
     name = "bool" if kind == "bool" else f"{kind}{tensor.bits}"
     dtype = NUMPY[name_of(name if tensor.lanes == 1 else f"{name}x{tensor.lanes}")]
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    return Described((tensor.data or 0) + tensor.byte_offset, tensor.device_type, shape, dtype, strides)
+    return ArrayDescription((tensor.data or 0) + tensor.byte_offset, tensor.device_type, shape, dtype, strides)

@@ -1,7 +1,7 @@
-"""Peer reading: try if this process may read another's memory (`process_vm_readv`), to copy without a stop in between.
+"""Peer reading: test whether this process can read a peer's memory (`process_vm_readv`), to copy it directly.
 
-Systems let a user's processes do so unless a security module or a container's filter forbids it. And a process of that
-number may be another one than is meant, in another container. So it is tried, on a number that only the right one has.
+Systems allow it between a user's processes unless a security module or a container's filter forbids it. In another
+container the process number may mean another process. So the test reads a secret that only the right process has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Range(ctypes.Structure):
 
 
 class Probe:
-    """A secret number of this process for others to read. place: its address and what is there."""
+    """A secret number in this process for peers to read. place: its address and its value."""
 
     def __init__(self) -> None:
         self._secret = np.array([secrets.randbits(62)], np.int64)
@@ -28,13 +28,13 @@ class Probe:
 
 
 def can_read(process: int, address: int, expected: int) -> bool:
-    """Return whether the memory of a process can be read: its probe's number is `expected`."""
+    """Return whether this process can read the memory of `process`, whose probe holds `expected` at `address`."""
     call: Any = getattr(_libc, "process_vm_readv", None)
     if call is None or not address:
         return False
     call.restype = ctypes.c_ssize_t
     call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     found = ctypes.c_int64()
-    here, there = _Range(ctypes.addressof(found), 8), _Range(address, 8)
-    read = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    local, remote = _Range(ctypes.addressof(found), 8), _Range(address, 8)
+    read = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
     return bool(read == 8 and found.value == expected)

@@ -1,4 +1,4 @@
-"""Pool: lend memory for results, and use it again once the results are no longer referred to."""
+"""Pool: memory for results, reused once no reference to a result is left."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.aligned import ALIGNMENT
+from commlib.buffers.aligned_arrays import ALIGNMENT
 from commlib.dtypes import Array
 
 _SMALLEST = 128 << 10
-"""Bytes. The C library gives larger blocks back to the system when they are freed, by default."""
+"""Bytes. By default the C library returns larger blocks to the system when they are freed."""
 
 
 class Pool:
-    """Makes aligned arrays that a framework may adopt. Their memory comes back when the last reference to it is gone.
+    """A pool of aligned arrays that a framework may adopt. Their memory returns to it with the last reference.
 
-    A step's results would else be in new pages every time: to reduce 24 gradients of 1 MiB on 2 ranks eagerly took 2.6
-    times as long then.
+    Without it the results of every step are in new pages: an eager reduction of 24 gradients of 1 MiB on 2 ranks took
+    2.6 times as long.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Pool:
         self._lock = threading.Lock()  # a graph may run in several threads
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Return an array with undefined values that shares its memory with no other one that is in use."""
+        """Return an uninitialised array that shares no memory with another array in use."""
         kind = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         block = self._unused(nbytes) if nbytes >= _SMALLEST else _new(nbytes)
@@ -39,7 +39,7 @@ class Pool:
     def _unused(self, nbytes: int) -> Array:
         with self._lock:
             blocks = self._blocks.setdefault(nbytes, [])
-            # Arrays, and tensors by way of them, refer to the block that they are in.
+            # Arrays, and tensors that adopt them, hold references to their block.
             for block, references in _references(blocks):
                 if references == _IDLE:
                     return block
@@ -57,4 +57,4 @@ def _new(nbytes: int) -> Array:
 
 
 ((_, _IDLE),) = _references([_new(0)])
-"""References to a block that nobody uses, as they are counted here: how many that is depends on the interpreter."""
+"""References to an unused block, as counted here; the number depends on the interpreter."""

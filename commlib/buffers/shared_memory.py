@@ -1,12 +1,12 @@
-"""Shared memory of the ranks of one node: a file in memory for each rank, mapped by all of them.
+"""Shared memory of the ranks of one node: a memory file per rank, mapped by all of them.
 
-MPI's shared windows would do as well but for their end: MPI frees those that are left open in MPI_Finalize, one after
-the other, each waiting for all ranks, in the order in which this process made them. Threads that make them in another
-order on another rank then hang there. A mapping ends with its process, and with the last array in it before that.
+It does not use MPI's shared windows, because of their end: MPI_Finalize frees windows that are still open, one after
+the other, each collectively, in the order of their creation in this process. If threads created them in another order
+on another rank, that hangs. A mapping ends with its last array, or with its process.
 
-The files have no names, so nothing is left of a job that is killed, whenever that is: the others open them through the
-descriptor of the process that made them, in /proc. Where they may not, because each rank is in a container of its own
-for example, the files have names until all have mapped them; what killed jobs leave then is swept by the next one.
+The files are unnamed, so a killed job never leaves any: the other ranks open them in /proc, through the descriptor of
+the creating process. If that is not permitted, for example because each rank is in a separate container, the files have
+names until all ranks have mapped them; the next job removes files of killed jobs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from commlib.buffers import available as memory
+from commlib.buffers import available_memory as memory
 from commlib.errors import TransportError
 
 FOLDER = "/dev/shm"
 
-# So much is allocated at a time, between looks at what is left: the other ranks take theirs meanwhile. For less than
-# `_MUCH` nobody looks: that takes a millisecond.
+# Bytes allocated between checks of the available memory, because the other ranks allocate at the same time. Below
+# `_MUCH` bytes there is no check: it takes a millisecond.
 _PIECE, _MUCH = 64 << 20, 16 << 20
 
 _PROT_READ_WRITE, _MAP_SHARED, _MAP_POPULATE = 0x3, 0x1, 0x8000
@@ -44,7 +44,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Mapping:
-    """A file's memory in this process, for as long as this object lives. (Python's mmap keeps a descriptor open.)"""
+    """A file mapped into this process, as long as this object lives. (Python's mmap keeps a descriptor open.)"""
 
     __slots__ = ("__weakref__", "address")
 
@@ -57,7 +57,7 @@ class Mapping:
             os.close(descriptor)
         if self.address == _FAILED:
             raise _error(path)
-        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # arrays may outlive Python's end
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # arrays may outlive the interpreter
 
 
 def _error(what: str) -> OSError:
@@ -66,11 +66,11 @@ def _error(what: str) -> OSError:
 
 
 class Segment:
-    """`nbytes` of zeroed shared memory for each rank: see `typing.SharedMemory`."""
+    """`nbytes` of zeroed shared memory per rank: see `protocols.SharedMemory`."""
 
     def __init__(self, mappings: Sequence[Mapping], nbytes: int, *, is_named: bool) -> None:
         self.mappings = list(mappings)
-        self.is_named = is_named  # files without names cannot be shared among these ranks
+        self.is_named = is_named  # these ranks cannot share unnamed files
         self.bases = [mapping.address for mapping in mappings]
         self.nbytes = nbytes
 
@@ -79,18 +79,18 @@ class Segment:
 
 
 class _TryNamedError(TransportError):
-    """Some rank could not make its memory, or not map another's, and not because there is too little."""
+    """A rank could not create its memory or map another rank's, for a reason other than lack of memory."""
 
 
 def share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]]) -> Segment:
-    """Return shared memory of all ranks of a node. Collective; `gather` tells every rank's value to all.
+    """Return shared memory of all ranks of a node. Collective; `gather` all-gathers a value of each rank.
 
-    Raises TransportError on all ranks if one of them cannot have its part.
+    Raises TransportError on all ranks if one of them cannot get its memory.
     """
     try:
-        return _share(rank, nbytes, gather, nameless)
+        return _share(rank, nbytes, gather, create_unnamed)
     except _TryNamedError:
-        return _share(rank, nbytes, gather, named)
+        return _share(rank, nbytes, gather, create_named)
 
 
 def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any) -> Segment:
@@ -108,8 +108,8 @@ def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any
             kind = TransportError if any(is_short for _, _, is_short in answers) else _TryNamedError
             raise kind(
                 f"cannot share {nbytes} bytes of memory on each of {len(answers)} ranks ({'; '.join(errors)}): is "
-                f"there so much (containers: --memory, and --shm-size if {FOLDER} is named here), and is {FOLDER} "
-                "seen by all ranks of the node?"
+                f"enough memory free (containers: --memory, and --shm-size if the error names {FOLDER}), and is the "
+                f"same {FOLDER} seen by all ranks of the node?"
             )
         return [answer for answer, _, _ in answers]
 
@@ -118,21 +118,21 @@ def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any
 
     def map_all() -> None:
         for path, its_name in places:
-            if its_name not in os.path.realpath(path):  # here the process of this number is another one
+            if its_name not in os.path.realpath(path):  # in this PID namespace the number means another process
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             mappings.append(Mapping(path, nbytes))
 
     with ExitStack() as stack:
         places = everywhere(create)
         everywhere(map_all)
-    return Segment(mappings, nbytes, is_named=make is not nameless)
+    return Segment(mappings, nbytes, is_named=make is not create_unnamed)
 
 
 @contextmanager
-def nameless(name: str) -> Iterator[str]:
-    """Make an empty file without a name; yield the path by which processes of this user find it meanwhile."""
+def create_unnamed(name: str) -> Iterator[str]:
+    """Create an empty unnamed file; yield the path by which this user's processes can open it meanwhile."""
     try:
-        descriptor = _libc.memfd_create(name.encode(), _MFD_CLOEXEC)  # Python has it only where it was built with it
+        descriptor = _libc.memfd_create(name.encode(), _MFD_CLOEXEC)  # Python's own may be missing in its build
     except AttributeError:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "memfd_create") from None
     if descriptor < 0:
@@ -140,12 +140,12 @@ def nameless(name: str) -> Iterator[str]:
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
     finally:
-        os.close(descriptor)  # the memory stays for as long as it is mapped
+        os.close(descriptor)  # the memory lives as long as it is mapped
 
 
 @contextmanager
-def named(name: str) -> Iterator[str]:
-    """Make an empty file, and yield its path; its lock tells `sweep` that it is in use, whoever may look."""
+def create_named(name: str) -> Iterator[str]:
+    """Create an empty named file and yield its path; a lock on it shows `sweep` of any process that it is in use."""
     path = f"{FOLDER}/{name}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -158,11 +158,11 @@ def named(name: str) -> Iterator[str]:
 
 
 def allocate(path: str, nbytes: int) -> str:
-    """Give a file its memory. What is missing is told here, not by SIGBUS or the kernel's choice of a victim."""
+    """Allocate a file's memory. Lack of memory raises here, instead of SIGBUS or the OOM killer later."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         for start in range(0, nbytes, _PIECE):
-            if nbytes > _MUCH and nbytes - start > (available := memory.available()):
+            if nbytes > _MUCH and nbytes - start > (available := memory.available_bytes()):
                 raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {available} bytes are available")
             os.posix_fallocate(descriptor, start, min(_PIECE, nbytes - start))
     finally:
@@ -171,7 +171,7 @@ def allocate(path: str, nbytes: int) -> str:
 
 
 def sweep() -> None:
-    """Remove the named files of this user whose processes were killed before they could."""
+    """Remove this user's named files that killed processes have left."""
     for path in Path(FOLDER).glob("commlib-*-*"):
         with suppress(OSError, ValueError):
             found = path.stat(follow_symlinks=False)
@@ -181,7 +181,7 @@ def sweep() -> None:
 
 
 def may_own(process: int, made: float) -> bool:
-    """Return whether a process is there that may have made a file at this time: its number may be in use again."""
+    """Return whether a running process `process` may have created a file at time `made`; numbers are reused."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         age = float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -193,7 +193,7 @@ def may_own(process: int, made: float) -> bool:
 def _remove_unlocked(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use: in another container, say
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if in use, even in another container
         path.unlink()
     finally:
         os.close(descriptor)

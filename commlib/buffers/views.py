@@ -1,7 +1,7 @@
 """Views: any framework's host array as a numpy array over the same memory, without a copy.
 
-numpy reads most arrays by itself (buffer protocol, `__array_interface__`). It refuses bfloat16 through DLPack, so that
-protocol is read here (`dlpack`).
+numpy reads most arrays (buffer protocol, `__array_interface__`). It refuses bfloat16 through DLPack, so commlib reads
+DLPack itself (`dlpack`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOST_DEVICES = {dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST}
 
 
 class _Holder:
-    """What numpy's view refers to: it keeps the foreign array, and the capsule that pins it, alive."""
+    """The base of numpy's view: it keeps the foreign array, and the capsule that pins it, alive."""
 
     def __init__(self, interface: dict[str, Any], *keep: Any) -> None:
         self.__array_interface__ = interface
@@ -32,15 +32,15 @@ class _Holder:
 
 def _from_dlpack(x: Any) -> np.ndarray[Any, Any]:
     capsule = x.__dlpack__()
-    there = dlpack.read(capsule)
-    if there.device_type not in _HOST_DEVICES:
-        raise UsageError(f"array on DLPack device type {there.device_type}: only host arrays are supported here")
-    if 0 in there.shape:
-        return np.empty(there.shape, there.dtype)
-    stored = f"<V{there.dtype.itemsize}" if there.dtype == NUMPY["bfloat16"] else there.dtype.str
-    data = (there.address, False)
-    interface = {"shape": there.shape, "strides": there.strides, "typestr": stored, "data": data, "version": 3}
-    return np.asarray(_Holder(interface, x, capsule)).view(there.dtype)
+    described = dlpack.read(capsule)
+    if described.device_type not in _HOST_DEVICES:
+        raise UsageError(f"array on DLPack device type {described.device_type}: only host arrays are supported here")
+    if 0 in described.shape:
+        return np.empty(described.shape, described.dtype)
+    stored = f"<V{described.dtype.itemsize}" if described.dtype == NUMPY["bfloat16"] else described.dtype.str
+    data = (described.address, False)
+    interface = {"shape": described.shape, "strides": described.strides, "typestr": stored, "data": data, "version": 3}
+    return np.asarray(_Holder(interface, x, capsule)).view(described.dtype)
 
 
 def _buffer(x: Any) -> memoryview | None:
@@ -53,8 +53,8 @@ def _buffer(x: Any) -> memoryview | None:
 def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
     """Return `x` as a numpy array over the same memory.
 
-    Takes numpy arrays and whatever offers the buffer protocol, `__array_interface__` or `__dlpack__` on the host.
-    Raises UsageError for anything else and for a dtype that commlib has not.
+    Accepts numpy arrays and host objects with the buffer protocol, `__array_interface__` or `__dlpack__`. Raises
+    UsageError for other objects and for unsupported dtypes.
     """
     buffer = None
     if isinstance(x, np.ndarray):
@@ -63,7 +63,7 @@ def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
         raise UsageError(f"{verb}: {what} is a {type(x).__module__} array on a GPU: copy it to the host first")
     elif isinstance(x, np.generic):
         array = np.asarray(x)
-        array.flags.writeable = False  # it is a copy: a result written there would be lost
+        array.flags.writeable = False  # a copy: a result written to it would be lost
     elif hasattr(x, "__array_interface__") or (buffer := _buffer(x)) is not None:
         array = np.asarray(x if buffer is None else buffer)
     elif hasattr(x, "__dlpack__"):
@@ -71,7 +71,7 @@ def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
             array = _from_dlpack(x)
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
-        except Exception as error:  # each framework raises its own, for example for tensors that need a gradient
+        except Exception as error:  # frameworks raise different errors, for example for tensors that require a gradient
             raise UsageError(
                 f"{verb}: {what} of type {type(x).__name__} cannot be viewed on the host: {error}"
             ) from error
@@ -88,16 +88,16 @@ def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _say_staged(verb: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Say once for each kind of call that it copies."""
+def _log_staged(verb: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Log once per kind of call that it copies."""
     log.debug("%s: array of shape %s with strides %s is staged through a copy", verb, shape, strides)
 
 
 def contiguous(array: np.ndarray[Any, Any], verb: str) -> np.ndarray[Any, Any]:
-    """Return `array`, or a C-contiguous copy of it (staged; said at debug level)."""
+    """Return `array`, or a C-contiguous copy of it (staged; logged at level debug)."""
     if array.flags.c_contiguous:
         return array
-    _say_staged(verb, array.shape, array.strides)
+    _log_staged(verb, array.shape, array.strides)
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
@@ -112,14 +112,14 @@ def _read_pointer(array: np.ndarray[Any, Any]) -> int:
     return _pointer_at(id(array) + object.__basicsize__).value or 0
 
 
-def _ask_numpy(array: np.ndarray[Any, Any]) -> int:
+def _numpy_pointer(array: np.ndarray[Any, Any]) -> int:
     return array.ctypes.data
 
 
 _pointer_at = ctypes.c_void_p.from_address
 
-# Asking numpy takes longer than a small collective, so look into the object: the pointer comes first in numpy's C
-# struct (PyArrayObject_fields), after the object's head. Should that ever change, ask.
+# numpy's own attribute takes longer than a small collective, so read the pointer from the object: it is the first field
+# of numpy's C struct (PyArrayObject_fields) after the object head. If that ever changes, use numpy's attribute.
 _probe = np.zeros(2)
-address_of = _read_pointer if _read_pointer(_probe[1:]) == _probe[1:].ctypes.data else _ask_numpy
+address_of = _read_pointer if _read_pointer(_probe[1:]) == _probe[1:].ctypes.data else _numpy_pointer
 """Return the address of an array's first element."""

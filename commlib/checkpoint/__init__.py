@@ -1,4 +1,4 @@
-"""Checkpoints of a job: what every rank holds, in one folder that is there as a whole or not at all."""
+"""Checkpoints of a job: the state of every rank, saved atomically in one folder."""
 
 from commlib.checkpoint.checkpoint import Checkpoint
 

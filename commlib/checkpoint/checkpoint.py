@@ -1,8 +1,8 @@
-"""Checkpoint: save what all ranks hold at a step, and go on from the newest one that is complete.
+"""Checkpoint: save the state of all ranks at a step, and resume from the newest complete checkpoint.
 
-What several ranks hold alike, such as the model of data-parallel ranks, is written once, by the first of them. What
-each has for itself (its part of a divided layer, residuals of compression, states of random generators) is written by
-each. So nobody has to say what is divided.
+State that is equal on several ranks, such as the model of data-parallel ranks, is written once, by the first of them.
+State that differs (shards of layers, residuals of compression, random generators) is written by each rank. So the user
+need not declare which state is sharded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commlib.checkpoint import folders, packed
+from commlib.checkpoint import folders, packed_state
 from commlib.config.settings import ranks_text
 from commlib.errors import CommlibError, UsageError
 from commlib.world import world
@@ -28,26 +28,26 @@ log = logging.getLogger("commlib")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One thing to be saved: `state()` returns it as `packed` takes it, `load(state)` takes it back."""
+class CheckpointPart:
+    """One part of a checkpoint: `state()` returns its state for `packed`, `load(state)` restores it."""
 
     state: Callable[[], Any]
     load: Callable[[Any], None]
     is_needed: bool = True
-    """False: a job of another size goes on without it."""
+    """False: a job with another number of ranks resumes without it."""
 
 
 class Checkpoint:
-    """The checkpoints of a job in a folder that all ranks see. Adapters make the parts of models and optimizers.
+    """The checkpoints of a job in a folder that all ranks see. Adapters provide the parts of models and optimizers.
 
-    keep: how many of the newest complete checkpoints stay. comm: the ranks that save together, by default all.
+    keep: the number of newest complete checkpoints to keep. comm: the ranks that save together, by default all.
     Raises UsageError for keep < 1 and for no parts.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, CheckpointPart],
         *,
         keep: int = 2,
         comm: Communicator | None = None,
@@ -61,8 +61,8 @@ class Checkpoint:
     def save(self, step: int) -> Path:
         """Save all parts as the checkpoint of a step, and return its folder. Collective.
 
-        It is there as a whole, or not at all: a job that is killed meanwhile goes on from the one before. Raises
-        CommlibError on all ranks, with the ranks that failed and why, UsageError for what cannot be saved.
+        Saving is atomic: a job killed meanwhile resumes from the previous checkpoint. Raises CommlibError on all ranks,
+        with the failed ranks and the reasons, and UsageError for state that cannot be saved.
         """
         with ExitStack() as held:
             return self._save(step, held)
@@ -75,25 +75,27 @@ class Checkpoint:
 
         def look() -> None:
             if comm.rank == 0:
-                held.enter_context(folders.making(self.folder, step))
-                self._warn_of_newer(step, what)
+                held.enter_context(folders.create_checkpoint(self.folder, step))
+                self._warn_about_newer(step, what)
             for name, part in self.parts.items():
                 states[name] = part.state()
-                digests[name] = packed.digest(states[name], name)
+                digests[name] = packed_state.digest(states[name], name)
 
-        told = _together(comm, what, look, lambda: (step, digests))
-        if len(steps := sorted({their_step for their_step, _ in told})) > 1:
+        answers = _on_all_ranks(comm, what, look, lambda: (step, digests))
+        if len(steps := sorted({their_step for their_step, _ in answers})) > 1:
             raise UsageError(f"{what}: ranks save different steps, {', '.join(map(str, steps))}")
-        everyone = [theirs for _, theirs in told]
-        writers = first_with(everyone)
+        everyone = [theirs for _, theirs in answers]
+        writers = find_writers(everyone)
 
         def write() -> None:
             for name, state in states.items():
                 if writers[name][comm.rank] == comm.rank:
-                    with folders.flushed(folders.unfinished(self.folder, step) / file_name(name, comm.rank)) as file:
-                        packed.write(file, state, name)
+                    with folders.open_flushed(
+                        folders.unfinished_path(self.folder, step) / file_name(name, comm.rank)
+                    ) as file:
+                        packed_state.write(file, state, name)
 
-        _together(comm, what, write)
+        _on_all_ranks(comm, what, write)
 
         def finish() -> None:
             if comm.rank == 0:
@@ -104,20 +106,20 @@ class Checkpoint:
                     if ranks[rank] == rank
                 }
                 index = {"step": step, "ranks": comm.size, "writers": writers, "digests": by_file}
-                with folders.flushed(folders.unfinished(self.folder, step) / folders.INDEX) as file:
+                with folders.open_flushed(folders.unfinished_path(self.folder, step) / folders.INDEX) as file:
                     file.write(json.dumps(index).encode())
                 folders.finish(self.folder, step, self.keep, self._damaged - {step})
 
-        _together(comm, what, finish)
+        _on_all_ranks(comm, what, finish)
         self._damaged.discard(step)
-        return folders.place(self.folder, step)
+        return folders.checkpoint_path(self.folder, step)
 
-    def _warn_of_newer(self, step: int, what: str) -> None:
-        """Say that a job would resume from another checkpoint, which stays."""
-        newer = [one for one in folders.complete(self.folder) if one > step and one not in self._damaged]
+    def _warn_about_newer(self, step: int, what: str) -> None:
+        """Warn that a job would resume from another, newer checkpoint, which is kept."""
+        newer = [one for one in folders.complete_steps(self.folder) if one > step and one not in self._damaged]
         if newer and self.keep > 1:
             log.warning(
-                "%s: there is one of step %d, from which a job resumes: remove it, or use another folder",
+                "%s: jobs resume from the newer checkpoint of step %d: remove that, or use another folder",
                 what,
                 newer[-1],
             )
@@ -125,22 +127,22 @@ class Checkpoint:
     def newest(self) -> int | None:
         """Return the step of the newest complete checkpoint, as rank 0 sees it, or None. Collective.
 
-        Its files are not read: one of them may be damaged all the same.
+        It does not read the files, which may still be damaged.
         """
-        found = self._seen(folders.complete)
+        found = self._list_steps(folders.complete_steps)
         return found[-1] if found else None
 
     def resume(self) -> int:
-        """Load the newest checkpoint that is whole, and return its step; 0 if there is none at all. Collective.
+        """Load the newest intact checkpoint, and return its step; 0 if there is no checkpoint. Collective.
 
-        One that is cut short, mixed or damaged on any rank is left by all, with a warning of rank 0, for the one
-        before. Raises CommlibError on all ranks, with those that failed and why, if there are some, but none is whole;
-        UsageError if one holds other things than this job, or what ranks hold apart was saved by another number of
-        them. Then some parts may be loaded, some not.
+        If a checkpoint is truncated, mixed or damaged on any rank, all ranks skip it, with a warning on rank 0, and try
+        the previous one. Raises CommlibError on all ranks, with the failed ranks and the reasons, if none of the
+        checkpoints is intact. Raises UsageError if a checkpoint has other parts than this job, or if another number of
+        ranks saved a part that differs between ranks. After an error some parts may already be loaded.
         """
         comm = self._ranks()
         problems: list[str] = []
-        for step in reversed(self._seen(folders.steps)):
+        for step in reversed(self._list_steps(folders.steps)):
             what = f"checkpoint of step {step} in {self.folder}"
             try:
                 loaded = self._read(step, what)
@@ -152,65 +154,65 @@ class Checkpoint:
                 continue
             if comm.rank == 0:
                 for problem in problems:
-                    log.warning("%s; so it is not whole, and this job goes on from step %d", problem, step)
+                    log.warning("%s; so this checkpoint is damaged, and the job resumes from step %d", problem, step)
                 if left := sorted(self.parts.keys() - loaded.keys()):
                     names = ", ".join(left)
                     log.warning(
-                        "%s: saved by another number of ranks, each for itself, and not loaded: %s", what, names
+                        "%s: saved by another number of ranks, different on each, and not loaded: %s", what, names
                     )
 
             def load(loaded: dict[str, Any] = loaded) -> None:
                 for name, state in loaded.items():
                     self.parts[name].load(state)
 
-            _together(comm, what, load)
+            _on_all_ranks(comm, what, load)
             return step
         if problems:
-            raise CommlibError(f"no checkpoint is whole: {'; '.join(problems)}. Remove them to begin anew")
+            raise CommlibError(f"no checkpoint is intact: {'; '.join(problems)}. Remove them to start over")
         return 0
 
-    def _seen(self, find: Callable[[Path], list[int]]) -> list[int]:
+    def _list_steps(self, find: Callable[[Path], list[int]]) -> list[int]:
         """Return the steps that rank 0 finds in the folder. Collective."""
         comm = self._ranks()
         found: list[int] = []
 
         def look() -> None:
             if comm.rank == 0:
-                folders.put_back(self.folder)
+                folders.restore_replaced(self.folder)
                 found.extend(find(self.folder))
 
-        seen: list[int] = _together(comm, f"checkpoints in {self.folder}", look, lambda: found)[0]
+        seen: list[int] = _on_all_ranks(comm, f"checkpoints in {self.folder}", look, lambda: found)[0]
         return seen
 
     def _read(self, step: int, what: str) -> dict[str, Any]:
-        """Return the parts of a checkpoint for this rank. Collective; raises what it raises on all ranks."""
-        comm, folder = self._ranks(), folders.place(self.folder, step)
+        """Return the parts of a checkpoint for this rank. Collective; errors are raised on all ranks."""
+        comm, folder = self._ranks(), folders.checkpoint_path(self.folder, step)
         loaded: dict[str, Any] = {}
 
         def read() -> None:
             index = json.loads((folder / folders.INDEX).read_text())
             for name, part in self.parts.items():
-                if (writer := writer_for(index, name, comm.rank, comm.size)) is not None:
+                if (writer := find_writer(index, name, comm.rank, comm.size)) is not None:
                     with open(folder / file_name(name, writer), "rb") as file:
-                        loaded[name] = packed.read(file)
+                        loaded[name] = packed_state.read(file)
                     expected = index.get("digests", {}).get(file_name(name, writer))
-                    if expected is not None and packed.digest(loaded[name], name) != expected:
-                        raise CommlibError(f"{file_name(name, writer)} is not what was saved with the others")
+                    if expected is not None and packed_state.digest(loaded[name], name) != expected:
+                        raise CommlibError(f"{file_name(name, writer)} does not match its digest in the index")
                 elif part.is_needed:
                     raise UsageError(
-                        f"each of {index['ranks']} ranks has saved its own {name}, and these are {comm.size}: start "
-                        f"the job on {index['ranks']} ranks"
+                        f"each of {index['ranks']} ranks saved a different {name}, but this job has {comm.size} ranks: "
+                        f"start it on {index['ranks']} ranks"
                     )
 
-        _together(comm, what, read)
+        _on_all_ranks(comm, what, read)
         return loaded
 
     def _ranks(self) -> Communicator:
         return world() if self._comm is None else self._comm
 
 
-def first_with(everyone: list[dict[str, str]]) -> dict[str, list[int | None]]:
-    """Return, for each part and rank, the first rank whose part has the same digest; None: this rank has no such part.
+def find_writers(everyone: list[dict[str, str]]) -> dict[str, list[int | None]]:
+    """Return, for each part and rank, the first rank whose part has the same digest; None: the rank lacks the part.
 
     everyone: the digests of each rank's parts, by rank.
     """
@@ -225,30 +227,30 @@ def first_with(everyone: list[dict[str, str]]) -> dict[str, list[int | None]]:
     return found
 
 
-def writer_for(index: dict[str, Any], name: str, rank: int, size: int) -> int | None:
-    """Return whose file a rank of a job of `size` reads; None: it was saved by another number, and not alike on all.
+def find_writer(index: dict[str, Any], name: str, rank: int, size: int) -> int | None:
+    """Return the rank whose file a rank reads; None: another number of ranks saved the part, different on each.
 
-    Raises UsageError if nobody has saved this part.
+    size: the number of ranks of this job. Raises UsageError if no rank has saved this part.
     """
     writers: list[int | None] = index["writers"].get(name, [])
     if not any(writer is not None for writer in writers):
-        raise UsageError(f"it has no {name}, only {', '.join(sorted(index['writers']))}")
+        raise UsageError(f"the checkpoint has no {name}, only {', '.join(sorted(index['writers']))}")
     if size == len(writers):
         if writers[rank] is None:
-            raise UsageError(f"rank {rank} has saved no {name}")
+            raise UsageError(f"rank {rank} saved no {name}")
         return writers[rank]
     return writers[0] if len(set(writers)) == 1 else None
 
 
 def file_name(name: str, rank: int) -> str:
-    """Return the name of the file in which a rank saves a part."""
+    """Return the name of a rank's file for a part."""
     return f"{name}.{rank}.npz"
 
 
-def _together(
-    comm: Communicator, what: str, do: Callable[[], None], tell: Callable[[], Any] = lambda: None
+def _on_all_ranks(
+    comm: Communicator, what: str, do: Callable[[], None], report: Callable[[], Any] = lambda: None
 ) -> list[Any]:
-    """Do something on each rank; return what all tell afterwards. Raises on all what went wrong on any of them."""
+    """Call `do` on each rank; return all ranks' values of `report`. An error on any rank raises on all ranks."""
     problem: tuple[str, bool] | None = None
     try:
         do()
@@ -256,13 +258,13 @@ def _together(
         problem = str(error), isinstance(error, UsageError)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}", False
-    everyone = comm.all_gather_object((problem, None if problem else tell()))
+    everyone = comm.all_gather_object((problem, None if problem else report()))
     ranks: dict[tuple[str, bool], list[int]] = {}
     for rank, (theirs, _) in enumerate(everyone):
         if theirs is not None:
             ranks.setdefault(theirs, []).append(rank)
     if ranks:
-        said = "; ".join(f"{text} ({ranks_text(on)})" for (text, _), on in ranks.items())
+        reasons = "; ".join(f"{text} ({ranks_text(on)})" for (text, _), on in ranks.items())
         kind = UsageError if all(is_usage for _, is_usage in ranks) else CommlibError
-        raise kind(f"{what}: {said}")
+        raise kind(f"{what}: {reasons}")
     return [answer for _, answer in everyone]

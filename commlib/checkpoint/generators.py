@@ -1,4 +1,4 @@
-"""The state of the random generators of Python and numpy: a resumed rank draws what it would have drawn."""
+"""Random generators: the state of Python's and numpy's, so a resumed rank draws the same numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def state() -> dict[str, Any]:
-    """Return their state, as `packed` takes it."""
+    """Return their state in a form that `packed` can write."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
 
 
 def load(saved: dict[str, Any]) -> None:
-    """Take back what `state` has returned, and `packed` has kept."""
+    """Restore the state from `state`, as `packed` has read it."""
     random.setstate(saved["python"])
     numpy = saved["numpy"]
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].array()}})

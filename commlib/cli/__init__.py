@@ -1,4 +1,4 @@
-"""The `commlib` command: one verb per file."""
+"""The `commlib` command: one subcommand per file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from commlib.process import exits
 
 
 def main() -> None:
-    """Run the command. What it needs beyond the library is the extra 'cli'.
+    """Run the command. Beyond the library it needs the extra 'cli'.
 
-    Wrong usage ends it with exit code 2; under a launcher rank 0 alone says what is wrong.
+    Wrong usage ends it with exit code 2; under a launcher only rank 0 prints the error.
     """
     try:
         from commlib.cli.app import app
@@ -30,14 +30,14 @@ def main() -> None:
             raise
         exits.give_up(f"commlib: {error}", 2 if isinstance(error, UsageError) else 1)
     except Exception as error:
-        if not hasattr(error, "show"):  # click's errors have it, wherever typer keeps click
+        if not hasattr(error, "show"):  # click's errors have it, also typer's copy of click
             raise
         refuse(error)
     sys.exit(code)
 
 
 def refuse(error: Any) -> None:
-    """Say what is wrong with the command line, once, and end with exit code 2. On all ranks together."""
+    """Print an error of the command line once, and end with exit code 2. Collective."""
     if not mpi_start.is_launched():
         error.show()
         sys.exit(2)
@@ -45,7 +45,7 @@ def refuse(error: Any) -> None:
     if MPI.COMM_WORLD.rank == 0:
         error.show()
         sys.stderr.flush()
-    MPI.COMM_WORLD.Barrier()  # a launcher ends the job when the first rank ends badly: rank 0 must have spoken
+    MPI.COMM_WORLD.Barrier()  # a launcher ends the job when the first rank fails: rank 0 must have printed
     if not is_initialized():
-        mpi_start.finalize()  # else that is done at exit, after the world
+        mpi_start.finalize()  # otherwise MPI is finalized at exit, after the world
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""The table of the command's verbs."""
+"""The table of subcommands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from commlib.cli.show import show
 from commlib.cli.slurm import slurm
 from commlib.cli.trace import trace_app
 from commlib.cli.tune import tune
-from commlib.cli.two_words import TwoWords
+from commlib.cli.two_word_commands import TwoWordCommands
 from commlib.cli.warm import warm
 
 app = typer.Typer(
     name="commlib",
-    cls=TwoWords,
-    help="Collectives for training on clusters: measure them, look at them, choose among them.",
+    cls=TwoWordCommands,
+    help="Collectives for training on clusters: measure them, inspect them, choose among them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # boxes of several ranks would mix

@@ -1,4 +1,4 @@
-"""`commlib bench`: time a collective beside its peers, with the columns of nccl-tests."""
+"""`commlib bench`: time a collective and its peers, with the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import commlib
-from commlib.console.own_stdout import own_stdout
+from commlib.console.reserved_stdout import reserve_stdout
 
 if TYPE_CHECKING:
-    from commlib.bench.options import Options
+    from commlib.bench.options import BenchOptions
 
 
 def bench(
@@ -24,7 +24,7 @@ def bench(
     ],
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="measure this too, in turn: mpi, gloo (torch), pieces (MPI_Allreduce of 1 MiB at a time)"),
+        typer.Option(help="also measure: mpi, gloo (torch), pieces (MPI_Allreduce of 1 MiB at a time)"),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="repeatable (default: float32)")] = None,
     op: Annotated[list[str] | None, typer.Option(help="sum, mean, min, max or prod; repeatable (default: sum)")] = None,
@@ -50,7 +50,7 @@ def bench(
     root: Annotated[int | None, typer.Option(help="of rooted verbs (default: 0)")] = None,
     rounds: Annotated[int, typer.Option(help="bursts of each contender")] = 9,
     iters: Annotated[
-        int | None, typer.Option("--iters", "-n", "-i", help="calls in each burst (default: as many as take 30 ms)")
+        int | None, typer.Option("--iters", "-n", "-i", help="calls in each burst (default: as many as fit in 30 ms)")
     ] = None,
     warmup_iters: Annotated[
         int | None,
@@ -59,57 +59,57 @@ def bench(
         ),
     ] = None,
     percentiles: Annotated[
-        bool, typer.Option("--percentiles", help="time each call by itself, and add p50, p95 and p99")
+        bool, typer.Option("--percentiles", help="time each call separately, and add p50, p95 and p99")
     ] = False,
     side_by_side: Annotated[
-        bool, typer.Option("--side-by-side", help="out of place and in place in one line, as nccl-tests does")
+        bool, typer.Option("--side-by-side", help="out of place and in place on one line, as in nccl-tests")
     ] = False,
     csv: Annotated[bool, typer.Option("--csv", help="comma-separated values; remarks go to standard error")] = False,
     format: Annotated[
-        str | None, typer.Option("--format", help="nccl or osu: print as nccl-tests or OSU's benchmarks do")
+        str | None, typer.Option("--format", help="nccl or osu: print in the format of nccl-tests or OSU's benchmarks")
     ] = None,
     check: Annotated[bool, typer.Option(help="count wrong elements, of every contender, before and after")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="rewrite the data before each call")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a PNG (extra 'plot')")] = None,
 ) -> None:
-    """Time a collective beside its peers, in turn, and check every element.
+    """Time a collective and its peers, in turn, and check every element.
 
-    Run it under mpirun or srun, or alone:
+    Run it under mpirun or srun, or as a single process:
 
         mpirun -n 2 commlib bench all_reduce --peer mpi --out results
 
     Columns, as in nccl-tests:
 
-    size: bytes of the buffer, or of the whole array if ranks have parts.
+    size: bytes of the buffer, or of all parts if each rank has one.
 
     count: elements of the buffer, or of one part.
 
     time: median over rounds of a burst's mean call, on the slowest rank.
 
-    algbw: size / time. busbw: algbw x a factor, to compare with a link's.
+    algbw: size / time. busbw: algbw x a factor, comparable with a link's.
 
-    of bound: what one plain pass of all ranks over the memory that must be
-    read and written takes here / time; on one node, from 64 KiB. More than
-    100% if caches keep data from call to call: see --fresh.
+    of bound: the time of one plain pass of all ranks over the memory that
+    they must read and write, divided by time; on one node, from 64 KiB. More
+    than 100% if caches keep data from call to call: see --fresh.
 
-    #wrong: elements of commlib's results, over all ranks. ratio: the peer's
-    time / commlib's. The exit code is 1 if an element of commlib is wrong.
+    #wrong: wrong elements of commlib's results, over all ranks. ratio: the
+    peer's time / commlib's. The exit code is 1 if commlib has any.
 
-    p50, p95, p99: of single calls, each on the rank where it took longest.
+    p50, p95, p99: of single calls, each on its slowest rank.
 
     pairs: a matrix for each --size (8 and 4M by default), us up to 64 KiB
     and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
     so 64 ranks take some minutes.
 
-    See also: bench sweep (many cases in one job), bench report (a page of
-    them), bench step (training).
+    See also: bench sweep (many cases in one job), bench report (an HTML page
+    of results), bench step (training).
     """
-    from commlib.bench.options import Options, Refused
+    from commlib.bench.options import BenchOptions, BenchOptionsError
 
     if csv or format:
-        own_stdout()
+        reserve_stdout()
     try:
-        options = Options(
+        options = BenchOptions(
             verb=verb,
             sizes=_sizes(begin, end, factor, size),
             dtypes=_tuple(dtype),
@@ -133,13 +133,13 @@ def bench(
             format=format,
         )
         is_right = _run(verb, options)
-    except Refused as error:  # on all ranks together
+    except BenchOptionsError as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if is_right else 1)
 
 
-def _run(verb: str, options: Options) -> bool:
-    commlib.init()  # says what is wrong with MPI, where the next import would only fail
+def _run(verb: str, options: BenchOptions) -> bool:
+    commlib.init()  # reports problems with MPI, where the next import would only fail
     from commlib.bench import pairs_run, run
 
     return pairs_run.run(options) if verb == "pairs" else run.run(options)
@@ -150,12 +150,12 @@ def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _sizes(begin: str | None, end: str | None, factor: int | None, size: list[str] | None) -> tuple[int, ...] | None:
-    """Return the sizes in bytes, or None if nothing was said about them. Raises Refused."""
-    from commlib.bench.options import Refused, parse_size, sizes_between
+    """Return the sizes in bytes, or None if no option gives them. Raises Refused."""
+    from commlib.bench.options import BenchOptionsError, parse_size, sizes_between
 
     is_range = any(value is not None for value in (begin, end, factor))
     if size and is_range:
-        raise Refused("give either --size, or --begin, --end and --factor")
+        raise BenchOptionsError("give either --size, or --begin, --end and --factor")
     if size:
         return tuple(map(parse_size, size))
     if not is_range:

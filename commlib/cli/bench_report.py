@@ -1,4 +1,4 @@
-"""`commlib bench report`: one HTML page of the results of sweeps, or other formats of them."""
+"""`commlib bench report`: one HTML page with the results of sweeps, or the same in other formats."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from commlib.extras import install
 def bench_report(
     results: Annotated[list[Path], typer.Argument(help="files of `commlib bench sweep`, or of a verb's --out")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="the page (default: report.html)")] = None,
-    png: Annotated[Path | None, typer.Option(help="folder for each chart as a PNG, too")] = None,
+    png: Annotated[Path | None, typer.Option(help="folder for each chart as a PNG, in addition")] = None,
     format: Annotated[
-        str | None, typer.Option("--format", help="nccl or osu: print instead as nccl-tests or OSU's benchmarks do")
+        str | None, typer.Option("--format", help="nccl or osu: print in the format of nccl-tests or OSU instead")
     ] = None,
 ) -> None:
     """Make one HTML page of results: tables, charts, the environment.
 
         commlib bench report results.jsonl -o report.html
 
-    The page needs nothing else: no network, no other file. Of several files
-    the later ones are compared with the first: which cases are faster or
+    The page needs no network and no other file. Given several files, it
+    compares the later ones with the first and marks cases that are faster or
     slower beyond the noise of their rounds.
     """
-    from commlib.bench.options import Refused
+    from commlib.bench.options import BenchOptionsError
     from commlib.bench.page import runs
 
     try:
         found = [runs.read(path) for path in results]
-    except Refused as error:
+    except BenchOptionsError as error:
         raise typer.BadParameter(str(error)) from None
     try:
         if format is None:
@@ -63,12 +63,12 @@ def _write_page(found: list[Any], out: Path, png: Path | None) -> None:
 
 
 def _write_lines(found: list[Any], format: str, out: Path | None) -> None:
-    from commlib.bench.formats import of_run
+    from commlib.bench.formats import run_tables
     from commlib.bench.options import FORMATS
 
     if format not in FORMATS:
         raise typer.BadParameter(f"--format {format!r} is unknown; known are {', '.join(FORMATS)}")
-    text = "\n".join(line for run in found for line in of_run.lines(run, format))
+    text = "\n".join(line for run in found for line in run_tables.lines(run, format))
     if out is None:
         typer.echo(text)
         return

@@ -12,7 +12,7 @@ import typer
 import commlib
 
 if TYPE_CHECKING:
-    from commlib.bench.sweep.plan import Plan
+    from commlib.bench.sweep.plan import SweepPlan
 
 
 def bench_sweep(
@@ -27,9 +27,9 @@ def bench_sweep(
     factor: Annotated[int | None, typer.Option("--factor", "-f", help="from one size to the next (default: 4)")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="default: float32")] = None,
     op: Annotated[list[str] | None, typer.Option(help="default: sum")] = None,
-    algorithm: Annotated[list[str] | None, typer.Option(help="default: auto; every: each one that a verb has")] = None,
-    nodes: Annotated[list[str] | None, typer.Option(help="the first so many; all (default)")] = None,
-    ranks_per_node: Annotated[list[str] | None, typer.Option(help="the first so many of each; all (default)")] = None,
+    algorithm: Annotated[list[str] | None, typer.Option(help="default: auto; every: each one of the verb")] = None,
+    nodes: Annotated[list[str] | None, typer.Option(help="number of nodes, the first ones; all (default)")] = None,
+    ranks_per_node: Annotated[list[str] | None, typer.Option(help="ranks per node, the first; all (default)")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="in turn with each case: mpi, pieces, gloo")] = None,
     place: Annotated[list[str] | None, typer.Option(help="usual (default), in or out (of place)")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--ordinary", help="arrays from comm.empty")] = None,
@@ -38,7 +38,7 @@ def bench_sweep(
     iters: Annotated[int | None, typer.Option("--iters", "-n", help="calls in each burst (default: 30 ms)")] = None,
     warmup_iters: Annotated[int | None, typer.Option("--warmup-iters", "-w", help="before each burst")] = None,
     case_seconds: Annotated[float | None, typer.Option(help="a longer case ends the job (default: 600)")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="again what was wrong, refused or failed")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="repeat cases that were wrong, refused or failed")] = False,
 ) -> None:
     """Measure verbs x sizes x dtypes x algorithms x worlds in one job.
 
@@ -46,8 +46,8 @@ def bench_sweep(
 
     A world is the first --ranks-per-node ranks of the first --nodes nodes;
     the other ranks sleep meanwhile. Each case is one line of JSON, written
-    when it ends. Start it again after a kill, with the same file: what is
-    there is skipped. A case that ends the job twice counts as failed.
+    when it ends. After a kill, start it again with the same file: it skips
+    finished cases. A case that ends the job twice counts as failed.
 
     A plan has these flags' names as keys, lists in the plural:
 
@@ -63,8 +63,8 @@ def bench_sweep(
 
     The exit code is 1 if a result was wrong or a case failed.
     """
-    from commlib.bench.options import Refused
-    from commlib.bench.sweep.plan import Plan, checked, of_table, read
+    from commlib.bench.options import BenchOptionsError
+    from commlib.bench.sweep.plan import SweepPlan, check_plan, parse_plan, read
 
     lists: dict[str, list[Any] | None] = {
         "verbs": verb,
@@ -87,22 +87,22 @@ def bench_sweep(
     }
     try:
         table = {name: value for name, value in (lists | singles).items() if value is not None}
-        given = of_table(table)
+        given = parse_plan(table)
         flags = {name: getattr(given, name) for name in table}
         if (sizes := _range(begin, end, factor, size)) is not None:
             flags["sizes"] = sizes
         is_right = _run(
-            lambda: checked(replace(Plan() if plan is None else read(plan), **flags)),
+            lambda: check_plan(replace(SweepPlan() if plan is None else read(plan), **flags)),
             out or (Path("sweep.jsonl") if plan is None else plan.with_suffix(".jsonl")),
             retry,
         )
-    except Refused as error:  # on all ranks together
+    except BenchOptionsError as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if is_right else 1)
 
 
-def _run(read: Callable[[], Plan], out: Path, retry: bool) -> bool:
-    commlib.init()  # says what is wrong with MPI, where the next import would only fail
+def _run(read: Callable[[], SweepPlan], out: Path, retry: bool) -> bool:
+    commlib.init()  # reports problems with MPI, where the next import would only fail
     from commlib.bench.sweep import run
 
     return run.run(run.read_on_one(read), out, retry=retry)
@@ -113,11 +113,11 @@ def _numbers(values: list[str] | None) -> list[Any] | None:
 
 
 def _range(begin: str | None, end: str | None, factor: int | None, size: list[str] | None) -> tuple[int, ...] | None:
-    """Return the sizes between two, or None if nothing was said of them. Raises Refused."""
-    from commlib.bench.options import Refused, parse_size, sizes_between
+    """Return the sizes of a range, or None if no option gives one. Raises Refused."""
+    from commlib.bench.options import BenchOptionsError, parse_size, sizes_between
 
     if begin is None and end is None and factor is None:
         return None
     if size:
-        raise Refused("give either --size, or --begin, --end and --factor")
+        raise BenchOptionsError("give either --size, or --begin, --end and --factor")
     return sizes_between(parse_size(begin or "4"), parse_size(end or "64M"), 4 if factor is None else factor)

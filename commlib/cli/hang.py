@@ -1,4 +1,4 @@
-"""`commlib trace hang`: read what the ranks of a job that hung have written, and say why it hung. Needs no MPI."""
+"""`commlib trace hang`: read the dumps of a job that hung, and print the diagnosis. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commlib.observe.hang_folder import HangFolder, find_hangs
 
 
 def hang(
-    folder: Annotated[str, typer.Argument(help="Folder of the hangs of jobs, of one job, or of one hang.")],
+    folder: Annotated[str, typer.Argument(help="Folder with the hangs of several jobs, of one job, or of one hang.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-    rank: Annotated[int, typer.Option(help="Print also all that this rank has written.", min=-1)] = -1,
+    rank: Annotated[int, typer.Option(help="Also print the full dump of this rank.", min=-1)] = -1,
 ) -> None:
-    """Say why a job hangs, from what its ranks have written: of several hangs the latest."""
+    """Print why a job hangs, from the dumps of its ranks; the latest hang if there are several."""
     try:
         hangs = find_hangs(folder)
         dumps = hangs[-1].read()

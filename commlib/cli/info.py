@@ -1,4 +1,4 @@
-"""`commlib info`: what is here, which MPI and launcher are found, what is wrong with them, and what to type."""
+"""`commlib info`: this installation, its MPI and launcher, the problems found, and the commands to type."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 from commlib.config import settings as config
 from commlib.config.file import find_settings
-from commlib.config.rows import Row, rows, value_text
-from commlib.console.own_stdout import own_stdout
-from commlib.console.width import reader_width, wrapped
+from commlib.config.rows import SettingRow, rows, value_text
+from commlib.console.reserved_stdout import reserve_stdout
+from commlib.console.width import reader_width, wrap
 from commlib.diagnosis.checks import problems
-from commlib.diagnosis.facts import Job
-from commlib.diagnosis.look import SECONDS, is_alone, look_alone, look_together
+from commlib.diagnosis.collection import SECONDS, collect_job, collect_process, is_alone
+from commlib.diagnosis.facts import JobFacts
 from commlib.diagnosis.problem import ERROR, Problem
 from commlib.diagnosis.text import HEADING, job_text, problems_text
 from commlib.errors import UsageError
@@ -28,20 +28,20 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Show every setting, with default and meaning.")] = False,
     seconds: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds that each step of MPI may take.")
+        float, typer.Option("--timeout", min=1, help="Time limit of each step of MPI, in seconds.")
     ] = SECONDS,
 ) -> None:
-    """Show what is here: versions, MPI, launcher, cores, memory, links, settings; what is wrong, and what to type.
+    """Show versions, MPI, launcher, cores, memory, links and settings; what is wrong, and what to type.
 
-    Under a launcher (mpirun -n 2 commlib info) rank 0 tells it for all ranks, and the network is measured. The exit
-    code is 0 if there are warnings at most, 1 if there is an error, 2 if settings are wrong.
+    Under a launcher (mpirun -n 2 commlib info) rank 0 reports for all ranks, and the network is measured. The exit
+    code is 0 with warnings at most, 1 with an error, 2 with invalid settings.
     """
     if is_alone():
-        job: Job | None = look_alone(seconds)
+        job: JobFacts | None = collect_process(seconds)
     else:
         if as_json:
-            own_stdout()  # libraries that MPI brings write there, too
-        job = look_together(_so_far, seconds)
+            reserve_stdout()  # libraries loaded by MPI write to standard output, too
+        job = collect_job(_so_far, seconds)
     if job is None:
         return
     found = problems(job)
@@ -52,7 +52,7 @@ def info(
         typer.echo(job_text(job, width))
         if show_all:
             typer.echo("\nAll settings:\n")
-            typer.echo("\n".join(wrapped(text, width, indent=4) for text in _settings_texts()))
+            typer.echo("\n".join(wrap(text, width, indent=4) for text in _settings_texts()))
         typer.echo("\n" + problems_text(found, width))
     if job.first.no_mpi and not is_alone():
         exits.give_up("commlib info: without an MPI library this rank cannot join the others")
@@ -63,18 +63,18 @@ def info(
 
 
 def _width() -> int | None:
-    """Return the columns to fill. What a launcher passes on mostly comes to a terminal, which cannot be asked."""
+    """Return the number of columns to fill. A launcher mostly forwards to a terminal, but its width is unknown."""
     return reader_width() or (None if is_alone() else THROUGH_A_LAUNCHER)
 
 
-def _so_far(job: Job) -> str:
-    """Return what is known before MPI is started, for what ends there."""
+def _so_far(job: JobFacts) -> str:
+    """Return the report so far, printed if the process ends in MPI."""
     width, found = _width(), problems(job)
     return f"{job_text(job, width)}\n\n{problems_text(found, width) if found else HEADING}"
 
 
-def _data(job: Job, found: list[Problem]) -> dict[str, Any]:
-    """Return all facts: those of the first rank, what differs in `ranks`, and all settings by their variables."""
+def _data(job: JobFacts, found: list[Problem]) -> dict[str, Any]:
+    """Return all facts: those of the first rank, all ranks under `ranks`, and all settings by variable."""
     settings = _settings()
     return {
         **asdict(job.first),
@@ -90,7 +90,7 @@ def _data(job: Job, found: list[Problem]) -> dict[str, Any]:
 def _settings() -> config.Settings:
     try:
         return find_settings()
-    except UsageError:  # it is one of the problems
+    except UsageError:  # reported as a problem
         return config.Settings(config.Config(), {})
 
 
@@ -102,7 +102,7 @@ def _settings_texts() -> list[str]:
     ]
 
 
-def setting_text(row: Row, value: str, origin: str) -> str:
-    """Return two lines of a setting: its value, with the default if that is another one; its meaning."""
+def setting_text(row: SettingRow, value: str, origin: str) -> str:
+    """Return two lines for a setting: its value, with the default if that differs; its meaning."""
     default = "" if value == row.default else f"  (default: {row.default or 'empty'})"
     return f"{row.variable}={value}{default}{f'  {origin}' if origin else ''}\n    {row.meaning}"

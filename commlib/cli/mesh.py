@@ -1,4 +1,4 @@
-"""`commlib show mesh`: which rank is where in a mesh, and which axes stay inside a node."""
+"""`commlib show mesh`: the place of each rank in a mesh, and the axes that stay inside a node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from commlib.console.width import folded
+from commlib.console.width import fold
 from commlib.errors import UsageError
 from commlib.mesh import MeshShape
 
@@ -20,7 +20,7 @@ _EXAMPLE = "pp=2,dp=-1,tp=2"
 def make_mesh(axes: str | None, refactorings: Sequence[str], ranks: int | None) -> MeshShape:
     """Return the mesh of axes such as "pp=2,dp=-1,tp=2" and refactorings such as "dp:edp=-1,ep=4".
 
-    ranks: None where no axis is inferred: as many as the sizes multiply up to. Raises UsageError.
+    ranks: None if no axis is inferred: the product of the sizes. Raises UsageError.
     """
     if not axes:
         raise UsageError(f"mesh needs axes, the last one the fastest, such as --axes {_EXAMPLE}")
@@ -30,7 +30,7 @@ def make_mesh(axes: str | None, refactorings: Sequence[str], ranks: int | None) 
         if ranks < 1:
             raise UsageError(f"--axes {axes}: give --ranks, from which the axis with -1 is inferred")
     if ranks > MOST_RANKS:
-        raise UsageError(f"{ranks} ranks are more than the {MOST_RANKS} of the largest mesh that is drawn")
+        raise UsageError(f"{ranks} ranks are more than the {MOST_RANKS} of the largest mesh that can be drawn")
     mesh = MeshShape.of(sizes, ranks)
     for text in refactorings:
         old, colon, new = text.partition(":")
@@ -44,13 +44,13 @@ def make_mesh(axes: str | None, refactorings: Sequence[str], ranks: int | None) 
 
 
 def mesh_text(mesh: MeshShape, ranks_per_node: int | None, width: int | None) -> str:
-    """Return the picture of a mesh, its columns in blocks where they are wider than `width`."""
+    """Return the picture of a mesh, with its columns in blocks if they are wider than `width`."""
     parts = mesh.picture(ranks_per_node=ranks_per_node).split("\n\n")
-    return "\n\n".join(folded(part, width).rstrip() for part in parts)
+    return "\n\n".join(fold(part, width).rstrip() for part in parts)
 
 
 def mesh_data(mesh: MeshShape) -> dict[str, Any]:
-    """Return what --json prints of a mesh: each axis with its groups, former axes last."""
+    """Return the JSON data of a mesh: each axis with its groups, former axes last."""
     axes = [{"name": name, "size": mesh.size(name), "groups": mesh.groups(name)} for name in mesh.names]
     return {"ranks": mesh.ranks, "order": mesh.axes, "axes": axes}
 

@@ -1,4 +1,4 @@
-"""`commlib show pipeline`: schedules of pipelines, drawn; how idle they leave ranks, and what these hold."""
+"""`commlib show pipeline`: drawings of pipeline schedules, with the idle share, activations and weights of ranks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from commlib.console.text import columns
-from commlib.console.width import wrapped
+from commlib.console.width import wrap
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import Costs, Schedule, Timing, find, make, render, simulate, table, verify
 from commlib.pipeline.schedule.csv import read, write
 from commlib.pipeline.schedule.render import legend
 from commlib.pipeline.schedule.svg import svg
-from commlib.pipeline.schedule.versions import kept
+from commlib.pipeline.schedule.versions import count_versions
 
 RANKS, MICROBATCHES = 4, 8
 MOST_ACTIONS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command's options say of a pipeline."""
+class PipelineRequest:
+    """The command's options for a pipeline."""
 
     schedule: str | None
     ranks: int | None
@@ -30,10 +30,10 @@ class Asked:
     costs: str | None
 
     def made(self, name: str) -> Schedule:
-        """Return a schedule by name, or of a CSV file, which says all sizes itself. Raises UsageError."""
+        """Return a schedule by name, or from a CSV file, which defines all sizes itself. Raises UsageError."""
         if name.lower().endswith(".csv"):
             if given := [size for size in (self.ranks, self.stages, self.microbatches) if size is not None]:
-                raise UsageError(f"{name} says how many ranks, stages and microbatches there are; got {given[0]}")
+                raise UsageError(f"{name} defines the numbers of ranks, stages and microbatches itself; got {given[0]}")
             try:
                 return read(Path(name).read_text(), Path(name).stem)
             except OSError as error:
@@ -42,12 +42,12 @@ class Asked:
         if ranks is None:
             if self.stages is not None and self.stages % plan.chunks:
                 raise UsageError(
-                    f"schedule {plan.name} has {plan.chunks} stages on each rank: {self.stages} stages are no multiple"
+                    f"schedule {plan.name} has {plan.chunks} stages on each rank: {self.stages} is not a multiple"
                 )
             ranks = RANKS if self.stages is None else self.stages // plan.chunks
         made = make(plan.name, ranks, self.microbatches or MICROBATCHES, stages=self.stages)
         if (count := sum(map(len, made.programs))) > MOST_ACTIONS:
-            raise UsageError(f"{made.title}: {count} actions are more than the {MOST_ACTIONS} that are shown")
+            raise UsageError(f"{made.title}: {count} actions are more than the {MOST_ACTIONS} that can be shown")
         return made
 
     def costs_of(self, schedule: Schedule) -> Costs:
@@ -57,12 +57,12 @@ class Asked:
         except ValueError:
             raise UsageError(f"--costs {self.costs}: expected three numbers, of F, I and W, such as 1,1,1") from None
         if min(forward, inputs, weights) < 0 or forward + inputs + weights <= 0:
-            raise UsageError(f"--costs {self.costs}: expected numbers that are not negative, and one that is positive")
+            raise UsageError(f"--costs {self.costs}: expected numbers that are not negative, and a positive sum")
         return Costs.even(schedule.stages, forward, inputs, weights)
 
 
-def pipeline_list(asked: Asked) -> list[dict[str, Any]]:
-    """Return what is known of each schedule at the sizes that are asked for."""
+def pipeline_list(asked: PipelineRequest) -> list[dict[str, Any]]:
+    """Return the description and numbers of each schedule, at the requested sizes."""
     found = []
     for name, plan in table.items():
         schedule = asked.made(name)
@@ -71,7 +71,7 @@ def pipeline_list(asked: Asked) -> list[dict[str, Any]]:
     return found
 
 
-def list_text(asked: Asked, width: int | None) -> str:
+def list_text(asked: PipelineRequest, width: int | None) -> str:
     """Return the table of all schedules."""
     items = pipeline_list(asked)
     rows = [["schedule", "stages", "idle", "activations", "weights"]]
@@ -82,41 +82,41 @@ def list_text(asked: Asked, width: int | None) -> str:
     indent = max(map(len, numbers)) + 2
     titles = ["", *(item["description"].split("\n")[0] for item in items)]
     lines = (f"{line:<{indent}}{title}".rstrip() for line, title in zip(numbers, titles, strict=True))
-    table_text = "\n".join(wrapped(line, width, indent=indent) for line in lines)
+    table_text = "\n".join(wrap(line, width, indent=indent) for line in lines)
     sizes = f"{asked.ranks or RANKS} ranks, {asked.microbatches or MICROBATCHES} microbatches"
     return (
-        f"{table_text}\n\nidle: of the ranks' time, for {sizes}, F,I,W = {asked.costs or '1,1,1'}\n"
-        "activations: the most that a rank holds, in microbatches of a rank's whole part of the model\n"
-        "weights: the most versions that a rank keeps\n\ncommlib show pipeline --schedule NAME draws one."
+        f"{table_text}\n\nidle: share of the ranks' time, for {sizes}, F,I,W = {asked.costs or '1,1,1'}\n"
+        "activations: the maximum that a rank holds, in microbatches of a rank's full part of the model\n"
+        "weights: the maximum number of versions that a rank keeps\n\ncommlib show pipeline --schedule NAME draws one."
     )
 
 
-def pipeline_text(asked: Asked, name: str, width: int | None, *, with_legend: bool) -> str:
+def pipeline_text(asked: PipelineRequest, name: str, width: int | None, *, with_legend: bool) -> str:
     """Return the picture of a schedule."""
     schedule = asked.made(name)
     verify(schedule)
     costs = asked.costs_of(schedule)
     parts = []
     if schedule.name in table:
-        parts.append(wrapped(find(schedule.name).description, width))
+        parts.append(wrap(find(schedule.name).description, width))
     parts.append(render(schedule, costs, width=width))
     if with_legend:
         rows = list(legend())
         widest = max(len(sign) for sign, _ in rows)
         text = "\n".join(f"{sign:<{widest}}  {meaning}" for sign, meaning in rows)
-        parts.append(wrapped(text, width, indent=widest + 2))
+        parts.append(wrap(text, width, indent=widest + 2))
     return "\n\n".join(part.rstrip() for part in parts)
 
 
-def pipeline_svg(asked: Asked, name: str) -> str:
+def pipeline_svg(asked: PipelineRequest, name: str) -> str:
     """Return the picture as SVG."""
     schedule = asked.made(name)
     verify(schedule)
     return svg(schedule, asked.costs_of(schedule))
 
 
-def pipeline_data(asked: Asked, name: str) -> dict[str, Any]:
-    """Return what --json prints of a schedule: its numbers, and each rank's actions and times."""
+def pipeline_data(asked: PipelineRequest, name: str) -> dict[str, Any]:
+    """Return the JSON data of a schedule: its numbers, and each rank's actions and times."""
     schedule = asked.made(name)
     lowered = verify(schedule)
     timing = simulate(lowered, asked.costs_of(schedule))
@@ -129,7 +129,7 @@ def pipeline_data(asked: Asked, name: str) -> dict[str, Any]:
     return {"name": schedule.name, **_numbers(schedule, timing), "depths": depths, "programs": ranks}
 
 
-def pipeline_csv(asked: Asked, name: str) -> str:
+def pipeline_csv(asked: PipelineRequest, name: str) -> str:
     """Return the schedule as CSV."""
     return write(asked.made(name)).rstrip()
 
@@ -143,5 +143,5 @@ def _numbers(schedule: Schedule, timing: Timing) -> dict[str, Any]:
         "seconds": timing.seconds,
         "idle": timing.bubble,
         "activations": timing.peak,
-        "weights": max(kept(schedule)),
+        "weights": max(count_versions(schedule)),
     }

@@ -1,4 +1,4 @@
-"""The predicted times of a verb on a cluster that is described, not there."""
+"""Prediction: the predicted times of a verb on a described cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from commlib.console.text import bytes_text, columns, digits, seconds_text
-from commlib.console.width import wrapped
+from commlib.console.width import wrap
 from commlib.cost.flat import predict_flat
 from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
 from commlib.cost.model import DEFAULT, Machine
 from commlib.cost.table import Table
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms
+from commlib.schedule import LinkCost, algorithms
 
 MOST_RANKS = 16384
 SIZES = tuple(4096 << 4 * power for power in range(6))  # 4 KiB to 4 GiB
@@ -22,7 +22,7 @@ HIERARCHICAL_MARK = "h:"
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of each algorithm for each size."""
+    """Predicted seconds of each algorithm, by size."""
 
     verb: str
     nodes: int
@@ -31,7 +31,7 @@ class Prediction:
     rows: dict[int, dict[str, float]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `commlib show --predict --json` prints."""
+        """Return the data of `commlib show --predict --json`."""
         node, network = self.machine.node, self.machine.network
         return {
             "verb": self.verb,
@@ -42,18 +42,18 @@ class Prediction:
                 "network": {"alpha": network.alpha, "beta": network.beta},
                 "gamma": self.machine.gamma,
             },
-            "rows": [{"bytes": size, "seconds": row, "best": fastest(row)} for size, row in self.rows.items()],
+            "rows": [{"bytes": size, "seconds": row, "best": find_fastest(row)} for size, row in self.rows.items()],
         }
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """Return the table for a reader who has so many columns."""
+        """Return the table, in at most `width` columns."""
         names = list(next(iter(self.rows.values())))
         lines = [["bytes", *names]]
         for size, row in self.rows.items():
-            best = fastest(row)
+            best = find_fastest(row)
             lines.append([bytes_text(size), *(seconds_text(row[n]) + (" *" if n == best else "  ") for n in names)])
         lines[0][1:] = (name + "  " for name in lines[0][1:])
         ranks = self.nodes * self.ranks_per_node
@@ -61,7 +61,7 @@ class Prediction:
         title += "\n" + describe(self.machine)
         if any(name.startswith(HIERARCHICAL_MARK) for name in names):
             title += f"\n{HIERARCHICAL_MARK} hierarchical: shared memory within a node, the algorithm between nodes"
-        return f"{wrapped(title, width, indent=2)}\n\n{columns(lines, width=width)}"
+        return f"{wrap(title, width, indent=2)}\n\n{columns(lines, width=width)}"
 
 
 def predict_all(
@@ -74,9 +74,7 @@ def predict_all(
             raise UsageError(f"{verb} has no algorithm {only!r}; known are {', '.join(names)}")
         names = (only,)
     if nodes * ranks_per_node > MOST_RANKS:
-        raise UsageError(
-            f"{nodes} nodes of {ranks_per_node} ranks are more than the {MOST_RANKS} ranks that this is for"
-        )
+        raise UsageError(f"{nodes} nodes of {ranks_per_node} ranks are more than the supported {MOST_RANKS} ranks")
     rows = {}
     for size in sizes:
         rows[size] = {name: predict_flat(verb, name, nodes, ranks_per_node, size, machine) for name in names}
@@ -87,20 +85,20 @@ def predict_all(
     return Prediction(verb, nodes, ranks_per_node, machine, rows)
 
 
-def fastest(row: dict[str, float]) -> str:
-    """Return the algorithm with the least time, the first of equal ones."""
+def find_fastest(row: dict[str, float]) -> str:
+    """Return the algorithm with the minimum time, the first of equal ones."""
     return min(row, key=lambda name: float(f"{row[name]:.9e}"))
 
 
 def load_machine(path: Path) -> Machine:
-    """Return the machine in a tuning file; of several, one for each MPI library, the last. Raises UsageError."""
+    """Return the machine in a tuning file; of several (one per MPI library), the last. Raises UsageError."""
     machines = Table.load(path).machines
     if not machines:
         raise UsageError(f"the tuning table {path} describes no machine: run 'commlib tune'")
     return machines[-1].machine
 
 
-def described(
+def make_machine(
     base: Machine | None,
     *,
     alpha_us: float | None = None,
@@ -109,10 +107,10 @@ def described(
     node_bandwidth_gbs: float | None = None,
     gamma_gbs: float | None = None,
 ) -> Machine:
-    """Return a machine, the usual one if there is no `base`, with what is given in its place."""
+    """Return `base`, or the default machine, with the given values replaced."""
     machine = base or DEFAULT
     network, node = (
-        Link(
+        LinkCost(
             link.alpha if microseconds is None else microseconds * 1e-6,
             link.beta if gigabytes is None else 1 / (gigabytes * 1e9),
         )
@@ -126,12 +124,12 @@ def described(
 
 
 def describe(machine: Machine) -> str:
-    """Return a machine's numbers in one line."""
+    """Return the parameters of a machine in one line."""
     links = (("network", machine.network), ("node", machine.node))
     parts = [f"{name} {digits(link.alpha * 1e6)} us and {rate(link.beta)} a message" for name, link in links]
     return ", ".join([*parts, f"combining {rate(machine.gamma)}"])
 
 
 def rate(seconds_per_byte: float) -> str:
-    """Return seconds for a byte as GB/s."""
+    """Return seconds per byte as GB/s."""
     return f"{digits(1e-9 / seconds_per_byte)} GB/s" if seconds_per_byte else "free"

@@ -1,4 +1,4 @@
-"""`commlib show`: algorithms, what each rank does and how long it would take; meshes; pipelines. Needs no MPI."""
+"""`commlib show`: algorithms, the actions of each rank and predicted times; meshes; pipelines. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from commlib.cli.mesh import make_mesh, mesh_data, mesh_text
 from commlib.cli.pipeline import (
-    Asked,
+    PipelineRequest,
     list_text,
     pipeline_csv,
     pipeline_data,
@@ -19,12 +19,12 @@ from commlib.cli.pipeline import (
     pipeline_svg,
     pipeline_text,
 )
-from commlib.cli.prediction import SIZES, described, load_machine, predict_all
+from commlib.cli.prediction import SIZES, load_machine, make_machine, predict_all
 from commlib.console.legend import legend as explain
 from commlib.console.text import columns, parse_bytes
-from commlib.console.width import folded, reader_width, wrapped
+from commlib.console.width import fold, reader_width, wrap
 from commlib.errors import UsageError
-from commlib.pipeline.schedule import ScheduleError
+from commlib.pipeline.schedule import PipelineScheduleError
 from commlib.schedule import algorithms, find, program, render
 
 MOST_COLUMNS = 128
@@ -33,27 +33,27 @@ MOST_COLUMNS = 128
 def show(
     verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...; or mesh, pipeline")],
     algorithm: Annotated[
-        str | None, typer.Option(help="Draw this algorithm; without it, list those of the verb.")
+        str | None, typer.Option(help="Draw this algorithm; without it, list the algorithms of the verb.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Draw for so many. [default: 8; mesh: the product of the axes; pipeline: 4]"),
+        typer.Option(min=1, help="Number of ranks. [default: 8; mesh: the product of the axes; pipeline: 4]"),
     ] = None,
-    root: Annotated[int | None, typer.Option(min=0, help="The root, of verbs that have one. [default: 0]")] = None,
+    root: Annotated[int | None, typer.Option(min=0, help="The root of a rooted verb. [default: 0]")] = None,
     segments: Annotated[int | None, typer.Option(min=1, help="Pieces in a pipeline. [default: 1]")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Predict times on a described cluster.")] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="Predict: nodes. [default: 2]")] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Predict, mesh: ranks on each. [default: 8; mesh: unknown]")
+        int | None, typer.Option(min=1, help="Predict, mesh: ranks per node. [default: 8; mesh: unknown]")
     ] = None,
     sizes: Annotated[list[str] | None, typer.Option("--bytes", help="Predict: sizes such as 4K, 64M, 1G.")] = None,
-    alpha_us: Annotated[float | None, typer.Option(min=0, help="Network: microseconds a message.")] = None,
+    alpha_us: Annotated[float | None, typer.Option(min=0, help="Network: microseconds per message.")] = None,
     bandwidth_gbs: Annotated[float | None, typer.Option(min=1e-6, help="Network: GB/s of a node's card.")] = None,
-    node_alpha_us: Annotated[float | None, typer.Option(min=0, help="In a node: microseconds a message.")] = None,
+    node_alpha_us: Annotated[float | None, typer.Option(min=0, help="In a node: microseconds per message.")] = None,
     node_bandwidth_gbs: Annotated[float | None, typer.Option(min=1e-6, help="In a node: GB/s of a message.")] = None,
     gamma_gbs: Annotated[float | None, typer.Option(min=1e-6, help="GB/s at which a rank combines.")] = None,
     tuning: Annotated[
-        Path | None, typer.Option(help="Take these numbers from a file that 'commlib tune' wrote.")
+        Path | None, typer.Option(help="Take these numbers from a file written by 'commlib tune'.")
     ] = None,
     axes: Annotated[str | None, typer.Option(help="Mesh: pp=2,dp=-1,tp=2, the last one fastest.")] = None,
     refactor: Annotated[list[str] | None, typer.Option(help="Mesh: new axes for old ones: dp:edp=-1,ep=4.")] = None,
@@ -61,24 +61,26 @@ def show(
         str | None, typer.Option(help="Pipeline: draw this schedule, or a CSV file; without it, list them.")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Pipeline: stages of the model, on all ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Pipeline: parts of a batch. [default: 8]")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline: microbatches per batch. [default: 8]")
+    ] = None,
     costs: Annotated[
-        str | None, typer.Option(help="Pipeline: what F, I and W take in a stage. [default: 1,1,1]")
+        str | None, typer.Option(help="Pipeline: times of F, I and W in a stage. [default: 1,1,1]")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Pipeline: write the picture to this file.")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Pipeline: print the schedule as CSV.")] = False,
     legend: Annotated[
         bool | None,
-        typer.Option("--legend/--no-legend", help="Explain the signs of a picture. [default: on a terminal]"),
+        typer.Option("--legend/--no-legend", help="Explain the symbols of a picture. [default: on a terminal]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost.
+    """Show the algorithms of a verb, the actions of each rank in one, or with --predict their predicted times.
 
-    mesh: show which rank is where along named axes, and which axes stay inside a node. pipeline: show the schedules of
-    pipelines, how idle they leave ranks, and what these hold.
+    mesh: show the place of each rank along named axes, and the axes that stay inside a node. pipeline: show the
+    schedules of pipelines, the idle share of ranks, and their activations and weights.
 
-    Tables and pictures are as wide as the terminal (or COLUMNS); what is written to a file is not broken.
+    Tables and pictures are as wide as the terminal (or COLUMNS); output to a file is not wrapped.
     """
     drawing = {"--ranks": ranks, "--root": root, "--segments": segments}
     numbers = {
@@ -107,7 +109,7 @@ def show(
         if verb == "pipeline":
             others = drawing | cluster | layout | {"--algorithm": algorithm, "--predict": predict or None}
             _refuse({name: others[name] for name in others if name != "--ranks"}, "is not for pipeline")
-            _pipeline(Asked(schedule, ranks, stages, microbatches, costs), svg, as_csv, as_json, legend)
+            _pipeline(PipelineRequest(schedule, ranks, stages, microbatches, costs), svg, as_csv, as_json, legend)
             return
         _refuse(piped, "is for pipeline: commlib show pipeline")
         if verb == "mesh":
@@ -120,7 +122,7 @@ def show(
         if predict:
             _refuse(drawing, "is not for --predict: give --nodes and --ranks-per-node")
             wanted = tuple(map(parse_bytes, sizes or ())) or SIZES
-            machine = described(load_machine(tuning) if tuning else None, **numbers)
+            machine = make_machine(load_machine(tuning) if tuning else None, **numbers)
             made = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
             _print(made.to_dict() if as_json else made.text(reader_width()))
             return
@@ -130,11 +132,11 @@ def show(
             _print(_listed(verb) if as_json else _list(verb))
         else:
             _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json, legend)
-    except (UsageError, ScheduleError) as error:
+    except (UsageError, PipelineScheduleError) as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _pipeline(asked: Asked, svg: Path | None, as_csv: bool, as_json: bool, with_legend: bool | None) -> None:
+def _pipeline(asked: PipelineRequest, svg: Path | None, as_csv: bool, as_json: bool, with_legend: bool | None) -> None:
     width, name = reader_width(), asked.schedule
     if name is None:
         _refuse({"--svg": svg, "--csv": as_csv or None}, "needs --schedule")
@@ -167,7 +169,7 @@ def _listed(verb: str) -> list[dict[str, Any]]:
 def _list(verb: str) -> str:
     rows = [[item["name"], item["description"].split("\n")[0]] for item in _listed(verb)]
     indent = max(len(name) for name, _ in rows) + 2
-    table = wrapped(columns(rows, left=2), reader_width(), indent=indent)
+    table = wrap(columns(rows, left=2), reader_width(), indent=indent)
     return f"{table}\n\ncommlib show {verb} --algorithm NAME draws one."
 
 
@@ -181,7 +183,7 @@ def _draw(
         _print([asdict(made) for made in programs])
         return
     width, picture = reader_width(), render(programs)
-    parts = [wrapped(find(verb, algorithm).description, width), folded(picture, width)]
+    parts = [wrap(find(verb, algorithm).description, width), fold(picture, width)]
     if with_legend or (with_legend is None and width is not None):
         parts.append(explain(picture, width))
     _print("\n\n".join(parts).rstrip())

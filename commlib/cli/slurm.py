@@ -13,7 +13,7 @@ from commlib.launch import mpi_start
 
 slurm = typer.Typer(help="Write batch scripts for Slurm, submit them, and wait for their jobs.", no_args_is_help=True)
 
-FOLDER = Path("slurm-jobs")  # of submitted jobs, where nothing else is said
+FOLDER = Path("slurm-jobs")  # default folder of submitted jobs
 SHOWN = 40  # lines of a job's output
 
 
@@ -21,7 +21,7 @@ def job(
     context: typer.Context,
     command: Annotated[list[str] | None, typer.Argument(help="after --")] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file whose keys are these options; these win over it")
+        Path | None, typer.Option("--config", help="TOML file with these options as keys; flags win over it")
     ] = None,
     job_name: Annotated[str | None, typer.Option("--job-name", "-J")] = None,
     partition: Annotated[str | None, typer.Option("--partition", "-p")] = None,
@@ -36,35 +36,37 @@ def job(
     constraint: Annotated[str | None, typer.Option("--constraint", "-C")] = None,
     exclusive: Annotated[bool | None, typer.Option("--exclusive/--shared", help="whole nodes")] = None,
     signal: Annotated[
-        str | None, typer.Option(help="USR1@120: that signal to every rank, 120 s before the limit")
+        str | None, typer.Option(help="USR1@120: send this signal to every rank, 120 s before the limit")
     ] = None,
     requeue: Annotated[bool | None, typer.Option("--requeue/--no-requeue", help="after a node failed")] = None,
     array: Annotated[str | None, typer.Option("--array", "-a", help="0-7, or 0-7%2")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="further option of sbatch; repeatable")] = None,
-    module: Annotated[list[str] | None, typer.Option(help="to load; repeatable")] = None,
-    venv: Annotated[str | None, typer.Option(help="folder (default: that of this command); none")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="another option of sbatch; repeatable")] = None,
+    module: Annotated[list[str] | None, typer.Option(help="module to load; repeatable")] = None,
+    venv: Annotated[str | None, typer.Option(help="folder (default: that of this command), or none")] = None,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of every rank; repeatable")] = None,
     setup: Annotated[list[str] | None, typer.Option(help="line of bash before the ranks start; repeatable")] = None,
-    container: Annotated[str | None, typer.Option(help="image that the ranks run in")] = None,
+    container: Annotated[str | None, typer.Option(help="image to run the ranks in")] = None,
     runtime: Annotated[
         str | None, typer.Option(help="of the container: apptainer (default), singularity, pyxis")
     ] = None,
-    bind: Annotated[list[str] | None, typer.Option(help="folder for the container; repeatable")] = None,
+    bind: Annotated[list[str] | None, typer.Option(help="folder to bind into the container; repeatable")] = None,
     mpi: Annotated[
         str | None,
-        typer.Option(help="pmix, pmi2, srun, mpirun (Open MPI), mpiexec (MPICH); default: by the library found here"),
+        typer.Option(
+            help="pmix, pmi2, srun, mpirun (Open MPI), mpiexec (MPICH); default: by this Python's MPI library"
+        ),
     ] = None,
     script: Annotated[Path | None, typer.Option(help="write the script to this file")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="submit it")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="submit it, wait for the job, and end with its code")] = False,
-    folder: Annotated[Path | None, typer.Option(help="of a submitted job's files (default: slurm-jobs)")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="submit it, wait for the job, and return its exit code")] = False,
+    folder: Annotated[Path | None, typer.Option(help="folder of a submitted job's files (default: slurm-jobs)")] = None,
 ) -> None:
-    # The help is that of each command, below.
+    # The help texts are RUN and BENCH below.
     from commlib.slurm import request, table
     from commlib.slurm.script import script as script_of
 
     if mpi_start.launched_rank():
-        return  # under a launcher the first process does it
+        return  # under a launcher only the first process writes
     kind = str(context.info_name)
     flags: dict[str, Any] = {
         "command": command,
@@ -104,7 +106,7 @@ def job(
         values["env"] = {**values.get("env", {}), **request.pairs(env or ())}
         chosen = request.job(kind, values, place)
         text = script_of(chosen, f"commlib slurm {kind}")
-        place.mkdir(parents=True, exist_ok=True)  # Slurm does not, and the job would fail without a word
+        place.mkdir(parents=True, exist_ok=True)  # Slurm does not create it, and the job would fail silently
         if script is not None:
             script.write_text(text)
         elif not is_submitted:
@@ -127,14 +129,14 @@ RUN = """Write a batch script that runs a command on every rank.
 
     commlib slurm run -N 2 --ntasks-per-node 4 -t 30 -- python train.py
 
-prints it. With --submit it is submitted, too, from this folder and this
-environment; with --wait the exit code is that of the job.
+prints it. --submit also submits it, from this folder and this environment;
+with --wait the exit code is that of the job.
 
 $SLURM_JOB_ID, $SLURM_ARRAY_TASK_ID and the like in the command are replaced
-when the job runs; quote them ('...') so that your shell leaves them alone.
+when the job runs; quote them ('...') so that your shell does not.
 
 Files of a submitted job, in --folder: 12.sh, its script; 12.out, its output
-(12_0.out of an array); 12.json, what came of it, after --wait.
+(12_0.out of an array); 12.json, its outcome, after --wait.
 """
 
 BENCH = """Write a batch script that runs `commlib bench`.
@@ -143,9 +145,9 @@ BENCH = """Write a batch script that runs `commlib bench`.
 
     commlib slurm bench -N 4 --ntasks-per-node 8 --wait -- sweep plan.toml
 
-Unless --out says otherwise, results go to the folder 12 beside the output
-12.out; those of a sweep to plan.jsonl there, so that the next job goes on
-where one was ended. All else is as with `commlib slurm run`.
+Unless --out is given, results go to the folder 12 next to the output 12.out;
+those of a sweep to plan.jsonl there, so that the next job continues an
+interrupted one. All else is as with `commlib slurm run`.
 """
 
 for _name, _help in (("run", RUN), ("bench", BENCH)):
@@ -155,18 +157,18 @@ for _name, _help in (("run", RUN), ("bench", BENCH)):
 @slurm.command("wait")
 def wait_for(
     number: Annotated[str, typer.Argument(metavar="JOB", help="the number of a job")],
-    folder: Annotated[Path, typer.Option(help="of its files")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="folder of its files")] = FOLDER,
 ) -> None:
-    """Wait for a job that was submitted before, and end with its exit code."""
+    """Wait for a job submitted before, and end with its exit code."""
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r}: expected the number of a job")
     if not folder.is_dir():
-        raise typer.BadParameter(f"there is no folder {folder}: expected that of the job's files")
+        raise typer.BadParameter(f"there is no folder {folder}: expected the folder of the job's files")
     _wait(number, folder)
 
 
 def _submit(text: str, folder: Path) -> str:
-    """Submit a script, keep it, and say which job that is."""
+    """Submit a script, save it, and print the number of the job."""
     from commlib.slurm import client
 
     number = client.submit(text)
@@ -182,11 +184,11 @@ def _wait(number: str, folder: Path) -> None:
     from commlib.slurm.states import summary
 
     try:
-        with changes.shown(f"job {number}") as tell:
+        with changes.show_changes(f"job {number}") as tell:
             tasks = waiting.wait(number, tell)
     except KeyboardInterrupt:
         again = shlex.join(["commlib", "slurm", "wait", number, "--folder", str(folder)])
-        typer.echo(f"job {number} goes on: `{again}` waits for it, `scancel {number}` ends it", err=True)
+        typer.echo(f"job {number} continues: `{again}` waits for it, `scancel {number}` ends it", err=True)
         raise typer.Exit(130) from None
     except CommlibError as error:
         typer.echo(f"commlib slurm: {error}", err=True)

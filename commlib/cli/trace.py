@@ -1,4 +1,4 @@
-"""`commlib trace`: read what a job wrote about its operations. Needs no MPI."""
+"""`commlib trace`: read the timelines and hang dumps of a job. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from commlib.errors import UsageError
 from commlib.launch import mpi_start
 from commlib.trace.align import Alignment, align
 from commlib.trace.files import COMMLIB, Trace, read_all
-from commlib.trace.meetings import meetings
-from commlib.trace.merge import merged, write
-from commlib.trace.operations import Story, story
+from commlib.trace.matched_collectives import match_calls
+from commlib.trace.merge import merge_events, write
+from commlib.trace.operations import RankActivity, read_activity
 from commlib.trace.summary import summarise
 
 Files = Annotated[
@@ -28,7 +28,7 @@ Files = Annotated[
     ),
 ]
 
-trace_app = typer.Typer(help="Read what a job wrote about its operations.", no_args_is_help=True)
+trace_app = typer.Typer(help="Read the timelines and hang dumps of a job.", no_args_is_help=True)
 
 
 @trace_app.callback()
@@ -42,15 +42,17 @@ trace_app.command()(hang)
 @trace_app.command(no_args_is_help=True)
 def merge(
     files: Files,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write; compressed if it ends in .gz.")],
-    arrows: Annotated[bool, typer.Option(help="Draw arrows from the last rank of a collective to who waited.")] = True,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file; compressed if it ends in .gz.")],
+    arrows: Annotated[
+        bool, typer.Option(help="Draw arrows from the last rank of a collective to waiting ranks.")
+    ] = True,
 ) -> None:
     """Merge the timelines of all ranks into one file for ui.perfetto.dev and chrome://tracing, on one clock."""
     try:
         traces, stories, alignment, notes = _read(files)
         if out.resolve() in {Path(trace.path).resolve() for trace in traces}:
-            raise UsageError(f"trace merge: {out} is one of the files to be merged: write to another one")
-        events = merged(traces, stories, alignment, meetings(stories) if arrows else ())
+            raise UsageError(f"trace merge: {out} is one of the input files: write to another one")
+        events = merge_events(traces, stories, alignment, match_calls(stories) if arrows else ())
         write(events, str(out))
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
@@ -65,7 +67,7 @@ def summary(
     files: Files,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Say who waited for whom, how much communication was hidden, where a step's time went, and what to try."""
+    """Show which rank waited for which, the share of hidden communication, the critical path of a step, and advice."""
     try:
         _, stories, _, notes = _read(files)
     except UsageError as error:
@@ -74,12 +76,12 @@ def summary(
     typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else summary_text(found, reader_width()))
 
 
-def _read(files: Sequence[str]) -> tuple[list[Trace], list[Story], Alignment, list[str]]:
-    """Return the traces, what ranks did on the common clock, that clock, and notes. Ends all ranks but 0 of a job."""
+def _read(files: Sequence[str]) -> tuple[list[Trace], list[RankActivity], Alignment, list[str]]:
+    """Return the traces, operations on the common clock, that clock, and notes. Ends all ranks of a job except 0."""
     if mpi_start.launched_rank():
         raise typer.Exit
     traces, notes = read_all(files)
-    own = [story(trace) for trace in traces if trace.kind == COMMLIB]
+    own = [read_activity(trace) for trace in traces if trace.kind == COMMLIB]
     alignment = align(traces, own)
     moved = [one.moved(alignment.clocks[one.rank].move) for one in own]
     return traces, moved, alignment, [*notes, *alignment.notes]

@@ -1,22 +1,22 @@
-"""Text: show people what `commlib trace summary` found."""
+"""Text: print the findings of `commlib trace summary`."""
 
 from __future__ import annotations
 
 from commlib.console.text import bytes_text, columns, seconds_text
-from commlib.console.width import wrapped
+from commlib.console.width import wrap
 from commlib.trace.summary import StepFigures, Summary
 
-_VERBS, _PARTS = 8, 6  # the most of each that are shown
+_VERBS, _PARTS = 8, 6  # the maximum number of each to show
 
 
 def summary_text(found: Summary, width: int | None) -> str:
-    """Return a summary for people."""
-    parts = [*(wrapped(f"note: {note}", width, indent=6) for note in found.notes)]
+    """Return a summary as text."""
+    parts = [*(wrap(f"note: {note}", width, indent=6) for note in found.notes)]
     if parts:
         parts.append("")
     parts += [_ranks(found, width), "", _waits(found, width), "", _verbs(found, width), "", _steps(found.steps, width)]
     if found.advice:
-        parts += ["", "What to try:", *(wrapped(f"- {text}", width, indent=2) for text in found.advice)]
+        parts += ["", "What to try:", *(wrap(f"- {text}", width, indent=2) for text in found.advice)]
     return "\n".join(parts)
 
 
@@ -43,8 +43,8 @@ def _waits(found: Summary, width: int | None) -> str:
         return "No rank lost time waiting for another one."
     longest = sorted(pairs, key=lambda pair: -pair[2])[:_PARTS]
     texts = [f"rank {rank} for rank {last} {seconds_text(lost)}" for rank, last, lost in longest]
-    more = f", and {len(pairs) - len(texts)} pairs more" if len(pairs) > len(texts) else ""
-    return wrapped(f"Waited: {', '.join(texts)}{more}.", width)
+    more = f", and {len(pairs) - len(texts)} more pairs" if len(pairs) > len(texts) else ""
+    return wrap(f"Waited: {', '.join(texts)}{more}.", width)
 
 
 def _verbs(found: Summary, width: int | None) -> str:
@@ -58,11 +58,13 @@ def _verbs(found: Summary, width: int | None) -> str:
 def _steps(steps: StepFigures, width: int | None) -> str:
     if steps.marked_by:
         head = (
-            f"{steps.count} steps; step {steps.typical} took the median of {seconds_text(steps.seconds)}, on its way:"
+            f"{steps.count} steps; step {steps.typical} took the median of {seconds_text(steps.seconds)}; "
+            "critical path:"
         )
     else:
         head = (
-            f"No steps are marked (commlib.mark_step() does it); all {seconds_text(steps.seconds)} as one, on its way:"
+            f"No steps are marked (commlib.mark_step() marks them); all {seconds_text(steps.seconds)} as one step; "
+            "critical path:"
         )
     lines = [
         f"  {part.share:4.0%}  {seconds_text(part.seconds):>8}  rank {part.rank} {_does(part.what)}"
@@ -71,7 +73,7 @@ def _steps(steps: StepFigures, width: int | None) -> str:
     rest = 1 - sum(part.share for part in steps.path[:_PARTS])
     if rest > 0.005:
         lines.append(f"  {rest:4.0%}  others")
-    return "\n".join([wrapped(head, width), *lines])
+    return "\n".join([wrap(head, width), *lines])
 
 
 def _does(what: str) -> str:

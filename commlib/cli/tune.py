@@ -1,4 +1,4 @@
-"""`commlib tune`: measure this cluster, so that algorithms are chosen by what they took here."""
+"""`commlib tune`: measure this cluster, so that commlib chooses algorithms by measured times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import typer
 from commlib import folders
 from commlib.cli.prediction import rate
 from commlib.config.settings import ranks_text
-from commlib.console.progress import shown
+from commlib.console.progress import show_progress
 from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.cost.chooser import Chooser
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.cost.model import DEFAULT
-from commlib.cost.records import Entry, Fitted
+from commlib.cost.records import Entry, FittedMachine
 from commlib.cost.table import Table, default_path
 from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 def tune(
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the measurement.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: COMMLIB_TUNING_FILE, or in ~/.cache]")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Measure the ways of arrays on such devices: cuda, one GPU for each rank.")
+        str, typer.Option(help="Measure the paths of arrays on such devices: cuda, one GPU for each rank.")
     ] = "",
 ) -> None:
-    """Measure this cluster: mpirun -n 8 commlib tune, and where there are GPUs commlib tune --device cuda, too.
+    """Measure this cluster: mpirun -n 8 commlib tune, and with GPUs also commlib tune --device cuda.
 
-    Run it on as many nodes and ranks as the programs that are to gain from it. What the file knows of other numbers
-    of nodes and ranks, or of other MPI libraries, stays.
+    Run it on as many nodes and ranks as the programs that will use the result. Measurements in the file for other
+    numbers of nodes and ranks, or for other MPI libraries, are kept.
 
-    The time includes what is compiled and connected at the first use; the smallest size is measured in any case.
+    The time includes compilation and connection at the first use; the smallest size is always measured.
     """
-    asked = os.environ.get("COMMLIB_TUNING_FILE", "")
-    named = out or (Path(asked) if asked not in ("", "none") else None)
-    os.environ["COMMLIB_TUNING_FILE"] = "none"  # it need not exist yet, and must not decide what is measured
-    os.environ.setdefault("COMMLIB_CHECK_FIRST", "0")  # comparing calls would be measured as well
+    setting = os.environ.get("COMMLIB_TUNING_FILE", "")
+    named = out or (Path(setting) if setting not in ("", "none") else None)
+    os.environ["COMMLIB_TUNING_FILE"] = "none"  # it may not exist yet, and must not influence the measurement
+    os.environ.setdefault("COMMLIB_CHECK_FIRST", "0")  # the measurement would include the comparison of calls
     try:
         _tune(named, seconds, device)
     except CommlibError as error:
@@ -61,7 +61,7 @@ def tune(
 def _tune(named: Path | None, seconds: float, device: str) -> None:
     import commlib
 
-    comm = commlib.init()  # says what is wrong with MPI, where the next import would only fail
+    comm = commlib.init()  # reports problems with MPI, where the next import would only fail
     from commlib.tune.measure import measure, measure_on
 
     path, private = named or default_path(), named is None
@@ -78,7 +78,7 @@ def _tune(named: Path | None, seconds: float, device: str) -> None:
         nodes = len(comm.topology.nodes)
         where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}" + f", arrays on {device}" * bool(device)
         typer.echo(f"commlib tune: measuring {where} for {seconds:g} s", err=True)
-    with shown("commlib tune", seconds, silent=comm.rank != 0) as progress:
+    with show_progress("commlib tune", seconds, silent=comm.rank != 0) as progress:
         table = measure(comm, seconds, progress) if on is None else measure_on(comm, on, seconds, progress)
     saved = _on_first_rank(comm, lambda: known.updated(table).save(path, private=private))
     if comm.rank == 0:
@@ -89,7 +89,7 @@ def _tune(named: Path | None, seconds: float, device: str) -> None:
 
 
 def _device(comm: Communicator, kind: str) -> Device:
-    """Return this rank's device. Raises Exit on all ranks if one of them has none; rank 0 says which."""
+    """Return this rank's device. Raises Exit on all ranks if one of them has none; rank 0 names it."""
     from commlib.devices.arrays import device_named
 
     found: Device | None = None
@@ -103,18 +103,18 @@ def _device(comm: Communicator, kind: str) -> Device:
         found = device_named(kind, "tune")
     except UsageError as error:
         refusal = str(error)
-    told = comm.all_gather_object(refusal)
-    if found is None or any(told):
+    refusals = comm.all_gather_object(refusal)
+    if found is None or any(refusals):
         if comm.rank == 0:
-            for text in dict.fromkeys(filter(None, told)):
-                ranks = ranks_text([rank for rank, other in enumerate(told) if other == text])
+            for text in dict.fromkeys(filter(None, refusals)):
+                ranks = ranks_text([rank for rank, other in enumerate(refusals) if other == text])
                 typer.echo(f"commlib tune: {ranks}: {text}", err=True)
         raise typer.Exit(2)
     return found
 
 
 def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
-    """Do it on rank 0 alone; print what is wrong there, and return on all ranks whether nothing was."""
+    """Call `do` on rank 0 alone; print its UsageError. Return on all ranks whether it succeeded."""
     good = True
     if comm.rank == 0:
         try:
@@ -126,24 +126,24 @@ def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
 
 
 def _open(path: Path, private: bool) -> Table:
-    """Return what a file knows already, nothing if there is none. Raises UsageError if it could not be written.
+    """Return the table in a file, an empty one if the file does not exist. Raises UsageError if it cannot be written.
 
-    private: only this user may be able to change it and its folder.
+    private: require that only this user can change the file and its folder.
     """
     try:
         if private:
-            with suppress(FileNotFoundError), folders.private(path.parent):
+            with suppress(FileNotFoundError), folders.open_private(path.parent):
                 pass
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise UsageError(f"cannot write {path}: {folder} is not a folder to write in")
+            raise UsageError(f"cannot write {path}: {folder} is not a writable folder")
         return Table.load(path, private=private) if path.exists() else Table()
     except OSError as error:
         raise UsageError(f"cannot use the tuning table {path} ({error}): name another file with --out") from error
 
 
 def summary(table: Table) -> str:
-    """Return what was measured, and what the model makes of the same machine."""
+    """Return the measurements as text, and the model's predictions for the same machine."""
     fitted = table.machines[0] if table.machines else None
     parts = [] if fitted is None else [_links(fitted)]
     chooser = Chooser(DEFAULT if fitted is None else fitted.machine)
@@ -155,7 +155,7 @@ def summary(table: Table) -> str:
     return "\n\n".join([*parts, *_left_out(table)])
 
 
-def _links(fitted: Fitted) -> str:
+def _links(fitted: FittedMachine) -> str:
     rows = [["link", "alpha", "bandwidth"]]
     for name, link in (("node", fitted.node), ("network", fitted.network)):
         rows.append([name, *((seconds_text(link.alpha), rate(link.beta)) if link else ("not measured", ""))])
@@ -168,7 +168,7 @@ def _place(entry: Entry) -> tuple[int, int, str]:
 
 
 def _left_out(table: Table) -> list[str]:
-    """Say for which sizes there was no time."""
+    """Return a text about the sizes that the time did not suffice for."""
     from commlib.tune.measure import DEVICE_SIZES, SIZES
 
     in_rails = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
@@ -176,7 +176,7 @@ def _left_out(table: Table) -> list[str]:
     for entry in table.entries:
         place = _place(entry)
         nbytes = max(time.up_to for time in entry.times) // 2
-        # One rail carries small data only, where there are several.
+        # If there are several rails, a single one only carries small data.
         on_one_rail = not entry.device and entry.ranks_per_node == 1 and entry.nodes in in_rails
         whole = RAIL_BYTES if on_one_rail else (DEVICE_SIZES if entry.device else SIZES)[-1]
         if nbytes < whole:
@@ -184,8 +184,8 @@ def _left_out(table: Table) -> list[str]:
     if not reached:
         return []
     lines = [f"{_place_text(*place)}: no time for all beyond {bytes_text(nbytes)}" for place, nbytes in reached.items()]
-    instead = "the order of the ways" if any(device for *_, device in reached) else "the model"
-    return ["\n".join([*lines, f"{instead} decides there: more --seconds measure it"])]
+    instead = "the order of the paths" if any(device for *_, device in reached) else "the model"
+    return ["\n".join([*lines, f"{instead} decides for those: more --seconds measure them"])]
 
 
 def _place_text(nodes: int, ranks_per_node: int, device: str = "") -> str:
@@ -195,7 +195,7 @@ def _place_text(nodes: int, ranks_per_node: int, device: str = "") -> str:
         return f"arrays on {device}, among {count} ranks of {where}"
     if nodes == 1:
         return f"among the {ranks_per_node} ranks of a node"
-    times = f", {ranks_per_node} times side by side" if ranks_per_node > 1 else ""
+    times = f", {ranks_per_node} times in parallel" if ranks_per_node > 1 else ""
     return f"between {nodes} nodes, one rank of each{times}"
 
 
@@ -219,7 +219,7 @@ def _entry_rows(entry: Entry, chooser: Chooser) -> list[list[str]]:
     )
     rows = [[entry.verb, "fastest", "took", "predicted", "by the model", "predicted"]]
     for up_to in dict.fromkeys(time.up_to for time in entry.times):
-        winner, nbytes = entry.competitors(up_to)[0], up_to // 2  # what was measured
+        winner, nbytes = entry.competitors(up_to)[0], up_to // 2  # the measured size
         same = ask(nbytes, among=(winner.algorithm,)) if winner.algorithm in algorithms(entry.verb) else None
         choice = ask(nbytes)
         predicted = seconds_text(same.seconds) if same else "-"

@@ -1,4 +1,4 @@
-"""`commlib warm`: compile all kernels ahead, so that no job does: on a login node, in a container's build."""
+"""`commlib warm`: compile all kernels ahead of jobs: on a login node, or while building a container."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from typing import Annotated
 
 import typer
 
-from commlib.console.progress import shown
+from commlib.console.progress import show_progress
 from commlib.launch.mpi_start import launched_rank
 
-_NO_CPU = "is not a recognized processor"  # LLVM says so on standard error, and goes on with another one
+_NO_CPU = "is not a recognized processor"  # LLVM prints this on standard error, and compiles for another CPU
 
 
 def warm(
     cpu: Annotated[
         list[str] | None,
-        typer.Option(help="Compile for such a CPU, as LLVM calls it (x86-64-v3, znver3, ...). [default: this one]"),
+        typer.Option(help="Compile for this CPU, by LLVM's name (x86-64-v3, znver3, ...). [default: this one]"),
     ] = None,
     rare: Annotated[
-        bool, typer.Option("--all", help="Also reductions that training hardly ever asks for: three times the work.")
+        bool, typer.Option("--all", help="Also reductions that training rarely uses: three times the work.")
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=0, help="Processes that compile at once; 0: one for each core, 8 at most.")
+        int, typer.Option(min=0, help="Processes that compile in parallel; 0: one per core, at most 8.")
     ] = 0,
 ) -> None:
-    """Compile all kernels and keep them in the cache folder, where jobs find them: commlib warm
+    """Compile all kernels into the cache folder, where jobs find them: commlib warm
 
-    Run it where the CPU is that of the jobs, such as on one node of each kind: srun -N 1 commlib warm. Or compile for a
-    CPU that all nodes can stand in for: commlib warm --cpu x86-64-v3; jobs then need the two settings that it prints.
+    Run it on a CPU like that of the jobs, such as on one node of each kind: srun -N 1 commlib warm. Or compile for a
+    CPU whose instructions all nodes support: commlib warm --cpu x86-64-v3; jobs then need the two settings that it
+    prints.
 
-    What is there already is left. The folder: NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache, each with /commlib.
+    Existing kernels are kept. The folder: NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache, each with /commlib.
     """
     names = list(dict.fromkeys(cpu or [""]))
     for name in filter(None, names):
@@ -48,7 +49,7 @@ def warm(
 
 
 def refusal(name: str) -> str:
-    """Return why there is no such CPU for LLVM here, or ""."""
+    """Return an error text if LLVM does not know the CPU, or ""."""
     program = (
         "import sys, llvmlite.binding as llvm\n"
         "llvm.initialize_native_target()\n"
@@ -62,21 +63,21 @@ def refusal(name: str) -> str:
 
 
 def _warm(name: str, rare: bool, jobs: int) -> bool:
-    """Compile everything for one CPU, "" being this one; return whether all of it is kept."""
+    """Compile everything for one CPU, "" for this one; return whether all of it is in the cache."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     from commlib.cli import warming
-    from commlib.kernels.ahead import folder
+    from commlib.kernels.precompile import folder
 
     if (place := folder()) is None:
-        return False  # which has said why
+        return False  # `folder` has logged the reason
     began, is_silent = time.monotonic(), launched_rank() != 0
     there, compiled, problems = set(os.listdir(place)), set(), []
     with (
         _settings(name),
         ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), warming.hush) as pool,
-        shown("commlib warm", silent=is_silent) as progress,
+        show_progress("commlib warm", silent=is_silent) as progress,
     ):
         count, what = pool.submit(warming.count, rare).result()
         for number, (task, kept_as, problem) in enumerate(pool.map(partial(warming.compile_one, rare), range(count))):
@@ -92,20 +93,20 @@ def _warm(name: str, rare: bool, jobs: int) -> bool:
         )
         if name:
             settings = " ".join(f"{key}={value}" for key, value in settings_for(name).items())
-            typer.echo(f"jobs that are to find them need: export {settings}")
+            typer.echo(f"jobs need this to find them: export {settings}")
     for text in problems:
         typer.echo(f"commlib warm: not kept: {text}", err=True)
     return not problems
 
 
 def settings_for(name: str) -> dict[str, str]:
-    """Return numba's settings for a CPU. What it can do follows from its name, not from this machine."""
+    """Return numba's settings for a CPU. Its features follow from its name, not from this machine."""
     return {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
 
 
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
-    """Let processes that are started within compile for a CPU: numba reads its settings when it is imported."""
+    """Make child processes started within compile for a CPU: numba reads its settings on import."""
     before = dict(os.environ)
     if name:
         os.environ.update(settings_for(name))

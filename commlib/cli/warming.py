@@ -1,25 +1,25 @@
-"""Warming: each process of `commlib warm` compiles some of the kernels, by their numbers in the list of all."""
+"""Warming: worker functions of `commlib warm`; each process compiles kernels by their number in the list of all."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
 
-from commlib.kernels import ahead
+from commlib.kernels import precompile
 
 
 def hush() -> None:
-    """Say nothing in this process: that it compiles is known, and what is not kept is counted."""
+    """Suppress warnings in this process: compilation is expected, and `commlib warm` counts unsaved kernels."""
     logging.getLogger("commlib").setLevel(logging.ERROR)
 
 
 @cache
-def _tasks(rare: bool) -> list[ahead.Task]:
-    return list(ahead.tasks(rare=rare))
+def _tasks(rare: bool) -> list[precompile.CompileTask]:
+    return list(precompile.tasks(rare=rare))
 
 
 def count(rare: bool) -> tuple[int, str]:
-    """Return how many there are, and for which CPU this process compiles."""
+    """Return the number of kernels, and the CPU that this process compiles for."""
     from numba.core.registry import cpu_target
 
     _, cpu, _ = cpu_target.target_context.codegen().magic_tuple()
@@ -27,7 +27,7 @@ def count(rare: bool) -> tuple[int, str]:
 
 
 def compile_one(rare: bool, number: int) -> tuple[str, str, str]:
-    """Return what was compiled, under which name it is kept, and what went wrong or ""."""
+    """Compile one kernel; return its name, its name in the cache, and an error text or ""."""
     task = _tasks(rare)[number]
     try:
         return task.name, task.compile(), ""

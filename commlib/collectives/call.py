@@ -1,4 +1,4 @@
-"""Call: what all ranks must agree on when they call a verb."""
+"""Call: the arguments of a verb that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from commlib.dtypes import name_of
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kind of call of a verb.
+    """The signature of a verb's call. Calls with the same signature share one compiled call.
 
     size: the elements of each rank's array, or its shape where dimension 0 matters; None if no data moves. op: of a
-    reduction. root: -1 where there is none. algorithm: "auto", the name of a path, or that of a schedule; "" where
-    there is no choice. rows: how many of them go to or come from each rank, where that is uneven and all know it.
-    device: of the arrays, "" for the host. whole: the elements of the call that this is a piece of.
+    reduction. root: -1 if the verb has none. algorithm: "auto", the name of a path or of a schedule; "" if the verb
+    offers no choice. rows: the rows of each rank, if they are uneven and all ranks know them. device: of the arrays,
+    "" for the host. whole: the elements of the full call, if this call is one piece of it.
     """
 
     verb: str
@@ -31,7 +31,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare, and that errors show."""
         if self.size is None:
             return self.verb
         what = f"{self.size} x" if isinstance(self.size, int) else f"shape {self.size}"

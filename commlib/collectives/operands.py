@@ -1,4 +1,4 @@
-"""The arrays of one call: what is read, and where the result goes."""
+"""The arrays of one call: the source to read and the result to write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.buffers.views import contiguous
 from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import address, device_of, overlap, readable, written
+from commlib.devices.arrays import address, as_contiguous, as_writable, device_of, overlap
 from commlib.devices.host import HOST
 from commlib.dtypes import name_of
 from commlib.errors import UsageError
@@ -19,11 +19,11 @@ from commlib.schedule.layout import Layout, even, uneven
 
 @dataclass(slots=True)
 class Result:
-    """Hold a verb's result: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
+    """A verb's result: the call writes to `flat` (contiguous, 1-D), and `deliver` returns the user's array."""
 
     array: Any
     flat: Any
-    given: Any  # what is returned: the user's `out` as it came, or a new array
+    given: Any  # returned to the user: `out` as passed, or a new array
     staged: bool = False  # `array` is not contiguous, so `flat` is a copy
 
     def deliver(self) -> Any:
@@ -33,12 +33,12 @@ class Result:
 
 
 def source(x: Any, verb: str) -> Any:
-    """Return the array to read from: contiguous, any shape; a DeviceArray if it is not on the host. UsageError."""
-    return readable(x, verb)
+    """Return the array to read: contiguous, of any shape; a DeviceArray if not on the host. Raises UsageError."""
+    return as_contiguous(x, verb)
 
 
 def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any = HOST) -> Result:
-    """Return where to put a result of this shape and dtype: `out`, or a new array of the device. Raises UsageError."""
+    """Return the Result for this shape and dtype: over `out`, or over a new array of the device. Raises UsageError."""
     if out is None:
         if device is HOST:
             array = np.empty(shape, dtype)
@@ -46,7 +46,7 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any 
         made = device.empty(shape, dtype)
         target = device.wrap(made, verb, "out")
         return Result(target, target.reshape(-1), made)
-    target = written(out, verb, "out")
+    target = as_writable(out, verb, "out")
     if device_of(target) is not device:
         raise UsageError(
             f"{verb}: x is on {device.name} and out on {device_of(target).name}: pass arrays of one device"
@@ -62,10 +62,10 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any 
     return Result(target, flat.reshape(-1), out, staged=flat is not target)
 
 
-def made_like(x: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return a new array for a result that a call makes when it runs, and that as the user gets it.
+def allocate_like(x: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Allocate the result of a running call; return it as commlib's array and as the user's.
 
-    On a device it is memory of the stream from which `x` came, and the current stream may write it.
+    On a device the memory belongs to the stream of `x`, and the current stream waits until it may write it.
     """
     if type(x) is not DeviceArray:
         made = np.empty(shape, x.dtype)
@@ -73,17 +73,17 @@ def made_like(x: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     device = x.device
     with device.using(x.stream):
         given = device.empty(shape, x.dtype)
-    device.current().wait(x.stream.record())  # who had this memory before may still use it
+    device.current().wait(x.stream.record())  # work on this memory's previous contents may still run
     return device.wrap(given, "result"), given
 
 
-def apart(x: Any, target: Any) -> Any:
+def copy_if_overlapping(x: Any, target: Any) -> Any:
     """Return `x`, or a copy of it if it overlaps `target` without being the same memory."""
     same = address(x) == address(target) and x.nbytes == target.nbytes
     return x if same or not overlap(x, target) else x.copy()
 
 
-def apart_from(x: Any, target: Any) -> Any:
+def copy_if_shared(x: Any, target: Any) -> Any:
     """Return `x`, or a copy of it if it shares memory with `target`."""
     return x.copy() if overlap(x, target) else x
 
@@ -95,12 +95,12 @@ def rows(array: Any, verb: str) -> tuple[int, int]:
     return array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))
 
 
-def stacked(size: int, array: Any) -> tuple[int, ...]:
-    """Return the shape of the arrays of all ranks, one after another."""
+def stacked_shape(size: int, array: Any) -> tuple[int, ...]:
+    """Return the shape of all ranks' arrays concatenated along dimension 0."""
     return (size * array.shape[0], *array.shape[1:]) if array.ndim else (size,)
 
 
 def row_layout(shape: tuple[int, ...], size: int) -> Layout:
-    """Return the layout of an array whose rows are shared out among the ranks; the first get one more if need be."""
+    """Return the layout of an array with its rows split among the ranks; the first ranks get the remainder."""
     row = math.prod(shape[1:])
     return uneven(count * row for count in even(shape[0], size).counts)

@@ -1,4 +1,4 @@
-"""Paths: the ways on which a call's data may go. A path is one file; this is the table of them, asked in its order."""
+"""Verb and Path: a collective, and one implementation of its data movement. Each path has a file of its own."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from commlib.group.group import Group
 from commlib.node.collective import Exchange, NodeCollective
 from commlib.node.context import NodeContext
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move as DeviceMove
-from commlib.node.device_collective import Open
-from commlib.runtime.compiled import Compiled
+from commlib.node.device_collective import Enqueue as DeviceMove
+from commlib.node.device_collective import OpenSlots
+from commlib.runtime.compiled_call import CompiledCall
 
 Move = Callable[[Array, Array], Any]
-"""Do a call on a source and a target, both contiguous and 1-D, within an operation; return its value, or None for the
+"""Run a call on a source and a target, both contiguous and 1-D, within an operation. Return its value; None means the
 target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Describe a verb, apart from the way that its data goes.
+    """A verb: what it computes on each kind of path. None: it has no form for that path.
 
-    messages: what it does by a schedule, on the memory of any device; every verb has it. exchange: what it is on a
-    board, from the call, this rank and the size; or on_node, where that has kernels of its own, and on_devices, where
-    it has a form of its own between the devices of a node. hierarchical: what it does in nodes and between;
-    hierarchical_on_devices: the same on arrays of devices.
-    elementwise: a call may be done piece by piece, each a call on fewer elements, in place.
+    messages: by a schedule of messages, on memory of any device; every verb has it. exchange: on a node's board, from
+    the call, this rank and the size. on_node: the same by special kernels, where the verb has them. on_devices: between
+    the devices of a node, where the verb needs more than `exchange`. hierarchical: within and between several nodes;
+    hierarchical_on_devices: the same on device arrays.
+    elementwise: a call may run piece by piece in place, each piece a call on fewer elements.
     """
 
     name: str
@@ -38,17 +38,17 @@ class Verb:
     exchange: Callable[[Call, int, int], Exchange] | None = None
     on_node: Callable[[NodeContext, Call], NodeCollective] | None = None
     hierarchical: Callable[[Group, Call], Move] | None = None
-    on_devices: Callable[[DeviceBoard, Open, Call], DeviceMove] | None = None
-    hierarchical_on_devices: Callable[[DeviceBoard, Open, Group, Call], DeviceMove] | None = None
+    on_devices: Callable[[DeviceBoard, OpenSlots, Call], DeviceMove] | None = None
+    hierarchical_on_devices: Callable[[DeviceBoard, OpenSlots, Group, Call], DeviceMove] | None = None
     elementwise: bool = False
 
 
 class Path(Protocol):
-    """One way on which data may go."""
+    """One implementation of collectives."""
 
     @property
     def name(self) -> str:
-        """What users give as `algorithm=`."""
+        """The value of `algorithm=` that selects it."""
         ...
 
     @property
@@ -58,22 +58,22 @@ class Path(Protocol):
 
     @property
     def takes_devices(self) -> bool:
-        """Whether it takes arrays of devices whose memory the transport accepts."""
+        """Whether it takes device arrays whose memory the transport accepts."""
         ...
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
-        """Return why it cannot take a call, or "" if it can. The same on all ranks."""
+        """Return why this path cannot run a call, or "" if it can. The same on all ranks."""
         ...
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
-        """Prepare a call that it can take. Not collective; the call is."""
+    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
+        """Prepare a call that this path can run. Not collective; running the call is."""
         ...
 
 
-def compile_call(paths: tuple[Path, ...], group: Group, verb: Verb, call: Call) -> Compiled:
-    """Compile a call for the path that it names, else for the first that takes it; the last one takes all.
+def compile_call(paths: tuple[Path, ...], group: Group, verb: Verb, call: Call) -> CompiledCall:
+    """Compile a call for the path that it names, else for the first automatic path that can run it.
 
-    Raises UsageError if it names a path that cannot take it, or an unknown algorithm.
+    The last path runs every call. Raises UsageError if the named path cannot run it, or for an unknown algorithm.
     """
     for path in paths[:-1]:
         if call.algorithm == path.name and (group.size > 1 or not path.is_automatic):

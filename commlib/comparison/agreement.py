@@ -1,6 +1,6 @@
-"""Agreement: what ranks must say alike is compared; what one rank finds wrong is raised on all of them.
+"""LayerAgreement: compare the arguments that must be equal on all ranks, and raise one rank's error on all of them.
 
-So none waits for the others, or computes with what they mean otherwise.
+So no rank waits for the others in vain, or computes with different arguments.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.comparison.parameter_check import Gathers, check_agreement
+from commlib.comparison.parameter_check import GatherRanks, check_agreement
 from commlib.errors import CommlibError, MismatchError, UsageError
 
 _T = TypeVar("_T")
 
 
-def together(comm: Gathers, run: Callable[[], _T]) -> _T:
-    """Return what `run` returns here; if it raises on any rank, raise on all. Collective.
+def run_together(comm: GatherRanks, run: Callable[[], _T]) -> _T:
+    """Run `run` on all ranks and return its result; if it raises on any rank, raise on all. Collective.
 
-    All raise UsageError, with the message of the first rank that has one, and the ranks that do; but a rank on which
-    something else was raised raises that. What a group itself has raised, as MismatchError, is raised at once,
-    and so is what `run` raised here while other ranks made other calls.
+    All ranks raise UsageError, with the message of the first failed rank, and the list of ranks that have it. A rank
+    with another kind of error raises its own. Errors raised by a group, such as MismatchError, are raised at once, and
+    so are errors of `run` while other ranks make other calls.
     """
     raised: Exception | None = None
     try:
@@ -37,8 +37,8 @@ def together(comm: Gathers, run: Callable[[], _T]) -> _T:
             raise
         raised = error
     try:
-        everyone = comm.all_gather_object("" if raised is None else _said(raised))
-    except MismatchError as error:  # a rank on which nothing was wrong had other calls to make first
+        everyone = comm.all_gather_object("" if raised is None else _error_text(raised))
+    except MismatchError as error:  # a rank without an error had other calls to make first
         raise error if raised is None else raised from None
     text = next((said for said in everyone if said), "")
     if not text:
@@ -49,47 +49,50 @@ def together(comm: Gathers, run: Callable[[], _T]) -> _T:
     raise UsageError(f"{text} (on ranks {ranks} of {comm.size})") from raised
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
-class Agreement:
-    """What ranks must say alike of a layer that they share: compared where all make it, and once when it is used.
+class LayerAgreement:
+    """Agreement on the options of a layer that ranks share: compared when all make it, and once when it is used.
 
-    comm: the ranks. kind, name: of the layer. It is numbered in the order in which this process makes layers on `comm`.
+    comm: the ranks. kind, name: of the layer. Layers are numbered in the order in which this process makes them on
+    `comm`.
     """
 
     def __init__(self, comm: Communicator, kind: str, name: str = "") -> None:
         self._comm, self._name = comm, kind if name in ("", kind) else f"{name}, {kind}"
         self._number = comm.kept["layers"] = comm.kept.get("layers", -1) + 1
-        self._settled: set[str] = set()
+        self._compared: set[str] = set()
 
     def settle(self, when: str, options: Mapping[str, Any]) -> None:
-        """Compare what ranks say, the first time that this happens. Collective: one small message, then none.
+        """Compare options between ranks, at the first call for `when`. Collective then: one small message.
 
         Raises MismatchError on all ranks, with the first option that differs.
         """
-        if when not in self._settled and self._comm.size > 1:
-            self._settled.add(when)
+        if when not in self._compared and self._comm.size > 1:
+            self._compared.add(when)
             layer = f"layer {self._number} of {self._comm.name}: {self._name}"
             what = f"{self._name} on {self._comm.name}, {when}"
-            # No message of objects, which `together` sends: a rank that has failed meanwhile is not taken for one here.
-            told(self._comm, what, [layer, *(f"{name}: {said(value)}" for name, value in options.items())])
+            # Not `run_together`: its message of objects would be taken for another call if a rank has failed meanwhile.
+            agree_on_number(
+                self._comm, what, [layer, *(f"{name}: {describe(value)}" for name, value in options.items())]
+            )
 
     def is_settled(self, when: str) -> bool:
-        """Return whether this was compared already."""
-        return when in self._settled
+        """Return whether options were compared for `when`."""
+        return when in self._compared
 
-    def __deepcopy__(self, memo: Any) -> Agreement:
-        found = object.__new__(Agreement)
-        vars(found).update(vars(self), _settled=set(self._settled))
+    def __deepcopy__(self, memo: Any) -> LayerAgreement:
+        found = object.__new__(LayerAgreement)
+        vars(found).update(vars(self), _compared=set(self._compared))
         return found
 
 
 def agree_on_call(
     comm: Communicator, what: str, *, plan: Any, verify: Any, example: Any, codec: Any = None, output: bool = False
 ) -> None:
-    """Compare how ranks call what divides a model, before they go on in ways that do not meet. Collective.
+    """Compare the arguments with which ranks shard a model, before their collectives diverge. Collective.
 
     Raises MismatchError on all ranks.
     """
@@ -98,7 +101,7 @@ def agree_on_call(
         "example": _is_given(example), "codec": codec, "divided_output": output,
     }  # fmt: skip
     if comm.size > 1:
-        told(comm, what, [f"{name}: {said(value)}" for name, value in options.items()])
+        agree_on_number(comm, what, [f"{name}: {describe(value)}" for name, value in options.items()])
 
 
 def _is_given(value: Any) -> str:
@@ -110,18 +113,18 @@ def options_of(value: Any) -> dict[str, Any]:
     return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
-def said(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value as text that is the same on all ranks for the same value.
 
-    Functions are told by their names, those whose names do not say which they are by their code, too; partial ones by
-    what they are made of.
+    Functions are described by name, lambdas and local functions by their code, too; partial functions by their function
+    and arguments.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        inner = ", ".join(f"{name}={said(one)}" for name, one in options_of(value).items())
+        inner = ", ".join(f"{name}={describe(one)}" for name, one in options_of(value).items())
         return f"{type(value).__name__}({inner})"
     if isinstance(value, partial):
-        options = [f"{name}={said(one)}" for name, one in value.keywords.items()]
-        return f"partial({', '.join([said(value.func), *map(said, value.args), *options])})"
+        options = [f"{name}={describe(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([describe(value.func), *map(describe, value.args), *options])})"
     if callable(value) and hasattr(value, "__qualname__"):
         owner = getattr(value, "__objclass__", None) or type(getattr(value, "__self__", None))
         name = f"{getattr(value, '__module__', None) or owner.__module__}.{value.__qualname__}"
@@ -132,12 +135,12 @@ def said(value: Any) -> str:
 
 
 def lines_of(layer: str, options: Mapping[str, Any]) -> list[str]:
-    """Return what ranks compare of a layer's options, a line for each."""
-    return [f"{layer}: {name}={said(value)}" for name, value in options.items()]
+    """Return a layer's options as lines that ranks compare."""
+    return [f"{layer}: {name}={describe(value)}" for name, value in options.items()]
 
 
 def _lines_of(code: CodeType) -> list[str]:
-    """Return what a function does, wherever it stands."""
+    """Return the contents of a function's code as lines, independent of its location."""
     found = [code.co_code.hex(), *code.co_names]
     for one in code.co_consts:
         if isinstance(one, CodeType):
@@ -148,36 +151,36 @@ def _lines_of(code: CodeType) -> list[str]:
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """Return 63 bits that tell texts apart."""
+    """Return a digest of texts, 63 bits."""
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8]) >> 1
 
 
-def told(comm: Communicator, what: str, lines: Sequence[str], number: int = 0) -> tuple[int, ...]:
-    """Return the number that each rank gives. Collective: one small message.
+def agree_on_number(comm: Communicator, what: str, lines: Sequence[str], number: int = 0) -> tuple[int, ...]:
+    """Return the number that each rank passes. Collective: one small message.
 
-    Raises MismatchError on all ranks if `lines`, what they are about to call, differ.
+    Raises MismatchError on all ranks if `lines`, which describe the next call, differ.
     """
-    return tuple(number for (number,) in all_told(comm, what, lines, (number,)))
+    return tuple(number for (number,) in agree_on_numbers(comm, what, lines, (number,)))
 
 
-def all_told(comm: Communicator, what: str, lines: Sequence[str], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers that each rank gives: as `told`."""
+def agree_on_numbers(comm: Communicator, what: str, lines: Sequence[str], numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers that each rank passes, like `agree_on_number`."""
     everyone = comm.all_gather(np.array([[digest_of(lines), *numbers]], np.int64)).tolist()
     if len({digest for digest, *_ in everyone}) > 1:
         check_agreement(comm, what, lines)
     return [given for _, *given in everyone]
 
 
-def or_refused(comm: Communicator, what: str, make: Callable[[], _T], numbers: int = 1) -> _T:
-    """Return what `make` returns. Not collective, unless it raises UsageError: then other ranks are told.
+def make_or_refuse(comm: Communicator, what: str, make: Callable[[], _T], numbers: int = 1) -> _T:
+    """Return the result of `make`. Not collective, unless it raises UsageError: then the other ranks are informed.
 
-    These wait in `told`, or `all_told` with as many numbers, for what this rank is about to call. They raise
-    MismatchError, or UsageError as this rank does.
+    Other ranks wait in `agree_on_number`, or in `agree_on_numbers` with as many numbers, for this rank's next call.
+    They raise MismatchError, or UsageError if they fail like this rank.
     """
     try:
         return make()
     except UsageError as error:
         if comm.size > 1:
-            with suppress(MismatchError):  # this rank's own error says more
-                all_told(comm, what, [what, f"refused: {error}"], (0,) * numbers)
+            with suppress(MismatchError):  # this rank's own error is more specific
+                agree_on_numbers(comm, what, [what, f"refused: {error}"], (0,) * numbers)
         raise

@@ -1,4 +1,4 @@
-"""Compare the parameters of all ranks once, instead of summing apples and pears."""
+"""Compare the parameters of all ranks once, before their gradients are added up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from commlib.errors import MismatchError
 
 
-class Gathers(Protocol):
-    """A communicator, as far as it is needed here. Ranks that have joined may be missing from what it gathers."""
+class GatherRanks(Protocol):
+    """The part of a communicator that this module needs. Ranks that have joined may be missing from gathered lists."""
 
     @property
     def rank(self) -> int: ...
@@ -24,14 +24,14 @@ class Gathers(Protocol):
 
 
 def check_agreement(
-    comm: Gathers, what: str, lines: Sequence[str], *, counted: Sequence[str] = (), remedy: str = ""
+    comm: GatherRanks, what: str, lines: Sequence[str], *, counted: Sequence[str] = (), remedy: str = ""
 ) -> None:
-    """Compare `lines` with those of the other ranks, and `counted` behind them. Collective.
+    """Compare `lines` with those of the other ranks, then `counted`. Collective.
 
-    counted: lines with names that a framework may count from other numbers on other ranks: see `from_first`. Those that
-    differ in that alone are taken for the same, which the first rank warns of: names do not tell whether ranks mean the
-    same ones. Only a digest travels while all is well. Raises MismatchError on every rank, with the first line that
-    differs, and the `remedy` where some ranks have a line and others have not.
+    counted: lines with numbered names, where a framework may start from another number on each rank: see `renumber`.
+    If lines differ in that alone, they count as equal and the first rank warns, because such names do not prove that
+    ranks mean the same parameters. Ranks exchange only a digest unless they differ. Raises MismatchError on every rank,
+    with the first line that differs, and with the `remedy` if only some ranks have a line.
     """
     if comm.size == 1:
         return
@@ -41,12 +41,13 @@ def check_agreement(
         return
     everyone: list[tuple[int, list[str], int]] = comm.all_gather_object((comm.rank, mine, len(lines)))
     difference, is_lacking = _first_difference([(rank, own) for rank, own, _ in everyone])
-    alike = [(same, own[:same], from_first(own[same:])) for _, own, same in everyone]
+    alike = [(same, own[:same], renumber(own[same:])) for _, own, same in everyone]
     if all(one == alike[0] for one in alike):
         if comm.rank == everyone[0][0]:
             warnings.warn(
-                f"{what}: {difference}: taken for the same, as where a rank has made other layers before, so that they "
-                "count from another number. If ranks mean different ones, as where each freezes others, name them",
+                f"{what}: {difference}: treated as equal, because a rank that made other layers earlier counts from "
+                "another number. If ranks mean different parameters, for example if each freezes others, give them "
+                "names",
                 stacklevel=2,
             )
         return
@@ -54,11 +55,11 @@ def check_agreement(
     raise MismatchError(f"{what}: {difference} (this is rank {comm.rank} of {comm.size}){after}")
 
 
-def from_first(lines: Sequence[str]) -> list[str]:
-    """Return lines in which names are counted from the first of each kind: dense_7/kernel as dense_0/kernel.
+def renumber(lines: Sequence[str]) -> list[str]:
+    """Renumber names from the first of each kind: dense_7/kernel becomes dense_0/kernel.
 
-    Keras counts the layers that a process has made, and one that has made others before begins with another number.
-    What differs in their order, or in how many there are between two, differs still.
+    Keras counts the layers that a process has made. A process that made other layers earlier starts from another
+    number. Differences in the order of names, or in the gaps between their numbers, remain.
     """
     first = dict[str, int]()
 
@@ -70,14 +71,14 @@ def from_first(lines: Sequence[str]) -> list[str]:
 
 
 def check_missing(
-    comm: Gathers, names: Sequence[str], mine: frozenset[int] | None, *, gave_up: bool = False, late: str = ""
+    comm: GatherRanks, names: Sequence[str], mine: frozenset[int] | None, *, gave_up: bool = False, late: str = ""
 ) -> bool:
-    """Hear what is wrong with gradients on some rank; return whether the backward counts all the same. Collective.
+    """Exchange which gradients are missing on each rank; return whether the backward is valid. Collective.
 
-    mine: the gradients that this rank lacks, by number; None if it has joined. gave_up: its own backward raised, and
-    what it gives are no gradients. late: a gradient that this rank reduces once more for, because it came after those
-    of its backward. Raises MismatchError, but on ranks that gave up or have joined, if any rank gave up, if some reduce
-    once more and others do not, or if some lack other gradients than others.
+    mine: the numbers of the gradients that this rank lacks; None if it has joined. gave_up: its backward raised, so it
+    has no gradients. late: the gradient that makes this rank reduce once more, because it was set after the backward.
+    Raises MismatchError, except on ranks that gave up or have joined, if any rank gave up, if only some reduce once
+    more, or if ranks lack different gradients.
     """
     everyone: list[tuple[int, frozenset[int] | None, bool, str]] = comm.all_gather_object(
         (comm.rank, mine, gave_up, late)
@@ -87,17 +88,17 @@ def check_missing(
         if gave_up or mine is None:
             return False
         raise MismatchError(
-            f"an exception ended the backward of ranks {away}, which caught it and went on, so gradients lack their "
-            f"part ({this}): catch this here, too, call zero_grad() and go on with the next step as they do"
+            f"an exception ended the backward of ranks {away}, which caught it and continued, so gradients lack their "
+            f"part ({this}): catch MismatchError here, too, call zero_grad() and continue with the next step as they do"
         )
     again = {rank: name for rank, theirs, _, name in everyone if theirs is not None and name}
     if again and (others := [rank for rank, theirs, _, name in everyone if theirs is not None and not name]):
         if mine is None:
             return False
         raise MismatchError(
-            f"the gradient of {next(iter(again.values()))} was put into .grad by hand, after a backward had reduced "
-            f"those of its step, on ranks {list(again)}, but not on ranks {others} ({this}): put it in on all ranks, "
-            "zeros where there is none, or before the backward"
+            f"the gradient of {next(iter(again.values()))} was put into .grad by hand on ranks {list(again)} after a "
+            f"backward had reduced those of its step, but not on ranks {others} ({this}): put it in on all ranks, with "
+            "zeros on ranks without one, or before the backward"
         )
     lacking = [(rank, theirs) for rank, theirs, _, _ in everyone if theirs is not None]
     for index in sorted(frozenset().union(*(theirs for _, theirs in lacking))):
@@ -107,14 +108,14 @@ def check_missing(
             if mine is None:
                 return False
             raise MismatchError(
-                f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} ({this}): give "
-                "zeros where there is none, or sparse_as_dense=True if it is sparse"
+                f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} ({this}): set a "
+                "gradient of zeros on those ranks, or pass sparse_as_dense=True if it is sparse"
             )
     return True
 
 
 def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> tuple[str, bool]:
-    """Return what differs first, and whether it is a line that some ranks have, and others have not."""
+    """Return the first difference, and whether it is a line that only some ranks have."""
     first, reference = everyone[0]
     other, lines = next((rank, lines) for rank, lines in everyone if lines != reference)
     for position, (expected, got) in enumerate(zip(reference, lines, strict=False)):

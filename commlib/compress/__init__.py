@@ -1,6 +1,7 @@
-"""Compress what is sent: codecs turn arrays into bytes, schemes reduce gradients with them.
+"""Compression: codecs encode arrays as bytes, and schemes reduce gradients with them.
 
-Nothing here knows a framework. `scheme_of("int8")` and `codec_of("int8")` understand names; the classes take options.
+This package does not depend on a framework. `scheme_of("int8")` and `codec_of("int8")` take names; the classes take
+options.
 """
 
 from commlib.compress import activations
@@ -12,7 +13,7 @@ from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import RandomK, TopK
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.registry import CODECS, SCHEMES, Compression, codec_of, scheme_of
-from commlib.compress.scheme import Part, Reducer, Scheme
+from commlib.compress.scheme import BucketPart, Scheme, SchemeReducer
 from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
@@ -37,10 +38,10 @@ __all__ = [
     "Float8",
     "Gathered",
     "GradientCompression",
-    "Part",
+    "BucketPart",
     "PowerSGD",
     "RandomK",
-    "Reducer",
+    "SchemeReducer",
     "Scheme",
     "Sign",
     "TopK",

@@ -1,7 +1,7 @@
-"""Send activations encoded: on a pipeline edge, or as tokens in an exchange between experts.
+"""Send encoded activations: between pipeline stages, or as tokens to experts.
 
-No residual is kept: an activation is sent once, so that what a codec loses of it cannot be made good later. Gradients
-of activations go the same ways back, encoded by whichever codec is chosen for them.
+There is no residual: an activation is sent once, so a later message cannot correct the codec's error. Gradients of
+activations return over the same links, encoded by the codec chosen for them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 
 from commlib.compress.codec import Codec
 from commlib.compress.memory import Memory
-from commlib.devices.arrays import device_of, empty_like, is_contiguous, readable, written
+from commlib.devices.arrays import as_contiguous, as_writable, device_of, empty_like, is_contiguous
 from commlib.dtypes import FLOATS, Array, name_of
 from commlib.errors import UsageError
 
 _LENGTH = 8
-"""Bytes before each payload of an exchange: how many rows it stands for. Payloads take a multiple of them."""
+"""Bytes before each payload that hold its number of rows. Payloads are padded to a multiple of them."""
 
 
-class Peers(Protocol):
-    """A communicator, as far as it is needed here."""
+class ActivationRanks(Protocol):
+    """The part of a communicator that this module needs."""
 
     @property
     def size(self) -> int: ...
@@ -38,18 +38,18 @@ class Peers(Protocol):
 
 
 def encode(codec: Codec, x: Any, *, seed: int = 0) -> Any:
-    """Return the payload (uint8, 1-D) of a floating-point array of any shape, as a DeviceArray if that is on a device.
+    """Return the payload (uint8, 1-D) of a floating-point array of any shape, on the array's device.
 
     Raises UsageError for other dtypes.
     """
-    flat = _floats(readable(x, "encode"), "encode")
+    flat = _as_float32(as_contiguous(x, "encode"), "encode")
     payload = _zeros(flat, codec.payload_bytes(flat.size))
     return payload[: codec.encode(flat, payload, seed=seed)]
 
 
 def decode(codec: Codec, payload: Any, out: Any) -> Any:
-    """Write what a payload stands for to `out`, a contiguous floating-point array of the shape sent, and return it."""
-    array = _checked(written(out, "decode", "out"))
+    """Decode a payload into `out`, a contiguous floating-point array of the shape sent, and return `out`."""
+    array = _check_output(as_writable(out, "decode", "out"))
     flat = array.reshape(-1)
     if array.dtype == np.float32:
         codec.decode(payload, flat)
@@ -60,42 +60,44 @@ def decode(codec: Codec, payload: Any, out: Any) -> Any:
     return out
 
 
-def send(comm: Peers, codec: Codec, x: Any, peer: int, tag: int = 0, *, seed: int = 0) -> None:
-    """Send a floating-point array encoded; the peer calls `recv` with the same codec. Codecs of fixed length only."""
+def send(comm: ActivationRanks, codec: Codec, x: Any, peer: int, tag: int = 0, *, seed: int = 0) -> None:
+    """Send a floating-point array, encoded. The peer calls `recv` with the same codec. Codecs of fixed length only."""
     _check_fixed(codec, "send")
     comm.send(encode(codec, x, seed=seed), peer, tag)
 
 
-def recv(comm: Peers, codec: Codec, out: Any, peer: int, tag: int = 0) -> Any:
-    """Receive what the peer sent by `send` into `out`, an array of the same shape, and return it."""
+def recv(comm: ActivationRanks, codec: Codec, out: Any, peer: int, tag: int = 0) -> Any:
+    """Receive an array that the peer sent by `send` into `out`, an array of the same shape, and return `out`."""
     _check_fixed(codec, "recv")
-    array = _checked(written(out, "recv", "out"))
+    array = _check_output(as_writable(out, "recv", "out"))
     return decode(codec, comm.recv(_zeros(array, codec.payload_bytes(array.size)), peer, tag), out)
 
 
-def all_to_all_v(comm: Peers, codec: Codec, x: Any, splits: Sequence[int], *, seed: int = 0) -> tuple[Any, Array]:
-    """Send `splits[i]` rows of `x`, encoded, to rank i; return (rows that came, int64 rows from each rank).
+def all_to_all_v(
+    comm: ActivationRanks, codec: Codec, x: Any, splits: Sequence[int], *, seed: int = 0
+) -> tuple[Any, Array]:
+    """Send `splits[i]` rows of `x`, encoded, to rank i; return (received rows, int64 row counts per rank).
 
-    As `Communicator.all_to_all_v`; each part is encoded by itself. The rows have the dtype and the device of `x`.
+    As `Communicator.all_to_all_v`, but each part is encoded separately. The rows have the dtype and the device of `x`.
     """
-    array = readable(x, "all_to_all_v")
-    flat = _floats(array, "all_to_all_v")
+    array = as_contiguous(x, "all_to_all_v")
+    flat = _as_float32(array, "all_to_all_v")
     sizes = [int(rows) for rows in splits]
     if array.ndim == 0 or len(sizes) != comm.size or min(sizes) < 0 or sum(sizes) != array.shape[0]:
         raise UsageError(
-            f"all_to_all_v: splits {sizes} must be {comm.size} lengths, none negative, that add up to dimension 0 of "
-            f"x, whose shape is {array.shape}"
+            f"all_to_all_v: splits {sizes} must be {comm.size} non-negative lengths that add up to dimension 0 of x, "
+            f"whose shape is {array.shape}"
         )
     memory, row = Memory(device_of(array), comm.watch), math.prod(array.shape[1:])
-    message = memory.zeros(sum(_LENGTH + _up(codec.payload_bytes(rows * row)) for rows in sizes), np.uint8)
+    message = memory.zeros(sum(_LENGTH + _round_up(codec.payload_bytes(rows * row)) for rows in sizes), np.uint8)
     lengths, start, at = [], 0, 0
     for peer, rows in enumerate(sizes):
         memory.put(message[at : at + _LENGTH], np.array([rows], "<i8").view(np.uint8))
         part, room = flat[start * row : (start + rows) * row], message[at + _LENGTH :]
-        lengths.append(_LENGTH + _up(codec.encode(part, room, seed=seed + peer)))
+        lengths.append(_LENGTH + _round_up(codec.encode(part, room, seed=seed + peer)))
         start, at = start + rows, at + lengths[-1]
     came, received = comm.all_to_all_v(message[:at], lengths)
-    arrived, ends = readable(came, "all_to_all_v"), np.cumsum(received).tolist()
+    arrived, ends = as_contiguous(came, "all_to_all_v"), np.cumsum(received).tolist()
     parts = [arrived[end - int(nbytes) : end] for end, nbytes in zip(ends, received, strict=True)]
     heads = memory.on_host(*(part[:_LENGTH] for part in parts))
     counts = np.array([head.view("<i8")[0] for head in heads], np.int64)
@@ -109,19 +111,21 @@ def all_to_all_v(comm: Peers, codec: Codec, x: Any, splits: Sequence[int], *, se
 
 def _check_fixed(codec: Codec, verb: str) -> None:
     if not codec.fixed:
-        raise UsageError(f"{verb}: the payload of {codec.name} has no fixed length: the receiver could not expect it")
+        raise UsageError(
+            f"{verb}: the payload of {codec.name} has no fixed length, so the receiver cannot allocate memory for it"
+        )
 
 
-def _checked(array: Any) -> Any:
+def _check_output(array: Any) -> Any:
     if name_of(array.dtype) not in FLOATS or not is_contiguous(array):
         raise UsageError(f"decode: out must be a contiguous, writable array of {', '.join(FLOATS)}")
     return array
 
 
-def _floats(array: Any, verb: str) -> Any:
-    """Return a contiguous array as 1-D float32, a copy if it is of another floating-point dtype."""
+def _as_float32(array: Any, verb: str) -> Any:
+    """Return a contiguous array as 1-D float32. Other floating-point dtypes are copied."""
     if name_of(array.dtype) not in FLOATS:
-        raise UsageError(f"{verb}: codecs are for {', '.join(FLOATS)}, got {name_of(array.dtype)}")
+        raise UsageError(f"{verb}: codecs take {', '.join(FLOATS)}, got {name_of(array.dtype)}")
     flat = array.reshape(-1)
     if array.dtype == np.float32:
         return flat
@@ -131,11 +135,11 @@ def _floats(array: Any, verb: str) -> Any:
 
 
 def _zeros(like: Any, nbytes: int) -> Any:
-    """Return new bytes of the device of an array."""
+    """Return a new byte array of zeros on the device of `like`."""
     made = empty_like(like, nbytes, np.uint8)
     device_of(like).kernels.fill(made, 0)
     return made
 
 
-def _up(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // _LENGTH) * _LENGTH

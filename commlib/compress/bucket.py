@@ -1,11 +1,11 @@
-"""Compressed bucket: reduce one bucket of a group, encoded where it crosses the slow link.
+"""CompressedBucket: reduce one bucket over a group, encoded only on the slow link.
 
-    several nodes, several ranks each     one rank on each node     one node, asked to     one node
-    sum in the node (shared memory)
+    several nodes, several ranks each     one rank on each node     within_node=True       one node
+    sum within the node (shared memory)
     this rank's share over its rail     everything over all       everything over all    nothing is compressed
     shares to all ranks of the node
 
-Within a node memory is faster than any codec, so there nothing is compressed unless that is asked for.
+Shared memory is faster than any codec, so nothing is compressed within a node unless the user requests it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
 from commlib.compress.feedback import is_finite
 from commlib.compress.gaps import Gaps
-from commlib.compress.scheme import Part, Reducer, Scheme
+from commlib.compress.scheme import BucketPart, Scheme, SchemeReducer
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of, name_of_device
 from commlib.group.operation import Operation
@@ -27,15 +27,15 @@ from commlib.node.collective import Exchange, NodeCollective
 from commlib.schedule.layout import even
 
 _ALIGNMENT = 256
-"""Elements: shares begin at multiples of it, so that few blocks of a codec are cut."""
+"""Elements: shares begin at multiples of it, so few blocks of a codec are cut."""
 
 
 class SlowLink:
-    """The private groups over which compressed reductions of a communicator go. Collective to make.
+    """The private groups that carry the compressed reductions of a communicator. Construction is collective.
 
-    within_node: compress between all ranks, also those of one node. whole: all ranks. node: those of this node, where
-    values are added up first; None where nothing is. comm: the ranks among which this rank's share crosses the slow
-    link; None if this rank has none. share: the number of that share, one for each of the `rails`.
+    within_node: compress between all ranks, even within a node. whole: all ranks. node: the ranks of this node, where
+    values are added up first; None without such a sum. comm: the ranks among which this rank's share crosses the slow
+    link; None if this rank has no share. share: the number of that share, one for each of the `rails`.
     """
 
     def __init__(self, comm: Communicator, *, within_node: bool = False) -> None:
@@ -52,18 +52,18 @@ class SlowLink:
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is compressed at all: the same on all ranks."""
+        """Whether any data is compressed: the same on all ranks."""
         return self.rails > 0 and self.whole.size > 1
 
     @property
     def hosts(self) -> int:
-        """The number of ranks between which a share travels."""
+        """The number of ranks that exchange a share."""
         return self.whole.size if self.node is None else len(self.whole.topology.nodes)
 
-    def shares(self, parts: Sequence[Part], count: int, *, divisible: bool) -> list[tuple[int, int]]:
-        """Return (first element, end) of what each rail reduces of a bucket with so many elements.
+    def shares(self, parts: Sequence[BucketPart], count: int, *, divisible: bool) -> list[tuple[int, int]]:
+        """Return (first element, end) of each rail's share of a bucket with `count` elements.
 
-        Parameters are cut only if they are divisible. The last share ends at `count`.
+        Parameters are cut only if `divisible`. The last share ends at `count`.
         """
         ideal = even(-(-count // _ALIGNMENT), self.rails).offsets
         bounds = [min(offset * _ALIGNMENT, count) for offset in ideal]
@@ -74,46 +74,47 @@ class SlowLink:
         return list(pairwise(bounds))
 
 
-def parts_within(parts: Sequence[Part], first: int, end: int) -> list[Part]:
-    """Return what a share has of the parts, counted from its beginning; the name of a piece says where it was cut."""
+def parts_within(parts: Sequence[BucketPart], first: int, end: int) -> list[BucketPart]:
+    """Return the parts within a share, with offsets from its first element. The name of a piece includes its cut."""
     found = []
     for part in parts:
         start, stop = max(part.start, first), min(part.stop, end)
         if start >= stop:
             continue
         if stop - start == part.count:
-            found.append(Part(part.name, start - first, part.shape))
+            found.append(BucketPart(part.name, start - first, part.shape))
         else:
             name = f"{part.name}[{start - part.start}:{stop - part.start}]"
-            found.append(Part(name, start - first, (stop - start,)))
+            found.append(BucketPart(name, start - first, (stop - start,)))
     return found
 
 
 def split_piece(name: str) -> tuple[str, str]:
-    """Return the parameter of a part's name, and which piece of it the part is: "" for all of it."""
+    """Return the parameter name and the piece of a part's name. The piece is "" for a full parameter."""
     found = re.fullmatch(r"(.*?)(\[\d+:\d+\])?", name, re.DOTALL)
     assert found is not None
     return found[1], found[2] or ""
 
 
 class CompressedBucket:
-    """Reduces one bucket of a group by a scheme, as one operation of that group: a plan, as an all-reduce has one.
+    """Reduces one bucket of a group by a scheme, as one operation of that group. It has the interface of a plan.
 
-    `array`, of any device, holds float32 values, and flags from element `flags` on: exact, and positive afterwards if
-    they were on any rank. `op` is "sum" or "mean". `finite` says whether the result was, the same on all ranks.
+    `array`, on any device, holds float32 values, and flags from element `flags` on. Flags are exact: positive after the
+    reduction if they were positive on any rank. `op` is "sum" or "mean". `finite` is True if the result was finite, and
+    the same on all ranks.
     """
 
     def __init__(
-        self, link: SlowLink, scheme: Scheme, array: Any, parts: Sequence[Part], flags: int, op: str, key: str
+        self, link: SlowLink, scheme: Scheme, array: Any, parts: Sequence[BucketPart], flags: int, op: str, key: str
     ) -> None:
         self._link, self._flags = link, flags
         self._kernels = device_of(array).kernels
         self.finite = True
         shares = link.shares(parts, flags, divisible=scheme.divisible)
-        self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
+        self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags belong to the last share
         self._scale = 1 / link.whole.size if op == "mean" else 1.0
         self._gaps = Gaps(parts, 0, flags)
-        self.reducer: Reducer | None = None
+        self.reducer: SchemeReducer | None = None
         if link.comm is not None:
             first, end = shares[link.share]
             own = parts_within(parts, first, end)
@@ -136,21 +137,21 @@ class CompressedBucket:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank handed to messages across the slow link in the last reduction."""
+        """Bytes that this rank sent across the slow link in the last reduction."""
         return 0 if self.reducer is None else self.reducer.sent_bytes
 
     def __call__(self) -> Any:
-        """Run it here and now."""
+        """Run the reduction in this thread."""
         return self._now()
 
     def end_step(self) -> None:
-        """Note that this bucket is all that was reduced: see `GradientCompression.end_step`."""
+        """End a step in which this bucket was the only one: see `GradientCompression.end_step`."""
         if not self.finite and self.reducer is not None:
             self.reducer.rollback()
 
     def _run(self) -> None:
         link, array = self._link, self._array
-        self._gaps.clear(self._values, self._kernels)  # of what the last step left there
+        self._gaps.clear(self._values, self._kernels)  # values of the last step
         if self._scale != 1:
             self._kernels.scale(self._values, self._scale)
         if link.node is not None:
@@ -162,7 +163,7 @@ class CompressedBucket:
             self.finite = is_finite(self._values)
 
     def _spread(self, node: Communicator) -> None:
-        """Give all ranks of the node the shares of its rails."""
+        """Copy the shares of the rails to all ranks of the node."""
         if type(self._array) is DeviceArray or not node.group.shares_memory:
             if node.size > 1:
                 self._spread_by_messages(node)

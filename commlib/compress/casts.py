@@ -1,6 +1,6 @@
 """Casts: Horovod's compressors, which send floating-point tensors of any framework in 16 bits.
 
-What is sent, added and rounded then has 16 bits; sums are taken in float32 and rounded once.
+Values are sent, added and rounded in 16 bits; sums are taken in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from commlib.dtypes import FLOATS, NUMPY
 
 
 class Compressor(Protocol):
-    """Compress a tensor, for `compression=`. Ranks compress equal shapes to equal shapes that can be added up."""
+    """Interface of tensor compressors, for `compression=`. Ranks compress equal shapes to equal, summable shapes."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Return what is sent for `tensor`, and whatever `decompress` needs to know."""
+        """Return the compressed `tensor`, and the context for `decompress`."""
         ...
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Return the tensor that a reduced `tensor` stands for."""
+        """Return the tensor that a reduced `tensor` decodes to."""
         ...
 
 
-class Cast:
-    """Sends wider floating-point tensors as `wire`, others as they are. A class, not an object, as in Horovod."""
+class TensorCast:
+    """Sends wider floating-point tensors as `wire`, others unchanged. A class, not an object, as in Horovod."""
 
     wire: ClassVar[Any] = None
-    """The framework's dtype that is sent; None for none."""
+    """The framework's dtype on the wire; None for no cast."""
     wire_name: ClassVar[str] = ""
-    """The core's name of it; "" for none."""
+    """The core's name of that dtype; "" for no cast."""
     name_of: ClassVar[Callable[[Any], str]]
     """Returns the core's name of a tensor's dtype."""
     to: ClassVar[Callable[[Any, str], Any]]
@@ -39,40 +39,40 @@ class Cast:
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str]:
-        """Return `tensor` in the dtype that is sent, and the name of its own."""
+        """Return `tensor` in the wire dtype, and the name of its original dtype."""
         name = cls.name_of(tensor)
-        wire = narrowed(name, cls.wire_name)
+        wire = narrow_dtype(name, cls.wire_name)
         return (tensor if wire == name else cls.to(tensor, wire)), name
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str) -> Any:
-        """Return `tensor` in its own dtype."""
+        """Return `tensor` in its original dtype."""
         return tensor if cls.name_of(tensor) == ctx else cls.to(tensor, ctx)
 
 
 def make_casts(
     module: str, name_of: Callable[[Any], str], to: Callable[[Any, str], Any], float16: Any, bfloat16: Any
-) -> tuple[type[Cast], type[Cast], type[Cast]]:
-    """Return a framework's NoneCompressor, FP16Compressor and BF16Compressor, to stand in `module`."""
+) -> tuple[type[TensorCast], type[TensorCast], type[TensorCast]]:
+    """Return a framework's NoneCompressor, FP16Compressor and BF16Compressor, defined in `module`."""
 
-    def made(name: str, doc: str, wire: Any = None, wire_name: str = "") -> type[Cast]:
+    def made(name: str, doc: str, wire: Any = None, wire_name: str = "") -> type[TensorCast]:
         attributes = {"wire": wire, "wire_name": wire_name, "name_of": staticmethod(name_of), "to": staticmethod(to)}
-        return type(name, (Cast,), {**attributes, "__module__": module, "__doc__": doc})
+        return type(name, (TensorCast,), {**attributes, "__module__": module, "__doc__": doc})
 
     return (
-        made("NoneCompressor", "Sends tensors as they are."),
+        made("NoneCompressor", "Sends tensors unchanged."),
         made("FP16Compressor", "Sends wider floating-point tensors as float16.", float16, "float16"),
         made("BF16Compressor", "Sends wider floats as bfloat16: the range of float32.", bfloat16, "bfloat16"),
     )
 
 
-def narrowed(dtype: str, wire: str) -> str:
-    """Return in which dtype values of `dtype` travel, where floats travel as `wire` if that is narrower; "" is none."""
+def narrow_dtype(dtype: str, wire: str) -> str:
+    """Return the wire dtype of `dtype`: `wire` if `dtype` is a wider float, else `dtype`. "" is no cast."""
     return wire if wire and dtype in FLOATS and NUMPY[wire].itemsize < NUMPY[dtype].itemsize else dtype
 
 
-Compressors = Compressor | type[Cast]
-"""What the verbs take as `compression=`."""
+Compressors = Compressor | type[TensorCast]
+"""Values of `compression=` for the verbs."""
 
 Compressing = str | Codec | Scheme | Compressors
-"""What optimizers take: also names such as "int8", codecs and schemes, which keep what is lost for the next step."""
+"""Values of `compression=` for optimizers: also names such as "int8", codecs and schemes, which use error feedback."""

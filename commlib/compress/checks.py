@@ -1,4 +1,4 @@
-"""Check the arrays of codecs before compiled code reads and writes their memory; write names of codecs."""
+"""Check the arrays of codecs before compiled code accesses their memory; format the names of codecs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT32, _UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
 Checked = tuple[Kernels, Any, Any]
-"""The kernels for arrays that were checked, what was lost before, and where to write what is lost; None without."""
+"""The kernels for the checked arrays, the residual before and the residual after; None without residuals."""
 
 
 def _check(array: Any, what: str, dtype: Any, *, written: bool) -> None:
@@ -45,12 +45,12 @@ def _kernels(*arrays: Any) -> Kernels:
     device = device_of(arrays[0])
     for other in arrays[1:]:
         if device_of(other) is not device:
-            raise UsageError(f"a codec works on one device, but was given arrays on {device.name} and another one")
+            raise UsageError(f"a codec works on one device, but got arrays on {device.name} and on another device")
     return device.kernels  # type: ignore[no-any-return]
 
 
 def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | None) -> Checked:
-    """Return the kernels of these arrays' device, and the residuals. Raises UsageError."""
+    """Return the kernels of these arrays' device, and the residuals. Raises UsageError for invalid arrays."""
     _check(x, "x", _FLOAT32, written=False)
     _check(payload, "payload", _UINT8, written=True)
     _check_room(payload, needed, len(x))
@@ -61,13 +61,13 @@ def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | 
     _check(after, "the residual after", _FLOAT32, written=True)
     if not len(before) == len(after) == len(x):
         raise UsageError(
-            f"residuals must be as long as x: it has {len(x)} elements, they have {len(before)} and {len(after)}"
+            f"residuals must have the length of x, {len(x)} elements, but have {len(before)} and {len(after)}"
         )
     return _kernels(x, payload, before, after), before, after
 
 
 def check_decode(payload: Any, out: Any, needed: int) -> Kernels:
-    """Return the kernels for a payload and what it decodes to. Raises UsageError if the arrays cannot be that."""
+    """Return the kernels to decode a payload into `out`. Raises UsageError for invalid arrays."""
     _check(payload, "payload", _UINT8, written=False)
     _check(out, "out", _FLOAT32, written=True)
     _check_room(payload, needed, len(out))
@@ -75,13 +75,13 @@ def check_decode(payload: Any, out: Any, needed: int) -> Kernels:
 
 
 def check_block(block: int, what: str = "block") -> None:
-    """Raise UsageError if this is not a length that blocks can have."""
+    """Raise UsageError if `block` is not a valid block length."""
     if block < 8 or block % 8 or block > 1 << 20:
         raise UsageError(f"{what} must be a multiple of 8 elements from 8 to 2^20, not {block}")
 
 
-def described(name: str, codec: Any) -> str:
-    """Return the name of a codec with those of its fields that are not what they are by default."""
+def describe_codec(name: str, codec: Any) -> str:
+    """Return the name of a codec with its options that differ from their defaults."""
     changed = [
         f"{field.name}={getattr(codec, field.name)}"
         for field in fields(codec)
@@ -90,10 +90,10 @@ def described(name: str, codec: Any) -> str:
     return name + (":" + ",".join(changed) if changed else "")
 
 
-def with_options(name: str, scheme: Any, kind: Any) -> str:
-    """Return the name of a scheme of a codec: the codec's with those of its own options that are not by default.
+def describe_scheme(name: str, scheme: Any, kind: Any) -> str:
+    """Return the name of a codec's scheme: the codec's name with the scheme's options that are not defaults.
 
-    Feedback is by default what the codec wants, whether that was said or not.
+    Feedback counts as default if it is the codec's choice, explicit or not.
     """
     changed = [
         f"{field.name}={getattr(scheme, field.name)}".lower()

@@ -1,4 +1,4 @@
-"""Read what `compression=` of an optimizer may be: a cast, a scheme, or an object of the user's."""
+"""Read `compression=` of an optimizer: a cast, a scheme, or a user's object."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from commlib.compress.scheme import Scheme
 from commlib.errors import UsageError
 
 CASTS = {"none": "", "fp16": "float16", "bf16": "bfloat16"}
-"""The dtypes in which gradients may travel, by the names of Horovod's compressors."""
+"""The dtypes for casts of gradients, by the names of Horovod's compressors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Say how gradients travel. At most one of the three is set."""
+class CompressionChoice:
+    """The compression of gradients. At most one of the three fields is set."""
 
     wire: str = ""
-    """The dtype that floating-point gradients are cast to, such as "float16"; "" is their own."""
+    """The dtype for casts of floating-point gradients, such as "float16"; "" for no cast."""
     scheme: Scheme | None = None
-    """How buckets are compressed, beyond a cast."""
+    """The compression of buckets, beyond a cast."""
     compressor: Any = None
     """An object with `compress(tensor) -> (tensor, context)` and `decompress(tensor, context)`."""
 
 
-def choose(given: Any) -> Choice:
-    """Return what `given` means: a name, a codec or scheme, an adapter's cast, or a compressor of the user's.
+def choose(given: Any) -> CompressionChoice:
+    """Return the choice for `given`: a name, a codec or scheme, an adapter's cast, or a user's compressor.
 
-    A cast has the attribute `wire_name`. Raises UsageError for anything else.
+    A cast has the attribute `wire_name`. Raises UsageError for other values.
     """
     if isinstance(given, str) and given in CASTS:
-        return Choice(wire=CASTS[given])
+        return CompressionChoice(wire=CASTS[given])
     if isinstance(given, str | Codec | Scheme):
-        return Choice(scheme=scheme_of(given))
+        return CompressionChoice(scheme=scheme_of(given))
     wire = getattr(given, "wire_name", None)
     if isinstance(wire, str):
-        return Choice(wire=wire)
+        return CompressionChoice(wire=wire)
     if hasattr(given, "decompress"):
-        return Choice(compressor=given)
+        return CompressionChoice(compressor=given)
     raise UsageError(
-        "compression must be a name such as 'int8', a codec or scheme of commlib.compress, one of Compression, "
-        f"or have compress and decompress, got {given!r}"
+        "compression must be a name such as 'int8', a codec or scheme of commlib.compress, a member of Compression, "
+        f"or an object with compress and decompress, got {given!r}"
     )

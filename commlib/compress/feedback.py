@@ -1,7 +1,7 @@
-"""Error feedback: add what a codec lost in one step to the next. In the sum over steps nothing is lost.
+"""Error feedback: add a codec's loss in one step to the next step. The sum over steps loses nothing.
 
-The residual is this rank's own: local values minus what this rank contributed to the sum (Vogels et al. 2019, algorithm
-2; Karimireddy et al. 2019). The other form, local values minus the *mean*, grows without bound where ranks differ.
+The residual belongs to this rank: local values minus this rank's contribution to the sum (Vogels et al. 2019, algorithm
+2; Karimireddy et al. 2019). The other form, local values minus the *mean*, grows without bound if ranks differ.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Part, State
+from commlib.compress.scheme import BucketPart, State
 from commlib.devices.arrays import device_of
 from commlib.dtypes import Array
 
 
 class Residual:
-    """Remember the losses of `count` float32 values: as they were before the last reduction, and as they are since.
+    """The losses of `count` float32 values, before and after the last reduction.
 
-    A step that was skipped, because of an overflow, must leave no trace; so both are kept, where the values are.
+    A step that was skipped because of an overflow must not change the residual, so both versions stay on the values'
+    device.
     """
 
     def __init__(self, count: int, memory: Memory) -> None:
@@ -30,29 +31,31 @@ class Residual:
         self._open = False  # the last reduction may still be rolled back
 
     def stage(self) -> tuple[Any, Any]:
-        """Return (what to add to the values, where to put what is lost of the sum) for one reduction."""
+        """Return the residual to add to the values, and the array for the new loss, for one reduction."""
         before, after = self._arrays[self._current], self._arrays[1 - self._current]
         self._current = 1 - self._current
         self._open = True
         return before, after
 
     def commit(self) -> None:
-        """Let the last reduction count."""
+        """Accept the last reduction."""
         self._open = False
 
     def rollback(self) -> None:
-        """Let the last reduction count as not done, unless it was committed."""
+        """Undo the last reduction, unless it was committed."""
         if self._open:
             self._current = 1 - self._current
             self._open = False
 
-    def state(self, parts: Sequence[Part], what: str, start: int = 0) -> State:
-        """Return what the next reduction adds, as `gather_state` does."""
+    def state(self, parts: Sequence[BucketPart], what: str, start: int = 0) -> State:
+        """Return the values that the next reduction adds, as `gather_state` does."""
         (values,) = self._memory.on_host(self._arrays[self._current])
         return gather_state(parts, what, values, start)
 
-    def load(self, parts: Sequence[Part], what: str, state: Mapping[str, Mapping[str, Array]], start: int = 0) -> None:
-        """Let the next reduction add what `state` says, as `spread_state` does."""
+    def load(
+        self, parts: Sequence[BucketPart], what: str, state: Mapping[str, Mapping[str, Array]], start: int = 0
+    ) -> None:
+        """Set the values that the next reduction adds from `state`, as `spread_state` does."""
         array = self._arrays[self._current]
         (values,) = self._memory.on_host(array)
         spread_state(parts, what, values, state, start)
@@ -60,10 +63,10 @@ class Residual:
         self._memory.wait()
 
 
-def gather_state(parts: Sequence[Part], what: str, values: Array, start: int = 0) -> State:
-    """Return the state of each part in `values`, which begin at element `start` of the bucket and may cover a piece.
+def gather_state(parts: Sequence[BucketPart], what: str, values: Array, start: int = 0) -> State:
+    """Return the state of each part in `values`, a range of the bucket from element `start` on.
 
-    Where they do not cover a part it has zeros.
+    Elements of a part outside `values` are zeros.
     """
     state: State = {}
     for part in parts:
@@ -76,9 +79,9 @@ def gather_state(parts: Sequence[Part], what: str, values: Array, start: int = 0
 
 
 def spread_state(
-    parts: Sequence[Part], what: str, values: Array, state: Mapping[str, Mapping[str, Array]], start: int = 0
+    parts: Sequence[BucketPart], what: str, values: Array, state: Mapping[str, Mapping[str, Array]], start: int = 0
 ) -> None:
-    """Write what `state` says of the parts to `values`; undoes `gather_state`. Other parts stay what they are."""
+    """Write the state of the parts to `values`, the inverse of `gather_state`. Parts without state do not change."""
     for part in parts:
         known = state.get(part.name, {}).get(what)
         if known is None or known.size != part.count:
@@ -88,19 +91,19 @@ def spread_state(
             values[first - start : last - start] = known.reshape(-1)[first - part.start : last - part.start]
 
 
-def add_counter(parts: Sequence[Part], what: str, count: int, state: State) -> State:
-    """Add a number that is the bucket's to what is known of each of its parts."""
+def add_counter(parts: Sequence[BucketPart], what: str, count: int, state: State) -> State:
+    """Add a counter of the bucket to the state of each of its parts."""
     for part in parts:
         state.setdefault(part.name, {})[what] = np.array(count, np.int64)
     return state
 
 
-def counter(parts: Sequence[Part], what: str, state: Mapping[str, Mapping[str, Array]], otherwise: int) -> int:
-    """Return the number of the part that is furthest; undoes `add_counter`."""
+def counter(parts: Sequence[BucketPart], what: str, state: Mapping[str, Mapping[str, Array]], otherwise: int) -> int:
+    """Return the highest counter of the parts, the inverse of `add_counter`."""
     found = [int(state[part.name][what]) for part in parts if what in state.get(part.name, {})]
     return max(found, default=otherwise)
 
 
 def is_finite(values: Any) -> bool:
-    """Return whether no float32 is infinite or NaN; waits for what was queued before on a device."""
+    """Return whether no float32 is infinite or NaN. Waits for the work queued earlier on a device."""
     return bool(device_of(values).kernels.is_finite(values))

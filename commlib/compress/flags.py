@@ -1,4 +1,4 @@
-"""Pack the flags of a bucket into bits. The host does so, wherever the bucket is: they are few."""
+"""Pack the flags of a bucket into bits, on the host for every bucket, because they are few."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from commlib.dtypes import Array
 
 
 def pack_flags(flags: Array) -> Array:
-    """Return which flags (float32) are positive, as bits (uint8)."""
+    """Return a bit for each flag (float32) that is set if it is positive (uint8 array)."""
     return np.packbits(flags > 0)
 
 
 def count_flags(payloads: Iterable[Array], count: int) -> Array:
-    """Return for each of `count` flags in how many payloads, which `pack_flags` made, it is positive (float32)."""
+    """Return for each of `count` flags the number of `pack_flags` payloads in which it is set (float32)."""
     found = np.zeros(count, np.float32)
     for bits in payloads:
         found += np.unpackbits(bits, count=count)

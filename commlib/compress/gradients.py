@@ -1,4 +1,4 @@
-"""Gradient compression: make the reductions of one training loop's buckets, and remember what they lose."""
+"""GradientCompression: make the reductions of one training loop's buckets, and keep their residuals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.bucket import CompressedBucket, SlowLink
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import COMMON, Part, Scheme, State
+from commlib.compress.scheme import COMMON, BucketPart, Scheme, State
 from commlib.compress.schemes.dgc import DGC
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
@@ -23,11 +23,11 @@ log = logging.getLogger("commlib")
 
 
 class GradientCompression:
-    """Makes the reductions of buckets, and keeps their states in step with the training. Collective to make.
+    """Makes the reductions of buckets, and keeps their states in step with the training. Construction is collective.
 
-    `within_node` compresses between the ranks of a node too. For "auto": `count` is the number of elements of a typical
-    bucket, `device` where buckets are, and the same on all ranks. `why` says what was chosen, and for what reason;
-    `scheme` is None where nothing is compressed.
+    `within_node` also compresses between the ranks of a node. For "auto", `count` is the number of elements of a
+    typical bucket, and `device` is the buckets' device; both are the same on all ranks. `why` describes the choice and
+    its reason; `scheme` is None if nothing is compressed.
     """
 
     def __init__(
@@ -39,15 +39,16 @@ class GradientCompression:
         count: int = 1,
         device: Device = HOST,
     ) -> None:
-        self.why = "none: as asked" if scheme is None else f"{scheme.name}: as asked"
+        self.why = "none: as requested" if scheme is None else f"{scheme.name}: as requested"
         self.scheme: Scheme | None = None
         self._reductions: dict[str, CompressedBucket] = {}
         self._loaded: Mapping[str, Mapping[str, Array]] = {}
-        if isinstance(scheme, DGC):  # momentum is in it, and must be whatever lies between the ranks
+        if isinstance(scheme, DGC):  # it carries the momentum, which all ranks need over every link
             within_node = True
             if comm.size == 1:
                 raise UsageError(
-                    f"compression {scheme.name} carries the momentum, but one rank reduces nothing: use none"
+                    f"compression {scheme.name} carries the momentum, but a single rank reduces nothing: use "
+                    "compression none"
                 )
         if scheme is None or comm.size == 1:
             return
@@ -67,7 +68,7 @@ class GradientCompression:
         def slowest(values: Array) -> Array:
             return np.asarray(whole.all_reduce(values, "max"))
 
-        # Ranks without a rail only learn what the others find.
+        # Ranks without a rail measure nothing, and only get the result.
         found = np.zeros(2 + 2 * len(auto.codecs))
         if comm is not None:
             memory = Memory(device, comm.watch)
@@ -77,8 +78,8 @@ class GradientCompression:
         scheme, why = decide(auto, count, self.link.hosts, found.tolist())
         return scheme, why if device is HOST else f"{why}, on {device.name}"
 
-    def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> CompressedBucket:
-        """Return the reduction of a bucket, which takes over what is known of its parts. See `CompressedBucket`."""
+    def reduction(self, key: str, array: Any, parts: Sequence[BucketPart], flags: int, op: str) -> CompressedBucket:
+        """Return the reduction of a bucket, with the state known for its parts. See `CompressedBucket`."""
         assert self.scheme is not None
         reduction = CompressedBucket(self.link, self.scheme, array, parts, flags, op, key)
         if reduction.reducer is not None and self._loaded:
@@ -87,42 +88,42 @@ class GradientCompression:
         return reduction
 
     def move(self) -> None:
-        """Forget the buckets; those that are made next take over what is remembered, by the names of parameters."""
+        """Drop the buckets. The next buckets take over the state, by parameter names."""
         self._loaded = self.state()
         self._reductions.clear()
 
     def end_step(self) -> None:
-        """Note that all buckets were reduced: if a sum is not finite, the step will be skipped and leaves no trace."""
+        """End the reductions of a step. Undo them if a sum is not finite, because the step will be skipped."""
         if not all(reduction.finite for reduction in self._reductions.values()):
             self.rollback()
 
     def rollback(self) -> None:
-        """Note that the step was skipped."""
+        """Undo the reductions of a step that was skipped."""
         for reducer in self._reducers():
             reducer.rollback()
 
     def commit(self) -> None:
-        """Note that the step was taken."""
+        """Accept the reductions of a step that was taken."""
         for reducer in self._reducers():
             reducer.commit()
 
     def state(self) -> State:
-        """Return what is remembered on this rank, by parameter names: residuals and the like."""
+        """Return this rank's state by parameter names, such as residuals."""
         state: State = {name: dict(known) for name, known in self._loaded.items()} if not self._reductions else {}
         for reducer in self._reducers():
             state.update(reducer.state())
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what this rank's `state` returned, now and for buckets that are made later."""
+        """Load a state that `state` returned on this rank, for current and later buckets."""
         self._loaded = {name: {what: np.asarray(value) for what, value in of.items()} for name, of in state.items()}
         for reducer in self._reducers():
             reducer.load(self._loaded)
 
-    def forget_common(self) -> None:
-        """Forget what must be the same on all ranks, where not all of them have loaded it; before the first reduction.
+    def drop_common(self) -> None:
+        """Drop the state that must be the same on all ranks. For use before the first reduction, if some ranks lack it.
 
-        What is each rank's own stays: a sum that lacks it is only later complete.
+        Each rank keeps its own state: without it, the sum would only be complete later.
         """
         self._loaded = {
             name: {what: value for what, value in known.items() if what not in COMMON}

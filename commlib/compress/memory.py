@@ -1,4 +1,4 @@
-"""Memory: make arrays on the device of one bucket, and move the few values that the host reads and writes."""
+"""Memory: allocate arrays on the device of one bucket, and copy small values between host and device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from commlib.dtypes import Array
 from commlib.kernels.protocol import Kernels
 
 Watch = Callable[[str], Callable[[], None]]
-"""Return, for a text, what is called again and again in a wait, and raises to end it."""
+"""Returns, for a text, a callback for use during a wait. The callback raises to end the wait."""
 
 
 class Memory:
-    """Makes arrays of a device, and moves values between those and the host. On the host both are the same arrays.
+    """Allocates arrays of a device, and copies values between them and the host. On the host no copies are made.
 
-    What it moves is queued on the current stream. watch: of the group that the bucket is reduced over.
+    Copies are queued on the current stream. watch: the `watch` of the group over which the bucket is reduced.
     """
 
     __slots__ = ("_lent", "_watch", "device")
@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def kernels(self) -> Kernels:
-        """What computes on its arrays."""
+        """The kernels for these arrays."""
         return self.device.kernels
 
     def empty(self, count: int, dtype: Any = np.float32) -> Any:
@@ -42,7 +42,7 @@ class Memory:
         return self.device.wrap(self.device.empty((count,), dtype), "compression")
 
     def zeros(self, count: int, dtype: Any = np.float32) -> Any:
-        """Return a new 1-D array of zeros, which are there: it may be used on any stream."""
+        """Return a new 1-D array of zeros. They are complete, so any stream may use the array."""
         if self.device is HOST:
             return np.zeros(count, dtype)
         made = self.empty(count, dtype)
@@ -51,13 +51,13 @@ class Memory:
         return made
 
     def wait(self) -> None:
-        """Wait until what was queued on the current stream is done."""
+        """Wait until the work queued on the current stream is done."""
         if self.device is not HOST:
             wait_for(self.device.current().record(), self._watch(f"compression on {self.device.name}"))
             self._lent.clear()
 
     def on_host(self, *arrays: Any) -> list[Array]:
-        """Return the values of contiguous arrays: on the host the arrays themselves, else copies that are there."""
+        """Return the values of contiguous arrays on the host: host arrays unchanged, completed copies of others."""
         if self.device is HOST:
             return list(arrays)
         copies = [self.device.staging(array.nbytes).view(array.dtype) for array in arrays]
@@ -67,7 +67,7 @@ class Memory:
         return copies
 
     def here(self, values: Array) -> Any:
-        """Return host values (contiguous, 1-D) as an array of the device, whose copy is queued."""
+        """Return host values (contiguous, 1-D) as an array on the device. The copy is queued."""
         if self.device is HOST:
             return values
         made = self.empty(len(values), values.dtype)
@@ -75,7 +75,7 @@ class Memory:
         return made
 
     def put(self, target: Any, values: Array) -> None:
-        """Queue a copy of host values to an array of as many elements, with its dtype."""
+        """Queue a copy of host values to an array of the same length and dtype."""
         if type(target) is not DeviceArray:
             if target is not values:
                 target[:] = values

@@ -1,4 +1,4 @@
-"""Registry: find codecs and schemes by name, and read the options after the colon.
+"""Registry: find codecs and schemes by name, and parse the options after the colon.
 
 "int8", "int4:rounding=stochastic", "topk:ratio=0.01", "powersgd:rank=4".
 """
@@ -36,20 +36,20 @@ CODECS: Mapping[str, Callable[..., Codec]] = {
     "topk": TopK,
     "randomk": RandomK,
 }
-"""What turns arrays into bytes: for reductions, pipeline edges and exchanges alike."""
+"""Codecs, for reductions, pipeline links and expert exchanges."""
 
 SCHEMES: Mapping[str, Callable[..., Scheme]] = {"powersgd": PowerSGD, "dgc": DGC, "auto": Auto}
-"""What is for gradients only."""
+"""Schemes for gradients only."""
 
 _OF_SCHEMES: Mapping[Any, set[str]] = {AllToAll: {"feedback"}, AllGather: {"feedback", "dense_below"}}
-"""Options that a codec's name may have beside its own: those of what reduces with it."""
+"""Options of the scheme that a codec's name may have in addition to the codec's options."""
 
 Compression = str | Codec | Scheme
-"""What `compression=` takes: a name, with options after a colon, or an object."""
+"""Values of `compression=`: a name, with options after a colon, or an object."""
 
 
 def codec_of(given: str | Codec) -> Codec:
-    """Return the codec of a name, or the codec that was given. Raises UsageError."""
+    """Return the codec of a name, or the given codec. Raises UsageError for other values."""
     if not isinstance(given, str):
         if isinstance(given, Codec):
             return given
@@ -61,9 +61,9 @@ def codec_of(given: str | Codec) -> Codec:
 
 
 def scheme_of(given: Compression) -> Scheme | None:
-    """Return how to reduce gradients; None for "none". Raises UsageError for an unknown name or option."""
+    """Return the scheme for reducing gradients; None for "none". Raises UsageError for an unknown name or option."""
     if isinstance(given, str):
-        if given.startswith(AUTO_OF):  # the name of an Auto, by which ranks tell each other
+        if given.startswith(AUTO_OF):  # the name of an Auto, which ranks exchange
             return Auto(tuple(codec_of(one) for one in given.removeprefix(AUTO_OF).split(", ")))
         name, options = _parse(given)
         if name == "none" and not options:
@@ -86,7 +86,7 @@ def scheme_of(given: Compression) -> Scheme | None:
 
 
 def _parse(text: str) -> tuple[str, dict[str, str]]:
-    """Return a name, and the options after its colon. Raises UsageError."""
+    """Return a name, and the options after its colon. Raises UsageError for a malformed option."""
     name, _, rest = text.partition(":")
     options = {}
     for item in filter(None, rest.split(",")):
@@ -98,7 +98,7 @@ def _parse(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _make(maker: Callable[..., Any], text: str, options: Mapping[str, str]) -> Any:
-    """Return what `maker` makes of options as they were written. Raises UsageError."""
+    """Call `maker` with options given as text. Raises UsageError for an unknown option or a bad value."""
     kind: Any = maker.func if isinstance(maker, partial) else maker
     assert is_dataclass(kind)
     taken = len(maker.args) if isinstance(maker, partial) else 0
@@ -115,7 +115,7 @@ _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def _read(text: str, kind: str, what: str) -> Any:
-    """Return the value of an option whose annotation is `kind`."""
+    """Parse the value of an option whose annotation is `kind`."""
     kinds = {word.strip() for word in kind.split("|")}
     if "None" in kinds and text.lower() == "none":
         return None

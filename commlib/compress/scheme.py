@@ -1,4 +1,4 @@
-"""Scheme: reduce the gradients of a bucket in fewer bytes, and remember from step to step what was not sent."""
+"""Scheme: reduce the gradients of a bucket in fewer bytes, and keep unsent values from step to step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 State = dict[str, dict[str, Array]]
-"""What is remembered of each parameter, by its name and by what it is: {"layer.weight": {"residual": ...}}."""
+"""The state of each parameter, by its name and the state's kind: {"layer.weight": {"residual": ...}}."""
 
 COMMON = frozenset({"draws", "q", "step"})
-"""What of it is the same on all ranks that reduce together, and must be: the rest is each rank's own."""
+"""The kinds of state that must be the same on all ranks that reduce together. Other kinds belong to each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One parameter's place in the values of a bucket. Units: elements."""
+class BucketPart:
+    """The position of one parameter in the values of a bucket, in elements."""
 
     name: str
     start: int
@@ -35,8 +35,8 @@ class Part:
         return self.start + self.count
 
 
-class Comm(Protocol):
-    """Move compressed data between ranks. A Communicator is one."""
+class CodecRanks(Protocol):
+    """The part of a communicator that moves compressed data."""
 
     @property
     def rank(self) -> int: ...
@@ -55,57 +55,59 @@ class Comm(Protocol):
     def watch(self, text: str) -> Callable[[], None]: ...
 
 
-class Reducer(Protocol):
+class SchemeReducer(Protocol):
     """The reduction of one bucket on one rank, with its state."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank handed to messages in the last `reduce`."""
+        """Bytes that this rank sent in the last `reduce`."""
         ...
 
     def reduce(self, values: Array, flags: Array) -> bool:
         """Replace `values` by their sum over the ranks, and `flags` too; return whether the sum is finite. Collective.
 
-        Both are float32, 1-D and on the device that the reducer was made for. The sum is an approximation, the same
-        bits on all ranks; what lies between the parts may become anything. Flags, 0 or positive, are exact: positive
-        afterwards if they were on any rank.
+        Both are float32, 1-D and on the reducer's device. The sum is an approximation with the same bits on all ranks.
+        The elements between the parts become undefined. Flags, 0 or positive, are exact: positive afterwards if they
+        were positive on any rank.
         """
         ...
 
     def commit(self) -> None:
-        """Note that the step which used the last reduction was taken."""
+        """Accept the last reduction, because the step that used it was taken."""
         ...
 
     def rollback(self) -> None:
-        """Note that the step was skipped: what is remembered is what it was before the last `reduce`."""
+        """Restore the state before the last `reduce`, because the step was skipped."""
         ...
 
     def state(self) -> State:
-        """Return copies of what is remembered, in the shapes of the parameters."""
+        """Return copies of the state, in the shapes of the parameters."""
         ...
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what is known of this bucket's parameters."""
+        """Load the state of this bucket's parameters."""
         ...
 
 
 @runtime_checkable
 class Scheme(Protocol):
-    """Describe how to compress: users give it as `compression=`. Immutable."""
+    """Description of a compression method: users pass it as `compression=`. Immutable."""
 
     @property
     def name(self) -> str:
-        """What all ranks must agree on."""
+        """Name that must be the same on all ranks."""
         ...
 
     @property
     def divisible(self) -> bool:
-        """Whether a parameter may be cut into pieces that are compressed apart."""
+        """Whether a parameter may be cut into pieces that are compressed separately."""
         ...
 
-    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
-        """Return the reducer of a bucket with these parts. `key` tells buckets apart where chance plays a role.
+    def reducer(
+        self, comm: CodecRanks, parts: Sequence[BucketPart], *, key: str = "", device: Device = HOST
+    ) -> SchemeReducer:
+        """Return the reducer of a bucket with these parts. `key` gives each bucket different random numbers.
 
-        device: where the bucket's values are. Raises UsageError if the scheme cannot reduce there.
+        device: the device of the bucket's values. Raises UsageError if the scheme cannot reduce there.
         """
         ...

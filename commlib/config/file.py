@@ -1,11 +1,11 @@
-"""The file of settings: where it is looked for, what may stand in it, and what wins over it.
+"""Settings file: its location, its format, and the precedence of settings.
 
     timeout = 300          # as COMMLIB_TIMEOUT=300
     log_level = "info"
 
-`COMMLIB_CONFIG` names it; else it is commlib/config.toml in the user's config folder (XDG). The folder in which a job
-is started is not looked at: it may be another user's, differ from rank to rank, and a setting can name a file that is
-written. The environment wins over the file, and the file over what the program gives as defaults.
+`COMMLIB_CONFIG` names it; else it is commlib/config.toml in the user's config folder (XDG). commlib does not search the
+working directory: it may belong to another user or differ between ranks, and a setting can name a file to write. The
+environment takes precedence over the file, and the file over the program's defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NONE = "none"  # as COMMLIB_CONFIG: read no file
 
 
 def find_settings(environment: Mapping[str, str] = os.environ, defaults: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the environment, the file and `defaults` (names as in the environment), in this order.
+    """Return the settings from the environment, else the file, else `defaults` (names as in the environment).
 
     Raises UsageError for an unknown name or a bad value in any of them, and for a file that cannot be used.
     """
@@ -56,7 +56,7 @@ def _users_file(environment: Mapping[str, str]) -> Path:
 
 
 def read_file(path: Path, *, private: bool = False) -> dict[str, Any]:
-    """Return what stands in a file, by field of `Config`. private: another user must not be able to change it.
+    """Read the settings of a file, by field of `Config`. private: refuse a file that another user can change.
 
     Raises UsageError that names the file and the key.
     """
@@ -66,16 +66,16 @@ def read_file(path: Path, *, private: bool = False) -> dict[str, Any]:
         document = tomllib.loads(_bytes(path, private).decode())
     except folders.NotPrivateError as error:
         raise UsageError(
-            f"the file of settings {path} is not used, as another user can change it: {error}. Mend that, or use it "
-            f"all the same with {CONFIG_FILE}={path}, or none with {CONFIG_FILE}={NONE}"
+            f"the file of settings {path} is not used, because another user can change it: {error}. Fix that, or use "
+            f"it nevertheless with {CONFIG_FILE}={path}, or use none with {CONFIG_FILE}={NONE}"
         ) from None
     except OSError as error:
         raise UsageError(
-            f"cannot read the file of settings {path} ({error.strerror}): it must be there on every host, or "
+            f"cannot read the file of settings {path} ({error.strerror}): it must exist on every host; "
             f"{CONFIG_FILE}={NONE} reads none"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}; expected lines such as timeout = 300") from None
+        raise UsageError(f"{path} is not valid TOML: {error}; expected lines such as timeout = 300") from None
     known = {setting.name: setting for setting in fields(Config)}
     if unknown := sorted(document.keys() - known.keys()):
         raise unknown_settings(unknown, sorted(known), str(path))
@@ -91,5 +91,5 @@ def read_file(path: Path, *, private: bool = False) -> dict[str, Any]:
 def _bytes(path: Path, private: bool) -> bytes:
     if not private:
         return path.read_bytes()
-    with folders.private(path.parent) as folder:
+    with folders.open_private(path.parent) as folder:
         return folders.read_private(path.name, folder)

@@ -1,4 +1,4 @@
-"""Describe every setting in words, for `commlib info` and for the page of settings in docs/."""
+"""Rows of text for every setting, for `commlib info` and for the settings page in docs/."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _UNLIMITED = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One setting, all in text. `differs` says in which sense ranks may have different values; "": they may not."""
+class SettingRow:
+    """One setting as text. `differs`: how ranks may have different values ("per rank", ...); "": they may not."""
 
     field: str  # of Config
     variable: str  # COMMLIB_...
@@ -22,10 +22,10 @@ class Row:
     differs: str
 
 
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[SettingRow, ...]:
     """Return the settings in the order of `Config`."""
     return tuple(
-        Row(
+        SettingRow(
             field.name,
             variable(field.name),
             value_text(field.default),
@@ -38,7 +38,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as it is written in the environment; 1 and 0 for true and false."""
+    """Format a value as in the environment; 1 and 0 for true and false."""
     if isinstance(value, bool):
         return str(int(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """Every COMMLIB_* setting, in one table: name, type, default, meaning.
 
-Settings are read once, at `commlib.init`: from the environment here, and from a file by `settings_file`. `compare` says
-which of them the ranks do not share, except for those that may differ.
+`commlib.init` reads the settings once: from the environment here, and from a file by `settings_file`. `compare` reports
+all differences between ranks in one error, except for settings allowed to differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.errors import MismatchError, UsageError
 
-# Environment variables of others that all ranks must have alike, as they are written.
+# Environment variables of other libraries that must have the same text on all ranks.
 ALSO_COMPARED: tuple[str, ...] = ()
 
 _PER_RANK, _RANK_0 = "per rank", "read by rank 0"
@@ -28,7 +28,7 @@ def _setting(
     most: float = 1_000_000_000,
     differs: str = "",
 ) -> Any:
-    """Describe a setting. `differs` says in which sense ranks may have different ones; "": they may not."""
+    """Describe a setting. `differs`: how ranks may have different values ("per rank", ...); "": they may not."""
     limits = {"choices": choices, "least": least, "most": most}
     return field(default=default, metadata={"meaning": meaning, "differs": differs, **limits})
 
@@ -39,100 +39,96 @@ class Config:
 
     check: str = _setting(
         "auto",
-        "compare the calls of all ranks: 'auto' always within a node, in a group's first calls across nodes, "
-        "and whenever a wait is long; 'always'; 'never'",
+        "compare the calls of all ranks: 'auto' (always within a node, for a group's first calls across nodes, "
+        "and whenever a wait is long), 'always' or 'never'",
         ("auto", "always", "never"),
     )
-    check_first: int = _setting(64, "calls of a group across nodes that 'auto' compares before any data is sent")
-    stall_warning: float = _setting(60.0, "seconds of waiting after which the late ranks are named in the log")
-    timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits for ever")
+    check_first: int = _setting(64, "first calls of a group across nodes that 'auto' compares before any data is sent")
+    stall_warning: float = _setting(60.0, "seconds of waiting after which a warning names the late ranks")
+    timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits forever")
     hang_after: float = _setting(
         300.0,
-        "seconds without progress after which every rank writes what it has done and where its code is, and one rank "
-        "says why; where a timeout is set, half of it at most; 0 never",
+        "seconds without progress after which every rank dumps its recent calls and stacks, and one rank prints the "
+        "diagnosis; at most half of the timeout, if one is set; 0 never",
     )
-    hang_folder: str = _setting(
-        "commlib-hangs", "folder that they write to, made when it is needed; all hosts must see it"
-    )
+    hang_folder: str = _setting("commlib-hangs", "folder for these dumps, created when needed; all hosts must see it")
     exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
     node_path: bool = _setting(True, "use shared memory between the ranks of a node")
     peer_reads: bool = _setting(
         True,
-        "let the ranks of a node read large ordinary arrays out of each other's memory (process_vm_readv), where the "
-        "system lets them",
+        "let the ranks of a node read large ordinary arrays from each other's memory (process_vm_readv), if the "
+        "system allows it",
     )
     slot_kib: int = _setting(
-        512, "KiB of each rank's two shared slots through which ordinary arrays are reduced", least=1, most=1 << 20
+        512, "KiB of each rank's two shared slots for the reduction of ordinary arrays", least=1, most=1 << 20
     )
     native_kib: int = _setting(
-        1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce", least=1, most=1 << 20
+        1024, "KiB of each chunk of a large array that goes to MPI's own all-reduce", least=1, most=1 << 20
     )
     staging_kib: int = _setting(
-        2048, "KiB of each piece in which a large array of a device goes through host memory", least=1, most=1 << 20
+        2048, "KiB of each chunk of a large device array that is staged through host memory", least=1, most=1 << 20
     )
     device_peers: bool = _setting(
-        True, "let the devices of a node's ranks exchange data themselves, where they can; else the host's cores do"
+        True, "let the devices of a node exchange data directly, if they can; else the host's cores copy it"
     )
     device_ipc: bool = _setting(
         True,
-        "let them read and write each other's memory (CUDA IPC), where they can; else memory of the host lies between",
+        "let these devices access each other's memory (CUDA IPC), if they can; else they go through host memory",
     )
     device_slot_kib: int = _setting(
         16384,
-        "KiB of each rank's two slots of device memory through which ordinary arrays go to the other devices of a node",
+        "KiB of each rank's two slots of device memory that stage ordinary arrays for the other devices of a node",
         least=64,
         most=1 << 22,
     )
     mpi_devices: str = _setting(
         "",
-        "kinds of devices, with commas between them, whose memory MPI sends and receives as it is, beside what "
-        "COMMLIB_CUDA_AWARE says of GPUs; arrays of others go through host memory",
+        "comma-separated kinds of devices whose memory MPI sends and receives directly, in addition to GPUs "
+        "(COMMLIB_CUDA_AWARE); arrays of other devices go through host memory",
     )
     cuda_aware: str = _setting(
         "auto",
-        "whether MPI sends and receives memory of GPUs as it is: 'auto' asks the library and tries it in a process of "
-        "its own, where there is a GPU; 'yes' or 'no' as you say",
+        "whether MPI sends and receives GPU memory directly (CUDA-aware MPI): 'auto' queries the library and probes it "
+        "in a separate process, if there is a GPU; 'yes' or 'no' decide it",
         ("auto", "yes", "no"),
     )
     nccl: bool = _setting(
-        True, "let NCCL move data of GPUs between nodes, and on a node where their memory is not shared, if it can"
+        True, "let NCCL move GPU data between nodes, and within a node whose GPUs cannot share memory, if it can"
     )
     spins: int = _setting(
-        -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank", least=-1, differs=_PER_RANK
+        -1, "polls before a waiting rank yields its core; -1: by cores per rank", least=-1, differs=_PER_RANK
     )
     tuning_file: str = _setting(
         "",
-        "file of measured times ('commlib tune' writes it) that algorithms are chosen by; empty is "
-        "commlib/tuning.json in the user's cache folder, unless other users can change it, 'none' is the cost model "
-        "alone",
+        "file of measured times ('commlib tune' writes it) for the choice of algorithms; empty: commlib/tuning.json in "
+        "the user's cache folder, unless other users can change it; 'none': use the cost model only",
         differs=_RANK_0,
     )
     fusion_mib: int = _setting(
         64,
-        "MiB up to which small named tensors that are ready together are reduced as one array between nodes "
-        "(on a node 1 at most)",
+        "MiB of small named tensors, ready at the same time, that are fused into one reduction between nodes "
+        "(at most 1 within a node)",
         least=1,
         most=1 << 20,
     )
     known_names: int = _setting(
-        4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1, most=1 << 20
+        4096, "names of operations that ranks cache, to request each again with one bit", least=1, most=1 << 20
     )
     events: int = _setting(
         0,
-        "events of operations that are kept, to tell what ranks did last when they wait too long, and to count calls; "
-        "0 records none",
+        "recent events of operations that each rank keeps, for reports of its last calls in long waits and for call "
+        "counters; 0 records none",
         differs=_PER_RANK,
     )
     timeline: str = _setting(
         "",
-        "file of a Chrome trace of all operations, written by rank 0; by each rank where {rank} stands in it for the "
-        "number",
+        "file of a Chrome trace of all operations, written by rank 0, or by each rank if the name contains {rank}",
         differs=_PER_RANK,
     )
     kernels: str = _setting(
         "",
-        "folder of compiled kernels ('commlib warm' fills it), before those of caches; it is read also where this user "
-        "cannot write to it, and only if nobody but this user and root can",
+        "folder of compiled kernels ('commlib warm' fills it), searched before the caches; it may be read-only for the "
+        "user, and is used only if no other user except root can write to it",
     )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
@@ -142,19 +138,19 @@ class Config:
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-CONFIG_FILE = "COMMLIB_CONFIG"  # no setting: it names the file that the others can stand in
+CONFIG_FILE = "COMMLIB_CONFIG"  # not a setting: it names the file of settings
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Hold the settings and, by field of `Config`, where those come from that were given: "environment", "file ..."."""
+    """The settings and, by field of `Config`, the origin of each given one: "environment", "file ..."."""
 
     config: Config
     origins: Mapping[str, str]
 
 
 def from_text(setting: Field[Any], text: str) -> Any:
-    """Return a setting's value that is written as text. Raises ValueError that says what is expected."""
+    """Parse a setting's value from text. The ValueError for a bad text says what is expected."""
     kind, choices = str(setting.type), setting.metadata["choices"]
     word = text.lower()
     if kind == "bool":
@@ -163,7 +159,7 @@ def from_text(setting: Field[Any], text: str) -> Any:
         return word in _TRUE
     if kind in ("int", "float"):
         try:
-            return _within(setting, {"int": int, "float": float}[kind](text))
+            return _check_bounds(setting, {"int": int, "float": float}[kind](text))
         except ValueError:
             raise ValueError(_bounds(setting)) from None
     if "yes" in choices and "no" in choices:
@@ -174,7 +170,7 @@ def from_text(setting: Field[Any], text: str) -> Any:
 
 
 def from_value(setting: Field[Any], value: Any) -> Any:
-    """Return a setting's value that has a type already, as in a TOML file. Raises ValueError as `from_text` does."""
+    """Check a setting's value that has a type already, as in a TOML file. Raises ValueError as `from_text` does."""
     kind, choices = str(setting.type), setting.metadata["choices"]
     if kind == "bool":
         if not isinstance(value, bool):
@@ -183,7 +179,7 @@ def from_value(setting: Field[Any], value: Any) -> Any:
     if kind in ("int", "float"):
         if isinstance(value, bool) or not isinstance(value, int if kind == "int" else (int, float)):
             raise ValueError(_bounds(setting))
-        return _within(setting, value if kind == "int" else float(value))
+        return _check_bounds(setting, value if kind == "int" else float(value))
     if isinstance(value, bool) and "yes" in choices:
         return "yes" if value else "no"
     if not isinstance(value, str):
@@ -191,7 +187,7 @@ def from_value(setting: Field[Any], value: Any) -> Any:
     return from_text(setting, value)
 
 
-def _within(setting: Field[Any], value: float) -> float:
+def _check_bounds(setting: Field[Any], value: float) -> float:
     if not setting.metadata["least"] <= value <= setting.metadata["most"]:
         raise ValueError(_bounds(setting))
     return value
@@ -207,7 +203,7 @@ def load(environment: Mapping[str, str] = os.environ) -> Config:
 
 
 def read_environment(environment: Mapping[str, str], where: str = "environment variable") -> dict[str, Any]:
-    """Return what `environment` gives, by field of `Config`; `where` is what an error calls it. Raises UsageError."""
+    """Parse the settings in `environment`, by field of `Config`; errors call it `where`. Raises UsageError."""
     known = {variable(setting.name): setting for setting in fields(Config)}
     given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_") and name != CONFIG_FILE}
     if unknown := sorted(given.keys() - known.keys()):
@@ -222,8 +218,8 @@ def read_environment(environment: Mapping[str, str], where: str = "environment v
 
 
 def unknown_settings(unknown: Sequence[str], known: Sequence[str], where: str = "") -> UsageError:
-    """Return an error that names what is unknown, each with the nearest known name if one is near. where: a file."""
-    from difflib import get_close_matches  # brings `re`; errors are rare
+    """Return an error that lists the unknown settings, each with the nearest known name if any. where: a file."""
+    from difflib import get_close_matches  # imports `re`; errors are rare
 
     written = {name: name.removeprefix("COMMLIB_").lower() if where else name for name in unknown}
     near = {name: get_close_matches(text, known, 1, 0.7) for name, text in written.items()}
@@ -237,8 +233,8 @@ def variable(name: str) -> str:
     return f"COMMLIB_{name.upper()}"
 
 
-def compared(config: Config, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what all ranks must have alike, by the names of the environment variables."""
+def collect_compared(config: Config, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks, by environment variable."""
     own = {f.name: getattr(config, f.name) for f in fields(Config) if not f.metadata["differs"]}
     texts = {
         variable(name): str(int(value) if value is True or value is False else value) for name, value in own.items()
@@ -247,10 +243,11 @@ def compared(config: Config, environment: Mapping[str, str] = os.environ) -> dic
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]], origins: Sequence[Mapping[str, str]] = ()) -> None:
-    """Compare what the ranks, in their order, have found: what is wrong with their own settings or "", and `compared`.
+    """Compare the settings of all ranks. everyone: for each rank, an error text or "", and `collect_compared`.
 
-    origins: each rank's, by field (`Settings.origins`). Raises UsageError for wrong ones, MismatchError for those that
-    differ; it names them all, with their ranks, and where they come from if that is not the environment of all.
+    origins: each rank's origins, by field (`Settings.origins`). Raises UsageError for bad settings, MismatchError for
+    different ones. The error lists all of them with their ranks, and with their origins unless every value comes from
+    the environment.
     """
     wrong = _by_value(text for text, _ in everyone)
     wrong.pop("", None)
@@ -268,8 +265,8 @@ def compare(everyone: Sequence[tuple[str, Mapping[str, str]]], origins: Sequence
     if lines:
         raise MismatchError(
             "commlib.init: these settings must be the same on all ranks:\n" + "\n".join(lines) + "\nGive the "
-            "environment variable to all of them (Open MPI: mpirun -x NAME=VALUE; MPICH: mpiexec -genv NAME VALUE), "
-            "and let a file of settings be the same on all hosts"
+            "environment variable to all ranks (Open MPI: mpirun -x NAME=VALUE; MPICH: mpiexec -genv NAME VALUE), "
+            "and use the same file of settings on all hosts"
         )
 
 
@@ -284,7 +281,7 @@ _MOST_RANGES = 8
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ranks in words: "rank 3", "ranks 0-5, 7", and of very many the first."""
+    """Format ascending ranks: "rank 3", "ranks 0-5, 7"; very many are cut short ("and 9 more")."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][1] == rank - 1:

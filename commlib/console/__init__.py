@@ -1,1 +1,1 @@
-"""Console: print on terminals. Tables, folded lines, progress bars."""
+"""Console: output on terminals. Tables, folded lines, progress bars."""

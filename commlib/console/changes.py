@@ -1,6 +1,6 @@
-"""Changes: show on standard error how something stands that takes a time nobody knows.
+"""Changes: show the state of a task of unknown duration, on standard error.
 
-A line that is redrawn on a terminal, with a sign that turns; elsewhere a line for each change.
+On a terminal a redrawn line with a spinner; elsewhere a line for each change.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import typer
 
 
 @contextmanager
-def shown(title: str) -> Iterator[Callable[[str, str], None]]:
-    """Yield what is called with how it stands, and with what changes all the time and is for terminals only."""
+def show_changes(title: str) -> Iterator[Callable[[str, str], None]]:
+    """Yield a function to call with (state, details). Details change all the time and appear on terminals only."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.markup import escape
@@ -22,12 +22,12 @@ def shown(title: str) -> Iterator[Callable[[str, str], None]]:
         with Console(stderr=True).status(escape(title)) as status:
             yield lambda text, more: status.update(escape(f"{title}: {text} {more}"))
         return
-    said = None
+    shown_text = None
 
-    def tell(text: str, more: str) -> None:
-        nonlocal said
-        if text != said:
+    def report(text: str, more: str) -> None:
+        nonlocal shown_text
+        if text != shown_text:
             typer.echo(f"{title}: {text}", err=True)
-            said = text
+            shown_text = text
 
-    yield tell
+    yield report

@@ -1,6 +1,6 @@
-"""Progress: show how far a long run is, on standard error. A bar on a terminal, lines through a launcher.
+"""Progress: show the progress of a long run on standard error. A bar on a terminal, lines through a launcher.
 
-Launchers pass on whole lines, so a bar that is redrawn in its place would be seen at the end only.
+Launchers forward complete lines, so a redrawn bar would appear only at the end.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager
 import typer
 
 Tell = Callable[[float, str], None]
-SECONDS = 2.0  # from line to line, at least
+SECONDS = 2.0  # minimum between two lines
 
 
 @contextmanager
-def shown(title: str, seconds: float | None = None, *, silent: bool = False) -> Iterator[Tell]:
-    """Yield what is called with the fraction that is done, and with what is being done. seconds: in all, if known."""
+def show_progress(title: str, seconds: float | None = None, *, silent: bool = False) -> Iterator[Tell]:
+    """Yield a function to call with (fraction done, current task). seconds: the total duration, if known."""
     if silent:
         yield lambda done, what: None
     elif sys.stderr.isatty():
-        with _bar(title) as tell:
-            yield tell
+        with _bar(title) as report:
+            yield report
     else:
-        with _lines(title, seconds) as tell:
-            yield tell
+        with _lines(title, seconds) as report:
+            yield report
 
 
 @contextmanager
@@ -43,16 +43,16 @@ def _bar(title: str) -> Iterator[Tell]:
 def _lines(title: str, seconds: float | None) -> Iterator[Tell]:
     began = time.monotonic()
     limit = "" if seconds is None else f" of {seconds:g}"
-    said, unsaid = float("-inf"), ""
+    printed_at, pending = float("-inf"), ""
 
-    def tell(done: float, what: str) -> None:
-        nonlocal said, unsaid
+    def report(done: float, what: str) -> None:
+        nonlocal printed_at, pending
         now = time.monotonic()
-        unsaid = f"{title}: {done:4.0%}  {now - began:5.1f}{limit} s  {what}"
-        if now - said >= SECONDS:
-            typer.echo(unsaid, err=True)
-            said, unsaid = now, ""
+        pending = f"{title}: {done:4.0%}  {now - began:5.1f}{limit} s  {what}"
+        if now - printed_at >= SECONDS:
+            typer.echo(pending, err=True)
+            printed_at, pending = now, ""
 
-    yield tell
-    if unsaid:
-        typer.echo(unsaid, err=True)
+    yield report
+    if pending:
+        typer.echo(pending, err=True)

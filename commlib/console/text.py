@@ -1,4 +1,4 @@
-"""Text: read and write numbers and tables for the command."""
+"""Text: parse and format numbers and tables for the command."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PREFIXES = "KMG"
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that "4096", "4K", "64M" or "1G" mean (powers of 1024). Raises typer.BadParameter."""
+    """Return the bytes of "4096", "4K", "64M" or "1G" (powers of 1024). Raises typer.BadParameter."""
     digits, prefix = (text[:-1], text[-1].upper()) if text[-1:].upper() in tuple(_PREFIXES) else (text, "")
     if not (digits.isascii() and digits.isdigit()):
-        raise typer.BadParameter(f"{text!r} is no size; expected a number of bytes, or one followed by K, M or G")
+        raise typer.BadParameter(f"{text!r} is not a size; expected a number of bytes, or one followed by K, M or G")
     return int(digits) << 10 * (_PREFIXES.find(prefix) + 1 if prefix else 0)
 
 
 def bytes_text(nbytes: int) -> str:
-    """Return the shortest exact way to write a size: "4K", "1536", "1G"."""
+    """Return the shortest exact form of a size: "4K", "1536", "1G"."""
     power = 0
     while nbytes and nbytes % 1024 == 0 and power < len(_PREFIXES):
         nbytes, power = nbytes // 1024, power + 1
@@ -44,7 +44,7 @@ def digits(value: float) -> str:
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None) -> str:
     """Return rows of text in columns: the first `left` of them aligned to the left, the others to the right.
 
-    width: where the rows are longer, the columns stand in blocks below each other, the first one repeated.
+    width: if rows are longer, the columns are split into blocks below each other, each with the first column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

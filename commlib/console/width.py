@@ -1,4 +1,4 @@
-"""Text as wide as its reader's terminal; as wide as it likes where it goes into a file or another program."""
+"""Width: fit text to the reader's terminal; text for a file or another program is not wrapped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-NARROWEST = 20  # columns; below, nothing can be read anyway
+NARROWEST = 20  # columns; nothing is readable below this
 
 
 def reader_width() -> int | None:
-    """Return the columns that the reader has: of COLUMNS, or of the terminal; None in a file or a pipe."""
+    """Return the reader's number of columns, from COLUMNS or the terminal; None in a file or a pipe."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdigit() and int(asked) > 0:
         return max(NARROWEST, int(asked))
@@ -24,8 +24,8 @@ def reader_width() -> int | None:
     return max(NARROWEST, columns) if columns else None  # 0: Open MPI's ranks have a terminal without a size
 
 
-def wrapped(text: str, width: int | None, *, indent: int = 0) -> str:
-    """Return the lines of a text, each broken where it is too long; what is broken off is indented."""
+def wrap(text: str, width: int | None, *, indent: int = 0) -> str:
+    """Return the lines of a text, each broken if it is too long; continuation lines are indented."""
     if width is None:
         return text
     space = " " * min(indent, width // 2)
@@ -35,7 +35,7 @@ def wrapped(text: str, width: int | None, *, indent: int = 0) -> str:
 
 
 def blocks(widths: Sequence[int], gap: int, width: int | None) -> list[range]:
-    """Return which columns stand side by side, if the first one is repeated before each block; at least one in each."""
+    """Return the columns of each block, if every block starts with the first column; at least one other in each."""
     first, *others = widths
     found, used = [], 0
     start = 1
@@ -47,16 +47,16 @@ def blocks(widths: Sequence[int], gap: int, width: int | None) -> list[range]:
     return [*found, range(start, len(widths))]
 
 
-def folded(picture: str, width: int | None) -> str:
-    """Return a picture of `commlib.schedule.render`, its columns in blocks below each other where it is too wide."""
+def fold(picture: str, width: int | None) -> str:
+    """Return a picture of `commlib.schedule.render`, with its columns in blocks if it is too wide."""
     title, *lines = picture.rstrip("\n").split("\n")
     rows = [line.split("│") for line in lines]
     rows = [[cell.strip(" ") for cell in row] for row in rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     if width is None or sum(widths) + 3 * (len(widths) - 1) <= width:
-        return wrapped(title, width) + "\n" + "\n".join(lines)
+        return wrap(title, width) + "\n" + "\n".join(lines)
     parts = []
     for block in blocks(widths, 3, width):
         chosen = [0, *block]
         parts.append("\n".join(" │ ".join(row[i].ljust(widths[i]) for i in chosen).rstrip() for row in rows))
-    return "\n\n".join([wrapped(title, width), *parts])
+    return "\n\n".join([wrap(title, width), *parts])

@@ -1,4 +1,4 @@
-"""One call of attention over a divided sequence: its arguments checked, and agreed on by all ranks of the axis."""
+"""One call of attention over a sharded sequence: check its arguments, and agree on them along the axis."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from commlib.context_parallel import Heads, Layout, Mask, Window, check_key_mask, check_rate, steps
-from commlib.context_parallel.ring import Ring
-from commlib.context_parallel.sequences import Terms, settle_with
+from commlib.context_parallel import Heads, Mask, SequenceLayout, Window, check_key_mask, check_rate, steps
+from commlib.context_parallel.ring import ContextRing
+from commlib.context_parallel.sequences import SequenceSpec, settle_with
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 
 METHODS = ("ring", "all_to_all")
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -18,8 +18,8 @@ WHAT = "attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor, as far as the core sees it, or none, without a dtype. learns: whether it gets a gradient."""
+class TensorInfo:
+    """Dtype and shape of a tensor; the default means no tensor. learns: whether it gets a gradient."""
 
     dtype: str = ""
     shape: Sequence[int] = ()
@@ -27,8 +27,8 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of a call beside its tensors: those of `attention`, under the same names."""
+class AttentionOptions:
+    """The arguments of a call other than its tensors: those of `attention`, under the same names."""
 
     causal: bool = False
     scale: float | None = None
@@ -41,16 +41,16 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """What was asked for. method: one of METHODS.
+class AttentionCall:
+    """The checked arguments of a call. method: one of METHODS.
 
-    scale: positive; scores are those of `sign` times the queries, so that what is hidden stays so. mask: of queries and
-    keys, if there is one; hides_keys: whether there is one of keys. dropout: the share of weights that is dropped.
+    scale: positive; queries are multiplied by `sign`, so that masked scores stay masked. mask: of queries and keys, if
+    given; hides_keys: whether a mask of keys is given. dropout: the share of weights that is dropped.
     """
 
-    axis: Axis
+    axis: ParallelAxis
     heads: Heads
-    terms: Terms
+    terms: SequenceSpec
     method: str
     scale: float
     sign: int
@@ -60,10 +60,12 @@ class Attention:
     dropout: float
 
     @classmethod
-    def of(cls, axis: Axis, tensors: Sequence[Given], options: Options, device: str = "") -> Attention:
+    def of(
+        cls, axis: ParallelAxis, tensors: Sequence[TensorInfo], options: AttentionOptions, device: str = ""
+    ) -> AttentionCall:
         """Return a call on tensors (q, k, v, mask, key_mask), on a kind of device.
 
-        Raises UsageError for what no rank may ask for.
+        Raises UsageError for arguments that are invalid on every rank.
         """
         q, k, v, mask, key_mask = tensors
         dropout, method = check_rate(WHAT, options.dropout_p), options.method
@@ -86,18 +88,18 @@ class Attention:
             "device": device, "heads of q": heads.queries, "heads of k and v": heads.keys,
             "head_dim of q and k": q.shape[3], "head_dim of v": v.shape[3], "window": tuple(window),
             "dropout_p": dropout, "key_mask": hides_keys, "mask": "none",
-            "learns": q.learns or k.learns or v.learns,  # they have one backward, which each rank must run
+            "learns": q.learns or k.learns or v.learns,  # one backward for all three, which each rank must run
         }  # fmt: skip
-        if masked is not None:  # each rank's has its own queries
+        if masked is not None:  # each rank's mask has its own queries
             alike["mask"] = f"{masked.dtype}, {masked.batch} x {masked.heads} x {masked.keys}, learns: {mask.learns}"
-        terms = Terms.of(WHAT, options.layout, options.length, options.documents, alike)
+        terms = SequenceSpec.of(WHAT, options.layout, options.length, options.documents, alike)
         sign = (scale > 0) - (scale < 0)
         return cls(axis, heads, terms, method, abs(scale) or 1.0, sign, window, masked, hides_keys, dropout)
 
-    def agree(self, tokens: int, seed: int = 0) -> tuple[Layout, int]:
-        """Return how the sequence is divided, of which this rank has some tokens, and the first rank's seed.
+    def agree(self, tokens: int, seed: int = 0) -> tuple[SequenceLayout, int]:
+        """Return the layout of the sequence, given this rank's number of tokens, and the first rank's seed.
 
-        Collective: see `settle`. Raises UsageError, as all ranks do, for a mask of another number of keys.
+        Collective: see `settle`. Raises UsageError on all ranks for a mask with a wrong number of keys.
         """
         layout, seed = settle_with(self.axis, self.terms, tokens, seed)
         if self.mask is not None:
@@ -105,17 +107,17 @@ class Attention:
         return layout, seed
 
     def agree_backward(self, tokens: int) -> None:
-        """Let the ranks agree that they run the backward of the same call now. Collective."""
+        """Check that all ranks run the backward of the same call now. Collective."""
         settle_with(self.axis, replace(self.terms, what="attention, backward"), tokens, 0)
 
     @property
     def causal(self) -> bool:
-        """Whether nothing to the right is seen."""
+        """Whether keys to the right are hidden."""
         return self.window.right == 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether each query sees all keys of its document, or all up to itself, and no weight is dropped."""
+        """Whether each query sees all keys of its document, or all keys up to itself, and no weight is dropped."""
         return self.window.left is None and self.window.right in (None, 0) and not self.is_selective
 
     @property
@@ -123,10 +125,10 @@ class Attention:
         """Whether single weights are hidden, changed or dropped."""
         return self.mask is not None or self.hides_keys or self.dropout > 0
 
-    def bounds(self, layout: Layout) -> tuple[int, ...]:
-        """Return where documents begin and the last one ends. Raises UsageError, as all ranks do."""
+    def bounds(self, layout: SequenceLayout) -> tuple[int, ...]:
+        """Return the starts of documents, and the end of the last one. Raises UsageError on all ranks."""
         return self.terms.bounds(layout)
 
-    def ring(self, layout: Layout, rank: int) -> Ring:
-        """Return a rank's steps round the ring."""
-        return Ring(steps(layout, rank, self.causal, self.bounds(layout), self.window), layout.counts)
+    def ring(self, layout: SequenceLayout, rank: int) -> ContextRing:
+        """Return a rank's steps around the ring."""
+        return ContextRing(steps(layout, rank, self.causal, self.bounds(layout), self.window), layout.counts)

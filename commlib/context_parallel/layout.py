@@ -1,4 +1,4 @@
-"""Layout: the positions of a sequence that each rank of an axis has. [pure]"""
+"""SequenceLayout: the positions of a sequence on each rank of an axis. [pure]"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ORDERS = ("balanced", "contiguous")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A sequence of any length, also one shorter than the number of ranks, divided among `size` ranks.
+class SequenceLayout:
+    """A sequence of any length, even shorter than the number of ranks, sharded among `size` ranks.
 
     order: "contiguous", one chunk for each rank; or "balanced", two of 2 * size chunks, the r-th from the front and the
-    r-th from the back, so that under a causal mask all ranks see as many pairs in every step. Chunks differ by one
+    r-th from the back, which balances the work of all ranks in every step under a causal mask. Chunks differ by one
     position at most, the longer ones first.
     """
 
@@ -29,10 +29,10 @@ class Layout:
         if self.order not in ORDERS:
             raise UsageError(f"layout is {self.order!r}, expected {' or '.join(map(repr, ORDERS))}")
         if self.length < 0 or self.size < 1:
-            raise UsageError(f"a sequence of {self.length} positions cannot be divided among {self.size} ranks")
+            raise UsageError(f"a sequence of {self.length} positions cannot be split among {self.size} ranks")
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """Return a rank's positions, ascending, as they lie in its shard. No range is empty, and no two touch."""
+        """Return a rank's positions, ascending, in the order of its shard. Ranges are not empty, and not adjacent."""
         chunks = [rank] if self.order == "contiguous" else [rank, 2 * self.size - 1 - rank]
         cuts = even(self.length, self.size * len(chunks))
         found: list[range] = []
@@ -45,17 +45,17 @@ class Layout:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many positions each rank has."""
+        """Number of positions of each rank."""
         return tuple(sum(map(len, self.ranges(rank))) for rank in range(self.size))
 
     @property
     def by_rank(self) -> tuple[range, ...]:
-        """The ranges of positions that make, one behind another, of the whole the shards of ranks 0, 1, ..."""
+        """The ranges of positions of the full sequence that, concatenated, give the shards of ranks 0, 1, ..."""
         return tuple(positions for rank in range(self.size) for positions in self.ranges(rank))
 
     @property
     def in_order(self) -> tuple[range, ...]:
-        """The ranges that make, one behind another, of the shards of ranks 0, 1, ... the whole: `by_rank` undone."""
+        """The ranges of the concatenated shards that give the full sequence: the inverse of `by_rank`."""
         places = self.by_rank
         starts = accumulate(map(len, places), initial=0)
         found = zip(places, starts, strict=False)
@@ -63,7 +63,7 @@ class Layout:
 
 
 def document_bounds(documents: Iterable[int] | None, length: int) -> tuple[int, ...]:
-    """Return where documents begin, and at the end the sequence's length: (0, 5, 11) for two of lengths 5 and 6.
+    """Return the starts of documents, and at the end the sequence's length: (0, 5, 11) for lengths 5 and 6.
 
     documents: the same, such as the cumulative lengths ("cu_seqlens") of packed sequences, or None for one document.
     Empty documents are left out. Raises UsageError for bounds that descend, or do not go from 0 to the length.
@@ -73,7 +73,7 @@ def document_bounds(documents: Iterable[int] | None, length: int) -> tuple[int, 
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not ascends:
         shown = bounds if len(bounds) < 9 else f"{bounds[:4]} ... {bounds[-4:]}"
         raise UsageError(
-            f"documents are {shown}, expected where each begins and where the last ends, from 0 up to {length}, the "
-            "length of the whole sequence: (0, 5, 11) for documents of 5 and 6 tokens"
+            f"documents are {shown}, expected the start of each document and the end of the last one, from 0 to "
+            f"{length}, the length of the full sequence: (0, 5, 11) for documents of 5 and 6 tokens"
         )
     return (*(start for start, stop in pairwise(bounds) if start < stop), length)

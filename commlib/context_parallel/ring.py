@@ -1,9 +1,9 @@
-"""Ring attention, once for all frameworks: keys and values travel round the ranks, queries stay.
+"""Ring attention for all frameworks: keys and values travel around the ring of ranks, queries stay.
 
-Each rank computes its queries with the keys and values that are there while the next ones arrive, and merges what it
-gets by the stats of the scores. In the backward keys and values travel again; their gradients travel behind them,
-each rank adds its part, and after `size` steps they come home. So a rank holds two ranks' keys and values at a time,
-and the scores of one block. Source: Liu et al., Ring Attention with Blockwise Transformers (2023), arXiv:2310.01889.
+Each rank attends to the keys and values that it has while the next ones arrive, and merges the results by the stats of
+the scores. In the backward, keys and values travel again, followed by their gradients: each rank adds its part, and
+after `size` steps they return to their rank. A rank holds the keys and values of two ranks at a time, and the scores of
+one block. Source: Liu et al., Ring Attention with Blockwise Transformers (2023), arXiv:2310.01889.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.context_parallel import Block, Step
+from commlib.context_parallel import Block, RingStep
 from commlib.devices.array import DeviceArray
 from commlib.p2p.channels.device_channel import DeviceChannel
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 
 T = TypeVar("T")
 
 KEYS, GRADIENTS = 32_766, 32_767  # tags of messages
 
 
-class Blocks(Protocol[T]):
-    """What a framework computes. Tensors are (batch, heads, tokens, head_dim); keys and values are one, stacked first.
+class AttentionBlocks(Protocol[T]):
+    """The operations of a framework. Tensors are (batch, heads, tokens, head_dim); keys and values are stacked in one.
 
-    Sums are of float32 at least. The stats of scores are (batch, heads, tokens, 2): the largest one, or what takes its
-    place, and the sum of exp(score - largest); kept apart, for one number cannot hold a largest score such as the
-    least number there is, with which models hide keys, and how often there is one.
+    Sums are float32 at least. The stats of scores are (batch, heads, tokens, 2): the largest score, or its substitute,
+    and the sum of exp(score - largest). Two numbers are needed: models hide keys with the least representable score,
+    and one number cannot hold that and the count of such keys.
     """
 
     def rows(self, x: T, span: tuple[int, int]) -> T:
-        """Return some of the tokens."""
+        """Return the tokens of a span."""
         ...
 
     def attend(self, q: T, kv: T, block: Block, source: int) -> tuple[T, T]:
         """Return the softmax over these keys' scores times their values, and the scores' stats.
 
-        q, kv: the rows of a block, whose keys are those of the rank `source`.
+        q, kv: the rows of a block; the keys belong to the rank `source`.
         """
         ...
 
     def gradients(self, gradient: T, q: T, kv: T, out: T, stats: T, block: Block, source: int) -> tuple[T, T]:
-        """Return the gradients of q and kv for the part of these keys in `out`, the result over all keys."""
+        """Return the gradients of q and kv from these keys' contribution to `out`, the result over all keys."""
         ...
 
     def nothing(self, q: T) -> tuple[T, T]:
@@ -53,7 +53,7 @@ class Blocks(Protocol[T]):
         ...
 
     def merge(self, found: tuple[T, T], span: tuple[int, int], more: tuple[T, T]) -> tuple[T, T]:
-        """Return `found`, to whose rows in `span` further keys are added."""
+        """Add further keys to the rows of `found` in `span`, and return it."""
         ...
 
     def zeros(self, x: T) -> T:
@@ -61,7 +61,7 @@ class Blocks(Protocol[T]):
         ...
 
     def add(self, total: T, span: tuple[int, int], x: T) -> T:
-        """Return `total`, to whose rows in `span` x is added."""
+        """Add x to the rows of `total` in `span`, and return it."""
         ...
 
     def plus(self, x: T, y: T) -> T:
@@ -69,18 +69,18 @@ class Blocks(Protocol[T]):
         ...
 
     def pass_on(self, x: T, tokens: int, tag: int) -> Callable[[], T]:
-        """Give x to the next rank; return what waits for that of the rank before, which has some tokens."""
+        """Send x to the next rank; return a function that waits for the previous rank's tensor, of `tokens` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """A rank's steps. counts: how many tokens each rank has."""
+class ContextRing:
+    """The steps of a rank. counts: number of tokens of each rank."""
 
-    steps: Sequence[Step]
+    steps: Sequence[RingStep]
     counts: Sequence[int]
 
-    def forward(self, blocks: Blocks[T], q: T, kv: T) -> tuple[T, T]:
+    def forward(self, blocks: AttentionBlocks[T], q: T, kv: T) -> tuple[T, T]:
         """Return this rank's results and their stats. Collective. Queries that see no key get zeros."""
         found = blocks.nothing(q)
         for number, step in enumerate(self.steps):
@@ -92,7 +92,7 @@ class Ring:
                 kv = following()
         return found
 
-    def backward(self, blocks: Blocks[T], gradient: T, q: T, kv: T, out: T, stats: T) -> tuple[T, T]:
+    def backward(self, blocks: AttentionBlocks[T], gradient: T, q: T, kv: T, out: T, stats: T) -> tuple[T, T]:
         """Return the gradients of q, and of this rank's kv over all ranks' queries. Collective."""
         of_q = blocks.zeros(q)
         arriving: Callable[[], T] | None = None
@@ -117,24 +117,24 @@ class Ring:
         assert arriving is not None
         return of_q, arriving()
 
-    def _keys_of_next(self, blocks: Blocks[T], number: int, kv: T) -> Callable[[], T] | None:
+    def _keys_of_next(self, blocks: AttentionBlocks[T], number: int, kv: T) -> Callable[[], T] | None:
         if number + 1 == len(self.steps):
             return None
         return blocks.pass_on(kv, self.counts[self.steps[number + 1].source], KEYS)
 
 
-def pass_on(axis: Axis, x: Any, tokens: int, tag: int) -> Callable[[], Any]:
-    """Give an array to the next rank of an axis; return what waits for that of the rank before.
+def pass_on(axis: ParallelAxis, x: Any, tokens: int, tag: int) -> Callable[[], Any]:
+    """Send an array to the next rank of an axis; return a function that waits for the previous rank's array.
 
-    x: (..., tokens, head_dim), contiguous; it must not change until then. Where nothing overlaps, all is done then.
-    Arrays of devices go from device to device, on the current stream.
+    x: (..., tokens, head_dim), contiguous; do not change it until then. Without overlap, that function does all the
+    work. Device arrays go from device to device, on the current stream.
     """
     comm, after, before = axis.comm, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     shape = *x.shape[:-2], tokens, x.shape[-1]
     if type(x) is DeviceArray:
         leaving, arriving = (_channel(comm, peer, x, tag) for peer in (after, before))
         leaving.send(x.reshape(-1).view(np.uint8))
-        return lambda: _received(arriving, shape, x.dtype)
+        return lambda: _receive(arriving, shape, x.dtype)
     out = axis.empty(shape, x.dtype)
     if axis.overlaps:
         return comm.send_recv_async(x, after, out, before, tag).wait
@@ -142,7 +142,7 @@ def pass_on(axis: Axis, x: Any, tokens: int, tag: int) -> Callable[[], Any]:
 
 
 def _channel(comm: Communicator, peer: int, x: DeviceArray, tag: int) -> DeviceChannel:
-    """Return the channel to a rank for arrays of a device, which stays open, and grows."""
+    """Return the channel to a rank for arrays of a device. It stays open, and grows as needed."""
     key = "ring", peer, tag, x.device.name
     channel: DeviceChannel | None = comm.kept.get(key)
     if channel is None:
@@ -150,7 +150,7 @@ def _channel(comm: Communicator, peer: int, x: DeviceArray, tag: int) -> DeviceC
     return channel
 
 
-def _received(channel: DeviceChannel, shape: tuple[int, ...], dtype: Any) -> Any:
+def _receive(channel: DeviceChannel, shape: tuple[int, ...], dtype: Any) -> Any:
     made = channel.recv()
-    channel.release(made)  # the array stays
+    channel.release(made)  # the array stays valid
     return channel.device.wrap(made, "ring").view(dtype).reshape(shape)

@@ -9,42 +9,43 @@ from typing import Any
 
 import numpy as np
 
-from commlib.comparison.agreement import digest_of, or_refused, told
+from commlib.comparison.agreement import agree_on_number, digest_of, make_or_refuse
 from commlib.comparison.order import note_layout
 from commlib.comparison.parameter_check import check_agreement
-from commlib.context_parallel import ORDERS, Layout, document_bounds
+from commlib.context_parallel import ORDERS, SequenceLayout, document_bounds
 from commlib.context_parallel.sequences import next_tokens, position_ids, shard
 from commlib.dtypes import Array
 from commlib.errors import PeerError, UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 
 _END = "there is no further batch"
 
 
 class SequenceLoader:
-    """Iterate over batches of whole sequences, and yield this rank's part of each, as a dict.
+    """Iterate over batches of full sequences, and yield this rank's part of each, as a dict.
 
-    batches: any iterable of mappings of arrays (batch, tokens, ...), or of (tokens, labels), or of arrays of tokens. A
-    dict comes out, in which all arrays are divided along `dim`, but those named in `whole`. Added are
+    batches: any iterable of mappings of arrays (batch, tokens, ...), or of (tokens, labels), or of arrays of tokens.
+    The loader yields dicts, in which all arrays are sharded along `dim`, except those named in `whole`. It adds
 
-    - "labels": the tokens, or the labels that were given, each of the next token, which may be another rank's. So the
-      model must not shift them again. At the last token of a sequence or a document stands `ignore`. With shift=False
-      given labels stay as they are.
-    - "position_ids": of this rank's tokens in their sequence, or in their document, unless they were given.
+    - "labels": the tokens, or the given labels, each shifted to the next token, which another rank may hold. So the
+    model
+      must not shift them again. The last token of a sequence or a document gets `ignore`. With shift=False given labels
+      are not shifted.
+    - "position_ids": positions of this rank's tokens in their sequence, or in their document, unless they were given.
 
-    An entry "documents" says where packed documents begin and the last one ends, (0, 5, 11), for all rows of the batch;
-    it is handed on as a tuple, for `attention`. tokens, labels: other names for these two.
+    An entry "documents" has the starts of packed documents and the end of the last one, (0, 5, 11), for all rows of the
+    batch; it is passed on as a tuple, for `attention`. tokens, labels: other names for these two.
 
     reads: "all", every rank reads the same batches, which is checked; or "first", the first rank reads them and sends
-    them to the others, which may give None. Making a loader and iterating are collective. It has a group of its own, so
-    that another thread may read ahead, as Keras' does. Raises MismatchError where ranks have read different batches or
-    given other options, UsageError for arrays that do not fit, PeerError if another rank could not read.
+    them to the others, which may pass None. Making a loader and iterating are collective. It has a separate group, so
+    another thread may read ahead, as in Keras. Raises MismatchError if ranks have read different batches or passed
+    different options, UsageError for arrays that do not fit, PeerError if another rank could not read.
     """
 
     def __init__(
         self,
         batches: Iterable[Any] | None,
-        axis: Axis,
+        axis: ParallelAxis,
         *,
         layout: str = "balanced",
         dim: int = 1,
@@ -67,14 +68,14 @@ class SequenceLoader:
             if batches is None and self._reads_here:
                 raise UsageError(f"SequenceLoader: rank {axis.rank} of {axis.comm.name} reads, but has no batches")
 
-        or_refused(axis.comm, "SequenceLoader", check)
+        make_or_refuse(axis.comm, "SequenceLoader", check)
         options = {
             "reads": reads, "layout": layout, "dim": dim, "tokens": tokens, "labels": labels, "whole": sorted(whole),
             "shift": shift, "ignore": ignore,
         }  # fmt: skip
         if axis.size > 1:
             lines = [f"{name}: {value}" for name, value in options.items()]
-            told(axis.comm, "SequenceLoader", ["SequenceLoader", *lines])
+            agree_on_number(axis.comm, "SequenceLoader", ["SequenceLoader", *lines])
         note_layout(axis.comm, layout)
         self._batches, self._axis, self._order, self._dim = batches, axis, layout, dim
         self._tokens, self._labels, self._whole = tokens, labels, frozenset(whole)
@@ -85,27 +86,27 @@ class SequenceLoader:
         self._comm = split
 
     def __len__(self) -> int:
-        """Return the number of batches, where this rank reads some of a known number."""
+        """Return the number of batches, if this rank reads batches of known number."""
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        read = self._opened()
+        read = self._open()
         while (batch := self._next(read)) is not None:
-            yield self._own(batch)
+            yield self._shard_batch(batch)
 
-    def _opened(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
         if self._batches is not None and self._reads_here:
-            yield from self._batches  # opened where the first is read: also what this raises is told
+            yield from self._batches  # opened at the first read, so that its errors are reported, too
 
     def _next(self, read: Iterator[Any]) -> dict[str, Any] | None:
         if self._shares:
-            return self._sent(read)
+            return self._broadcast_batch(read)
         if self._comm.size == 1:
             return self._read(read)
-        return self._compared(read)
+        return self._compare_batch(read)
 
-    def _compared(self, read: Iterator[Any]) -> dict[str, Any] | None:
-        """Return what each rank has read, which is compared. Errors of one are told: none waits for its batch."""
+    def _compare_batch(self, read: Iterator[Any]) -> dict[str, Any] | None:
+        """Return this rank's batch, after comparing it between ranks. Read errors are reported to all ranks."""
         comm = self._comm
         try:
             batch = self._read(read)
@@ -121,8 +122,8 @@ class SequenceLoader:
             check_agreement(comm, "SequenceLoader: batches differ", lines)
         return batch
 
-    def _sent(self, read: Iterator[Any]) -> dict[str, Any] | None:
-        """Return what the first rank has read. Its errors are told: nobody waits for a batch that does not come."""
+    def _broadcast_batch(self, read: Iterator[Any]) -> dict[str, Any] | None:
+        """Return the first rank's batch. Its errors are reported, so no rank waits for a missing batch."""
         comm = self._comm
         if self._axis.rank:
             kind, batch = comm.broadcast_object(None)
@@ -131,7 +132,7 @@ class SequenceLoader:
             return pickle.loads(batch)  # type: ignore[no-any-return]
         try:
             batch = self._read(read)
-            given = pickle.dumps(batch)  # what cannot be sent is told, too
+            given = pickle.dumps(batch)  # a batch that cannot be pickled is reported, too
         except Exception as error:
             comm.broadcast_object(("failed", f"{type(error).__name__}: {error}"))
             raise
@@ -146,7 +147,7 @@ class SequenceLoader:
             parts = batch if isinstance(batch, tuple | list) else (batch,)
             if not 1 <= len(parts) <= 2:
                 raise UsageError(
-                    f"SequenceLoader: a batch has {len(parts)} parts, expected tokens, labels, or a mapping"
+                    f"SequenceLoader: a batch has {len(parts)} elements, expected tokens, labels, or a mapping"
                 )
             batch = dict(zip((self._tokens, self._labels), parts, strict=False))
         if self._tokens not in batch:
@@ -158,12 +159,12 @@ class SequenceLoader:
             return None if value is None else tuple(int(bound) for bound in value)
         return value if name in self._whole else self._to_array(value)
 
-    def _own(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         tokens, axis, dim = batch[self._tokens], self._axis, self._dim
         if tokens.ndim <= dim:
             raise UsageError(f"SequenceLoader: tokens of shape {list(tokens.shape)} have no dimension {dim}")
         length = tokens.shape[dim]
-        layout = Layout(length, axis.size, self._order)
+        layout = SequenceLayout(length, axis.size, self._order)
         bounds = document_bounds(batch.get("documents"), length)
         batch = {**batch, self._labels: self._targets(batch, bounds)}
         own: dict[str, Any] = {}
@@ -174,7 +175,7 @@ class SequenceLoader:
             if value.ndim <= dim or value.shape[dim] != length:
                 raise UsageError(
                     f"SequenceLoader: {name!r} has shape {list(value.shape)}, expected {length} tokens along dimension "
-                    f"{dim}, as {self._tokens!r} has: name it in `whole` if it is not a sequence"
+                    f"{dim}, like {self._tokens!r}. Name it in `whole` if it is not a sequence"
                 )
             own[name] = self._from_array(shard(value, layout, axis.rank, dim))
         if "position_ids" not in own:

@@ -1,4 +1,4 @@
-"""Window: how far a query sees to the left and to the right of its own position. [pure]"""
+"""Window: number of positions that a query sees to its left and right. [pure]"""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple
 from commlib.errors import UsageError
 
 ROWS = 128
-"""Queries that a block within a window has at least: fewer would be many small products."""
+"""Minimum number of queries of a block within a window: fewer would make many small products."""
 
 
 class Window(NamedTuple):
-    """Positions on either side of a query's own that it sees; None: all of them."""
+    """Number of positions that a query sees on either side of its own; None: all of them."""
 
     left: int | None = None
     right: int | None = None
 
     @classmethod
     def of(cls, what: str, given: object, causal: bool) -> Window:
-        """Return that of an argument: None, or a pair (left, right), each with None or -1 for all. Raises UsageError.
+        """Return the window of an argument: None, or a pair (left, right), each None or -1 for all. Raises UsageError.
 
-        causal: nothing to the right is seen, whatever the window says.
+        causal: nothing to the right is seen, whatever the argument.
         """
         pair = (None, None) if given is None else given
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_reach, pair)):
             raise UsageError(
-                f"{what}: window is {given!r}, expected (left, right): how many positions before and after its own a "
-                "token sees, -1 for all; a sliding window of 4096 tokens, itself included, is (4095, 0)"
+                f"{what}: window is {given!r}, expected (left, right): how many positions a token sees before and "
+                "after its own, -1 for all; a sliding window of 4096 tokens, itself included, is (4095, 0)"
             )
         left, right = (None if reach in (None, -1) else int(reach) for reach in pair)
         return cls(left, 0 if causal else right)
@@ -36,7 +36,7 @@ class Window(NamedTuple):
     def parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
         """Yield queries and keys that see each other, and whether each of these queries sees each of these keys.
 
-        Each pair that sees each other is in one of them exactly, and each query sees a key of each part that it is in.
+        Each pair that sees each other is in exactly one part, and each query of a part sees at least one of its keys.
         """
         if self.left is None or self.right is None:
             rows = max(len(queries), 1)
@@ -46,26 +46,26 @@ class Window(NamedTuple):
             yield from self._parts(range(start, min(start + rows, queries.stop)), keys)
 
     def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
-        rows, seen = self._met(queries, keys)
+        rows, seen = self._visible(queries, keys)
         if not rows:
             return
         first = seen.start if self.left is None else max(seen.start, rows.stop - 1 - self.left)
         last = seen.stop if self.right is None else min(seen.stop, rows.start + self.right + 1)
-        if first >= last:  # no key is seen by all
+        if first >= last:  # no key is seen by all queries
             yield rows, seen, False
             return
         if self.right == 0 and seen.stop == rows.stop and last == rows.start + 1:
-            last = rows.start  # what remains is causal, of equal positions
+            last = rows.start  # the rest is causal, with equal positions
         for part, whole in (
             (range(seen.start, first), False),
             (range(first, last), True),
             (range(last, seen.stop), False),
         ):
             if part:
-                yield (*self._met(rows, part), whole)
+                yield (*self._visible(rows, part), whole)
 
-    def _met(self, queries: range, keys: range) -> tuple[range, range]:
-        """Return those queries that see some of the keys, and those keys that some of them see."""
+    def _visible(self, queries: range, keys: range) -> tuple[range, range]:
+        """Return the queries that see some of the keys, and the keys that some of these queries see."""
         if not queries or not keys:
             return range(0), range(0)
         first = queries.start if self.right is None else max(queries.start, keys.start - self.right)

@@ -1,7 +1,7 @@
-"""Run named operations that ranks ask for in any order, once all have agreed on them."""
+"""Coordinator: run named operations, which ranks submit in any order, once all ranks have agreed on them."""
 
 from commlib.coordinator.coordinator import Coordinator
-from commlib.coordinator.pending import Pending
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
+from commlib.coordinator.pending_op import PendingOp
 
-__all__ = ["Coordinator", "Pending", "Request"]
+__all__ = ["Coordinator", "PendingOp", "OpRequest"]

@@ -1,10 +1,10 @@
-"""Adasum: add gradients of ranks where they are orthogonal, and average them where they are parallel.
+"""Adasum: add gradients of ranks that are orthogonal, and average gradients that are parallel.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. Applied pairwise, to ranks whose
-numbers differ in one bit, the lowest first; so it takes log2(size) exchanges of the whole array (bytes per rank:
-log2(size) times those of the array). Beyond the largest power of two, rank p + i is first combined with rank i.
+Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. It is applied pairwise to ranks whose
+numbers differ in one bit, lowest bit first. It takes log2(size) exchanges of the full array, so a rank sends log2(size)
+times the bytes of the array. Beyond the largest power of two, rank p + i is first combined with rank i.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.dtypes import Array
 
 
 def combine(a: Array, b: Array) -> Array:
-    """Return adasum(a, b) of two float64 vectors; a vector of zeros leaves the other what it is."""
+    """Return adasum(a, b) of two float64 vectors. A vector of zeros does not change the other."""
     dot, aa, bb = float(a @ b), float(a @ a), float(b @ b)
     first = 1 - dot / (2 * aa) if aa else 1.0
     second = 1 - dot / (2 * bb) if bb else 1.0
@@ -26,9 +26,9 @@ def combine(a: Array, b: Array) -> Array:
 
 
 def adasum(comm: Any, array: Array) -> None:
-    """Combine a contiguous 1-D array of floats of all ranks, in place; every rank gets the same bits.
+    """Combine a contiguous 1-D array of floats of all ranks in place. Every rank gets the same bits.
 
-    Arithmetic is in float64, whatever the dtype. Collective.
+    Arithmetic is in float64 for every dtype. Collective.
     """
     mine = array.astype(np.float64)
     power = 1 << (comm.size.bit_length() - 1)

@@ -1,7 +1,7 @@
-"""CompressedBuckets: buckets of gradients that are compressed, and reduced by name.
+"""CompressedBuckets: reduce buckets of compressed gradients by name.
 
-What a bucket is made of stands in its request. So a rank that has joined can do its part. A rank that comes back goes
-on with what it remembers.
+A bucket's request describes its parts, so a rank that has joined can take part. A rank that returns continues with its
+saved residuals.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ from typing import Any
 
 import numpy as np
 
-from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress import BucketPart, GradientCompression, scheme_of
 from commlib.compress.bucket import CompressedBucket
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
 from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
-from commlib.devices.protocol import Device, Event, Stream
+from commlib.devices.protocol import Device, DeviceEvent, Stream
 from commlib.devices.waiting import wait_for
 
 MAKE, REDUCE = "compression", "compressed_bucket"
-"""The verbs: make the compression of a set of buckets; reduce one of them."""
+"""The verbs: make the compression of a set of buckets, and reduce one bucket."""
 
 
-def making(family: str, scheme: str, *, within_node: bool, count: int, device: str) -> Request:
+def make_compression_request(family: str, scheme: str, *, within_node: bool, count: int, device: str) -> OpRequest:
     """Return the request for the compression of the buckets of a `family`: see `GradientCompression`.
 
-    device: the kind of it that has them, "" for the host.
+    device: the device type of the buckets, "" for the host.
     """
     options = (("scheme", scheme), ("within_node", int(within_node)), ("count", count), ("device", device))
-    return Request(MAKE, family, (), options, repeats=False)
+    return OpRequest(MAKE, family, (), options, repeats=False)
 
 
-def reducing(family: str, moves: int, key: str, count: int, parts: list[Part], flags: int, op: str) -> Request:
-    """Return the request for one bucket of a family whose buckets were made anew `moves` times."""
+def make_bucket_request(
+    family: str, moves: int, key: str, count: int, parts: list[BucketPart], flags: int, op: str
+) -> OpRequest:
+    """Return the request for one bucket of a family whose buckets were rebuilt `moves` times."""
     described = json.dumps([(part.name, part.start, part.shape) for part in parts])
     options = (("family", family), ("moves", moves), ("key", key), ("parts", described), ("flags", flags), ("op", op))
-    return Request(REDUCE, f"{family}.{key}", (("float32", (count,)),), options)
+    return OpRequest(REDUCE, f"{family}.{key}", (("float32", (count,)),), options)
 
 
 class CompressedBuckets:
-    """Keep the compressed buckets of one process set. Ranks call `make` and `run` for the same requests in order."""
+    """Compressed buckets of one process set. Ranks call `make` and `run` for the same requests in the same order."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self._families: dict[str, tuple[GradientCompression, Device]] = {}
         self._streams: dict[Device, Stream] = {}
         self._moves: dict[str, int] = {}
-        self._made: dict[str, tuple[Request, CompressedBucket]] = {}
+        self._made: dict[str, tuple[OpRequest, CompressedBucket]] = {}
 
-    def make(self, request: Request) -> GradientCompression:
-        """Return how the buckets of a family are compressed. Collective."""
+    def make(self, request: OpRequest) -> GradientCompression:
+        """Return the compression of a family's buckets. Collective."""
         device = device_named(str(request.option("device")), str(request))
         made = GradientCompression(
             self._comm,
@@ -64,14 +66,14 @@ class CompressedBuckets:
         return made
 
     def reduction(self, name: str) -> CompressedBucket | None:
-        """Return what reduces a bucket, once it was reduced."""
+        """Return the reduction of a bucket; None before the bucket was first reduced."""
         made = self._made.get(name)
         return None if made is None else made[1]
 
-    def run(self, request: Request, array: Any, ready: Sequence[Event] = ()) -> None:
-        """Reduce a bucket in its array; None where this rank has joined, which adds nothing. Collective.
+    def run(self, request: OpRequest, array: Any, ready: Sequence[DeviceEvent] = ()) -> None:
+        """Reduce a bucket in its array. A rank that has joined passes None and adds zeros. Collective.
 
-        ready: what the array is behind, if it is a device's. Its work is done when this returns.
+        ready: the events that a device array waits for. The work is complete when this returns.
         """
         compression, device = self._families[str(request.option("family"))]
         if device is HOST:
@@ -86,15 +88,17 @@ class CompressedBuckets:
             self._run(request, array, compression, device)
             wait_for(stream.record(), self._comm.watch(str(request)))
 
-    def _run(self, request: Request, array: Any, compression: GradientCompression, device: Device) -> None:
+    def _run(self, request: OpRequest, array: Any, compression: GradientCompression, device: Device) -> None:
         family, moves = str(request.option("family")), int(request.option("moves"))
         if array is None and moves != self._moves.get(family, moves):
-            compression.move()  # the others have, and this rank was not there
+            compression.move()  # the other ranks have done so, while this rank had joined
         self._moves[family] = moves
         mine = _zeros(device, request.tensors[0][1][0] or 0) if array is None else array
         known = self._made.get(request.name)
         if known is None or known[0] != request:
-            parts = [Part(name, start, tuple(shape)) for name, start, shape in json.loads(str(request.option("parts")))]
+            parts = [
+                BucketPart(name, start, tuple(shape)) for name, start, shape in json.loads(str(request.option("parts")))
+            ]
             key, flags, op = str(request.option("key")), int(request.option("flags")), str(request.option("op"))
             known = self._made[request.name] = request, compression.reduction(key, mine, parts, flags, op)
         reduction = known[1]

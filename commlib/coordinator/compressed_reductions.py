@@ -1,4 +1,4 @@
-"""Compressed reductions: reduce tensors by name, and remember under each name what the next call needs."""
+"""CompressedReductions: reduce compressed tensors by name, and keep the state of each name for the next call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress import BucketPart, GradientCompression, scheme_of
 from commlib.compress.bucket import CompressedBucket
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
 from commlib.kernels.host.pack import pack, unpack
@@ -23,16 +23,16 @@ VERB = "compressed_allreduce"
 
 @dataclass(slots=True)
 class _Bucket:
-    """The tensors of one name, one after another as float32 in symmetric memory."""
+    """The tensors of one name, concatenated as float32 in symmetric memory."""
 
-    request: Request
+    request: OpRequest
     array: Array
-    parts: list[Part]
+    parts: list[BucketPart]
     reduction: CompressedBucket
     nbytes: Array
 
     def fill(self, sources: Sequence[Array] | None) -> None:
-        """Take the tensors in; None for a rank that has joined."""
+        """Copy the tensors in; None writes zeros, for a rank that has joined."""
         if sources is None:
             self.array[...] = 0
         elif all(source.dtype == np.float32 for source in sources):
@@ -41,8 +41,8 @@ class _Bucket:
             for part, source in zip(self.parts, sources, strict=True):
                 self.array[part.start : part.stop] = source.reshape(-1)
 
-    def hand_out(self, targets: Sequence[Array]) -> None:
-        """Write the results to arrays of the same shapes."""
+    def unpack_results(self, targets: Sequence[Array]) -> None:
+        """Copy the results to arrays of the same shapes."""
         if all(target.dtype == np.float32 for target in targets):
             unpack(address_of(self.array), targets, self.nbytes)
             return
@@ -52,15 +52,15 @@ class _Bucket:
 
 
 class CompressedReductions:
-    """Run the compressed reductions of one process set. Ranks call `run` for the same requests in the same order."""
+    """The compressed reductions of one process set. Ranks call `run` for the same requests in the same order."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._journal = comm, journal_of(comm)
         self._compressions: dict[tuple[str, bool], GradientCompression] = {}
         self._buckets: dict[str, _Bucket] = {}
 
-    def compression(self, request: Request) -> GradientCompression:
-        """Return how a request is compressed; its `scheme` is None where nothing is. Collective when first asked."""
+    def compression(self, request: OpRequest) -> GradientCompression:
+        """Return the compression of a request; `scheme` is None without compression. Collective on the first call."""
         text, within = str(request.option("compression")), bool(request.option("within_node", 0))
         found = self._compressions.get((text, within))
         if found is None:
@@ -69,8 +69,8 @@ class CompressedReductions:
             self._compressions[text, within] = found
         return found
 
-    def run(self, request: Request, sources: Sequence[Array] | None, targets: Sequence[Array]) -> None:
-        """Reduce what the ranks have; `sources` is None where this one has joined. Collective."""
+    def run(self, request: OpRequest, sources: Sequence[Array] | None, targets: Sequence[Array]) -> None:
+        """Reduce the tensors of all ranks; `sources` is None on a rank that has joined. Collective."""
         bucket = self._buckets.get(request.name)
         if bucket is None or bucket.request != request:
             bucket = self._buckets[request.name] = self._make(request)
@@ -82,12 +82,12 @@ class CompressedReductions:
         if sources is not None:
             scale(bucket.array, float(request.option("postscale_factor", 1.0)))
             with self._journal.span("pack", "unpack", tensors=len(bucket.parts), bytes=bucket.array.nbytes):
-                bucket.hand_out(targets)
+                bucket.unpack_results(targets)
 
-    def _make(self, request: Request) -> _Bucket:
+    def _make(self, request: OpRequest) -> _Bucket:
         parts, start = [], 0
         for number, (_, shape) in enumerate(request.tensors):
-            parts.append(Part(str(number), start, tuple(length or 0 for length in shape)))
+            parts.append(BucketPart(str(number), start, tuple(length or 0 for length in shape)))
             start = parts[-1].stop
         compression = self.compression(request)
         assert compression.scheme is not None

@@ -1,11 +1,10 @@
-"""Coordinator: run the named operations of one group, in whatever order ranks ask for them.
+"""Coordinator: run the named operations of one group, which ranks may submit in any order.
 
-A cycle is one small exchange (see `Cycle`) and then the operations that it agreed on. A rank takes part
-in a cycle while it waits for something: nothing can be agreed without it, and with nothing to wait for it need not
-know. So no cycle is run by the clock, and an idle job does nothing at all.
+A cycle is one small exchange (see `Cycle`), followed by the operations that it agreed on. A rank takes part in cycles
+while it waits for an operation: nothing can be agreed on without it. Cycles have no clock, so an idle job runs none.
 
-Every rank runs the same cycles in the same order on a group of the coordinator's own. `Driver` says when, and in which
-thread.
+Every rank runs the same cycles in the same order on a private group of the coordinator. `Driver` decides when and in
+which thread.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from typing import Any
 
 from commlib.coordinator.compressed_buckets import CompressedBuckets
 from commlib.coordinator.cycle import Cycle
+from commlib.coordinator.device_operands import Staging
 from commlib.coordinator.driver import Driver
+from commlib.coordinator.error_text import ErrorText, GroupFailure
 from commlib.coordinator.execution import Execution
-from commlib.coordinator.job import Job
+from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.negotiation import (
     RESTART,
     Failure,
-    Joined,
+    JoinEnd,
     Launch,
     Negotiation,
     RequestList,
     Response,
     Restart,
 )
-from commlib.coordinator.on_device import Staging
-from commlib.coordinator.patience import Patience
-from commlib.coordinator.pending import Pending
+from commlib.coordinator.op_request import OpRequest
+from commlib.coordinator.pending_op import PendingOp
 from commlib.coordinator.records import Records
-from commlib.coordinator.request import Request
-from commlib.coordinator.unnamed import Unnamed
-from commlib.coordinator.wording import Ended, Wording
+from commlib.coordinator.stall_inspector import StallInspector
+from commlib.coordinator.unnamed_ops import UnnamedOps
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
-from commlib.observe.flight import LAST
+from commlib.observe.flight_recorder import LAST
 from commlib.process import forks
 from commlib.runtime.recording import Recording
 
@@ -48,42 +47,42 @@ log = logging.getLogger("commlib")
 
 
 class Coordinator:
-    """Run one rank's side. `comm` is a group of its own; `members` are the names of its ranks.
+    """Runs one rank's side. `comm` is a private group; `members` lists the names of its ranks.
 
-    negotiation: decides what is agreed (default: one of its own, for as many names as the settings say).
+    negotiation: decides what is agreed on (default: a new one, for as many names as the settings allow).
     """
 
     def __init__(self, comm: Any, members: Sequence[int], *, negotiation: Negotiation | None = None) -> None:
         self.comm = comm
         self.members = tuple(members)
-        self.failed: dict[Pending, None] = {}
-        """Those that were never asked for since."""
-        self.requests: dict[Hashable, Request] = {}
-        """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
+        self.failed: dict[PendingOp, None] = {}
+        """Failed operations whose error nobody has retrieved."""
+        self.requests: dict[Hashable, OpRequest] = {}
+        """Cached requests by their arguments, because checking and comparing a new request takes longer."""
         self.cycles = 0
-        """How many exchanges there were."""
+        """Number of exchanges."""
         self.joins = 0
-        """How often all ranks had joined."""
+        """How many times all ranks have joined."""
         self.restarts = 0
-        """How often all ranks had restarted."""
+        """How many times all ranks have restarted."""
         self.serials: dict[str, int] = {}
-        """How many sets of gradients were made under a name: see `commlib.named_gradients.by_name`."""
+        """Number of gradient sets made under each name: see `commlib.named_gradients.named_buckets`."""
         config = comm.config
         self._recording: Recording = comm.runtime.recording
         self._records = Records(self._recording, comm.name)
-        self._patience = Patience(config.stall_warning, config.timeout)
+        self._patience = StallInspector(config.stall_warning, config.timeout)
         if negotiation is None:
             negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
         self._negotiation = negotiation
         self._cycle = Cycle(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
-        self._wording = Wording(comm, self.members, self._negotiation)
-        self._lock = threading.Lock()  # of the negotiation and what is pending
-        self._pending: dict[str, Pending] = {}
-        self._unnamed = Unnamed()
-        self._running: list[Job] = []  # agreed on, not ended
-        self._flight: deque[Request] = deque(maxlen=LAST)  # agreed on last
-        self._ended: Ended | None = None
+        self._wording = ErrorText(comm, self.members, self._negotiation)
+        self._lock = threading.Lock()  # for the negotiation and the pending operations
+        self._pending: dict[str, PendingOp] = {}
+        self._unnamed = UnnamedOps()
+        self._running: list[LaunchedOp] = []  # agreed on, not finished
+        self._flight: deque[OpRequest] = deque(maxlen=LAST)  # the last agreed operations
+        self._ended: GroupFailure | None = None
         self._driver = Driver(
             self._lock,
             self._pending,
@@ -97,11 +96,11 @@ class Coordinator:
 
     @property
     def buckets(self) -> CompressedBuckets:
-        """The buckets of gradients that are compressed."""
+        """The buckets of compressed gradients."""
         return self._execution.buckets
 
     def take_devices(self) -> None:
-        """Let operations have arrays of devices, as `OnDevice`. Not collective."""
+        """Accept device arrays in operations, as `OnDevice`. Not collective."""
         if self._execution.staging is None:
             self._execution.staging = Staging(self.comm.group)
 
@@ -109,23 +108,23 @@ class Coordinator:
         return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"
 
     def next_name(self, verb: str) -> str:
-        """Return the name of this rank's next operation of a verb that the user gives none: see `Unnamed`."""
+        """Return a name for this rank's next operation of a verb without a user-given name: see `UnnamedOps`."""
         return self._unnamed.next_name(verb)
 
     def submit(
         self,
-        request: Request,
+        request: OpRequest,
         inputs: Sequence[Any] = (),
         outputs: Sequence[Any] = (),
         extra: Any = None,
         *,
         blocking: bool = False,
-    ) -> Pending:
-        """Ask for an operation and return at once. Raises UsageError if one of its name is pending here.
+    ) -> PendingOp:
+        """Submit an operation and return at once. Raises UsageError if an operation of this name is already pending.
 
         blocking: the caller is about to wait for it, so no thread needs to be woken.
         """
-        pending = Pending(self, request, inputs, outputs, extra)
+        pending = PendingOp(self, request, inputs, outputs, extra)
         with self._lock:
             if self._driver.closed:
                 forks.check(str(request))
@@ -133,9 +132,11 @@ class Coordinator:
             if self._ended is not None:
                 raise self._wording.after(self._ended, request)
             if "join" in self._pending and request.verb not in ("join", RESTART.verb):
-                raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
-            if request.name in self._pending and self._unnamed.is_one(request.name):
-                self._unnamed.put_off(pending)
+                raise UsageError(
+                    f"{request}: this rank has joined and cannot submit operations until all ranks have joined"
+                )
+            if request.name in self._pending and self._unnamed.is_unnamed(request.name):
+                self._unnamed.hold_back(pending)
             else:
                 self._ask(pending)
             if self._recording.recorder is not None:
@@ -144,33 +145,33 @@ class Coordinator:
                 self._driver.tell()
         return pending
 
-    def restart(self) -> Pending:
-        """Give up, on all ranks, what was asked for and not agreed on; done when all ranks have called this.
+    def restart(self) -> PendingOp:
+        """Give up all operations that are not agreed on, on all ranks. It completes when all ranks have called it.
 
-        Until then whatever a rank asks for ends with a MismatchError, unless all ask for it at the same time. Joins are
-        given up, too. Raises as `submit` does.
+        Until then, submitted operations end with a MismatchError, unless all ranks submit them in the same cycle. Joins
+        are given up, too. Raises as `submit` does.
         """
         return self.submit(RESTART)
 
     def waiting(self) -> list[tuple[str, str, float]]:
-        """Return what is pending, for who looks on without the lock: names, texts and since when (`time.monotonic`)."""
+        """Return the pending operations, read without the lock: names, texts and start times (`time.monotonic`)."""
         return [(name, str(pending.request), pending.since) for name, pending in list(self._pending.items())]
 
     def launched(self) -> list[tuple[str, str, bool]]:
-        """Return what was agreed on last, oldest first, for who looks on: verbs, texts, and whether it has ended."""
+        """Return the last agreed operations, oldest first, without the lock: verb, text, and whether it has ended."""
         jobs, flight = list(self._running)[-LAST:], list(self._flight)
         last = [job.pending is not None and job.pending.done() for job in jobs]
         ended = [True] * (len(flight) - len(last)) + last
         return [(request.verb, str(request), has) for request, has in zip(flight, ended, strict=False)]
 
-    def _ask(self, pending: Pending) -> None:
+    def _ask(self, pending: PendingOp) -> None:
         request = pending.request
         if request.name in self._pending:
             raise UsageError(f"{self.comm.name}: {self._negotiation.refusal(request)}")
         try:
             self._negotiation.submit(request)
             self._pending[request.name] = pending
-        except BaseException:  # of a signal's handler: nobody has been told yet
+        except BaseException:  # from a signal handler: no other rank knows the request yet
             self._negotiation.withdraw(request)
             self._pending.pop(request.name, None)
             raise
@@ -201,42 +202,44 @@ class Coordinator:
         self._driver.pace(has_agreed=bool(responses))
         if jobs:
             self._run(jobs)
-        self._driver.midway = False  # at once: whoever is interrupted now has done its part
+        self._driver.midway = False  # at once: a rank that is interrupted from here on has done its part
 
-    def _run(self, jobs: Sequence[Job]) -> None:
+    def _run(self, jobs: Sequence[LaunchedOp]) -> None:
         records = self._records.run(jobs)
         before = time.perf_counter()
 
-        def finish(job: Job, value: Any, error: BaseException | None) -> None:
+        def finish(job: LaunchedOp, value: Any, error: BaseException | None) -> None:
             nonlocal before
             if job.pending is None and (record := records.get(job.launch.request.name)) is not None:
                 record.end(error)
             if job.pending is not None:
-                # Several that ran as one end together: the first of them has the time of all.
+                # Several operations that ran as one end together; the first gets the entire time.
                 now = time.perf_counter()
                 job.pending.seconds, before = now - before, now
-                job.pending.finish(value, None if error is None else self._wording.of_one(job.pending.request, error))
+                job.pending.finish(
+                    value, None if error is None else self._wording.refuse_one(job.pending.request, error)
+                )
 
         self._execution.run(jobs, finish)
         self._running = []
 
-    def _take(self, responses: Sequence[Response]) -> list[Job]:
-        """Fail what cannot run; return what can."""
-        self._running = jobs = []  # first there, then no longer pending: one of both at any time
+    def _take(self, responses: Sequence[Response]) -> list[LaunchedOp]:
+        """Fail the operations that cannot run; return those that can."""
+        self._running = jobs = []  # first added here, then removed from pending: always in at least one of the two
         find = self._pending.get
         for response in responses:
             name = response.request.name
             pending = find(name)
             if type(response) is Launch:
-                jobs.append(Job(response, pending))
+                jobs.append(LaunchedOp(response, pending))
                 self._flight.append(response.request)
             elif isinstance(response, Restart):
                 self._restart(response)
                 continue
             elif pending is None:
                 continue
-            elif isinstance(response, Joined):
-                self._unnamed.count_anew()
+            elif isinstance(response, JoinEnd):
+                self._unnamed.restart_count()
                 self.joins += 1
                 pending.finish(response.last)
             else:
@@ -251,7 +254,7 @@ class Coordinator:
         return jobs
 
     def _restart(self, restart: Restart) -> None:
-        """Give up what is pending, but for a restart of this rank that others have not come to."""
+        """Give up what is pending, except this rank's restart if the other ranks have not restarted yet."""
         own = self._pending.get(restart.request.name)
         for pending in self._give_up([]):
             if pending is not own:
@@ -259,28 +262,28 @@ class Coordinator:
         if own is not None and not restart.complete:
             self._pending[restart.request.name] = own
         elif own is not None:
-            self._unnamed.count_anew()
+            self._unnamed.restart_count()
             self.restarts += 1
-            self.failed.clear()  # whoever restarts need not ask for them
+            self.failed.clear()  # a restart makes these errors obsolete
             own.finish()
 
-    def _warn(self, pending: Pending, everyone: Sequence[RequestList]) -> None:
+    def _warn(self, pending: PendingOp, everyone: Sequence[RequestList]) -> None:
         reason = self._negotiation.explain(pending.request.name, everyone)
         if reason and not pending.warned:
             pending.warned = True
             log.warning("%s", self._wording.overdue(pending.request, time.monotonic() - pending.since, reason))
 
-    # Waits that last, and failures
+    # Long waits and failures
 
     def _fail(self, error: BaseException) -> None:
-        """End all that is pending: this rank is out of step with the others, who are told."""
+        """End all pending operations, because this rank is out of step with the others, and notify the other ranks."""
         with self._lock:
             running, waiting = self._requests()
             if self._ended is None:
                 self._ended = self._wording.ended(error, running, waiting)
             ended, left = self._ended, self._give_up(self._running)
         if not isinstance(error, ShutdownError):
-            self.comm.group.leave(self._wording.parting(error, [*running, *waiting]))
+            self.comm.group.leave(self._wording.describe_failure(error, [*running, *waiting]))
         for pending in left:
             pending.fail(self._wording.after(ended, pending.request))
 
@@ -290,23 +293,23 @@ class Coordinator:
             running, waiting = self._requests()
         return self._wording.long_wait(waited, late, running, waiting)
 
-    def _requests(self) -> tuple[list[Request], list[Request]]:
-        """Return what is running and what is waiting."""
+    def _requests(self) -> tuple[list[OpRequest], list[OpRequest]]:
+        """Return the running and the waiting requests."""
         running = [job.launch.request for job in self._running if job.pending is not None and not job.pending.done()]
         return running, [pending.request for pending in self._pending.values() if pending.request not in running]
 
-    def _give_up(self, jobs: Sequence[Job]) -> list[Pending]:
-        """Forget all that is pending, and return it and what the jobs are for."""
+    def _give_up(self, jobs: Sequence[LaunchedOp]) -> list[PendingOp]:
+        """Remove all pending operations; return them and those of the jobs."""
         running = [job.pending for job in jobs if job.pending is not None]
         found = dict.fromkeys([*running, *self._pending.values(), *self._unnamed.waiting()])
         self._pending.clear()
         self._unnamed.clear()
         return list(found)
 
-    # The end
+    # Shutdown
 
     def drain(self, timeout: float) -> str:
-        """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is."""
+        """Wait until nothing is pending; return "" or, after `timeout` s, the first unfinished operation."""
         deadline = time.monotonic() + timeout
         for pending in [*self._pending.values(), *self._unnamed.waiting()]:
             try:
@@ -315,18 +318,18 @@ class Coordinator:
                 if not pending.done():
                     return f"unfinished {pending.request}"
             except CommlibError:
-                pending.seen = False  # whoever asked for it has not been told
+                pending.seen = False  # the submitter has not seen the error
                 self.failed[pending] = None
         return ""
 
     def abandon(self) -> None:
-        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        """Disable this object in a forked child. Threads that the child lacks may hold its copies of the locks."""
         self._lock = threading.Lock()
         self._driver.abandon(self._lock)
         self._pending.clear()
 
     def close_group(self) -> None:
-        """Close, and release the group. Collective, with nothing pending."""
+        """Close, and release the group. Collective. Nothing may be pending."""
         self.close()
         with self._driver.driving:
             if self._execution.staging is not None:
@@ -338,17 +341,17 @@ class Coordinator:
         self._driver.join(timeout)
 
     def unseen_failure(self) -> str:
-        """Return the first failed operation with an error that was never asked for, or ""."""
+        """Return the first failed operation whose error nobody has retrieved, or ""."""
         for pending in list(self.failed):
             if (error := pending.unseen_error) is not None:
                 return f"failed {pending.request} ({type(error).__name__}: {error})"
         return ""
 
     def close(self) -> None:
-        """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
+        """Refuse new operations; operations that have not run end with ShutdownError. Never blocks."""
         with self._lock:
             self._driver.close()
-            left = self._give_up([])  # what runs is given up by whoever runs it
+            left = self._give_up([])  # the running thread gives up the running operations
         for pending in left:
             begin = self._wording.begin([pending.request])
-            pending.fail(ShutdownError(f"{begin}: commlib was shut down before all ranks had asked for it"))
+            pending.fail(ShutdownError(f"{begin}: commlib was shut down before all ranks had submitted it"))

@@ -1,7 +1,7 @@
-"""Cycle: exchange announcements in one small all-reduce, and requests in words only if some rank has any.
+"""Cycle: exchange announcements in one small all-reduce, and full requests only if some rank has any.
 
-    announcement: | flags | bits of cached names ............ |   combined by "and", so flags say what a rank has *not*
-    words:        | length | pickled requests | of each rank, of fixed length if those of all ranks are short
+    announcement: | flags | bits of cached names ............ |   combined by "and": a flag means "no rank has any"
+    words:        | length | pickled requests | from each rank, of fixed length if the data of all ranks is short
 
 Unpickling runs code: ranks trust each other.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from commlib.coordinator.negotiation import Announcement, RequestList
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
 
 _NO_REQUESTS, _NO_QUESTION, _FITS = 1, 2, 4
 _QUIET = _NO_REQUESTS | _NO_QUESTION | _FITS
@@ -25,7 +25,7 @@ _LENGTH_BYTES = 2
 
 
 class Cycle:
-    """Run one cycle after another among the ranks of `comm`, an exchange each."""
+    """Runs cycles among the ranks of `comm`, one exchange each."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -36,7 +36,8 @@ class Cycle:
     ) -> tuple[list[int], list[RequestList]]:
         """Return (the bits that all ranks announced, the request list of each rank if any is not empty). Collective.
 
-        question: this rank wants to know what all ranks wait for; they then tell what `in_full` returns.
+        question: this rank needs to know which operations all ranks wait for. Then all ranks exchange the result of
+        `in_full`.
         """
         requests = announcement.requests
         data = pickle.dumps([tuple(request) for request in requests]) if requests else b""
@@ -67,15 +68,15 @@ def _read(words: bytes) -> RequestList:
     length = int.from_bytes(words[:_LENGTH_BYTES], "little")
     if not length:
         return _NOTHING
-    told = pickle.loads(words[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    return RequestList(tuple(Request(*fields) for fields in told))
+    tuples = pickle.loads(words[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    return RequestList(tuple(OpRequest(*fields) for fields in tuples))
 
 
 _NOTHING = RequestList()
 
 
 def _as_words(announcement: Announcement, flags: int) -> Any:
-    """Return flags and bits as uint64, in as few different lengths as can be: each is a kind of call of its own."""
+    """Return flags and bits as uint64. The length is a power of two, because each length makes a new call."""
     width = -(-announcement.width // 64)
     words = 1 << (width - 1).bit_length() if width else 0
     data = (announcement.bits << 64 | flags).to_bytes(8 * (1 + words), "little")

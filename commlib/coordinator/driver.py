@@ -1,7 +1,7 @@
-"""Driver: run the cycles of one rank, in the thread that waits for an operation or in one of its own.
+"""Driver: run the cycles of one rank, in the thread that waits for an operation or in a background thread.
 
-The thread of its own is started with the first operation that no caller waits for. A thread that has nothing to tell
-naps until it has, until another rank is seen to have begun a cycle, or until it is time to come anyway.
+The background thread is started by the first operation that no caller waits for. A thread without new requests naps
+until it has one, until another rank begins a cycle, or until a pause is over.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Protocol
 from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError
 
-# With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
+# Without new requests, a rank polls at these intervals (s) for other ranks, and begins a cycle after a pause at most.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
-class Awaited(Protocol):
-    """Watch a group, as far as other ranks may wait for this rank in it."""
+class WatchedGroup(Protocol):
+    """The part of a group that reports whether other ranks wait for this rank."""
 
     def is_awaited(self) -> bool:
-        """Return whether some rank has begun what this one has not come to."""
+        """Return whether some rank has begun an operation that this rank has not begun."""
         ...
 
 
 class Driver:
     """Runs the cycles of one coordinator.
 
-    lock: of what is pending; methods say whether their caller holds it. pending: all that is. negotiation: knows
-    whether this rank has something to tell. group: sees whether another rank has begun a cycle. run: runs
-    one, and says so in `midway`. fail: ends all that is pending, when this rank is out of step.
+    lock: protects the pending operations; each method states whether its caller holds it. pending: all pending
+    operations. negotiation: knows whether this rank has new requests. group: detects that another rank has begun a
+    cycle. run: runs one cycle, and sets `midway` during it. fail: ends all pending operations when this rank is out of
+    step.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Driver:
         lock: threading.Lock,
         pending: Sized,
         negotiation: Negotiation,
-        group: Awaited,
+        group: WatchedGroup,
         *,
         run: Callable[[], None],
         fail: Callable[[BaseException], None],
@@ -50,34 +51,34 @@ class Driver:
         self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
         """Held by the thread that runs cycles."""
-        self._holder: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
+        self._holder: object = None  # last owner of `driving`, set before acquiring: an owner that leaves knows itself
         self.thread: threading.Thread | None = None
         self.closed = False
         self.midway = False
-        """Whether one is under way, written by who runs it: to leave it now is to be out of step."""
+        """Whether a cycle is in progress, set by its thread. A rank that leaves now is out of step."""
         self._pause = _SHORTEST_PAUSE
         self.napping = False
-        """Whether the thread that runs cycles has nothing to tell."""
-        self._woken = False  # the thread has been told, and has not come to it yet
+        """Whether the thread that runs cycles has no new requests."""
+        self._woken = False  # the thread was notified, and has not woken up yet
 
     def tell(self) -> None:
-        """Tell the runner of cycles what is pending now, or let the thread begin. The lock is held."""
+        """Notify the thread that runs cycles of new requests, or start the background thread. The lock is held."""
         if self.napping:
             self._changed.notify_all()
         elif not self.driving.locked():
             self._wake_thread()
 
     def wake(self) -> None:
-        """Let cycles run although no thread waits for an operation."""
+        """Run cycles in the background although no thread waits for an operation."""
         with self._lock:
             if self._pending:
                 self._wake_thread()
 
     def drive(self, done: Callable[[], bool]) -> None:
-        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread does.
+        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread runs them.
 
-        Raises what the handler of a signal raises, anywhere in here. Between cycles that changes nothing: what is
-        pending stays so. Within one, this rank is out of step with the others, and the group has failed.
+        Raises the exception of a signal handler, from any point. Between cycles, pending operations stay pending.
+        Within a cycle, this rank is then out of step with the others, and the group has failed.
         """
         me = object()
         try:
@@ -100,13 +101,13 @@ class Driver:
                 try:
                     self.driving.release()
                 except RuntimeError:
-                    pass  # not even taken
+                    pass  # not acquired
                 finally:
-                    if self._pending:  # whoever asks later sees that nobody drives
+                    if self._pending:  # later callers see that no thread runs cycles
                         self.wake()
 
     def await_reason(self) -> None:
-        """Wait for something to tell, for another rank that has, or for a while."""
+        """Wait for a new request, for another rank that has one, or for the end of the pause."""
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
         with self._lock:
             while not self._negotiation.has_unannounced and not self.closed:
@@ -120,7 +121,7 @@ class Driver:
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def pace(self, *, has_agreed: bool) -> None:
-        """Let the next one come soon if this one has agreed on something, else later than the last."""
+        """Shorten the pause before the next cycle if this one agreed on an operation, else lengthen it."""
         self._pause = _SHORTEST_PAUSE if has_agreed else min(2 * self._pause, _LONGEST_PAUSE)
 
     def _wake_thread(self) -> None:
@@ -132,7 +133,7 @@ class Driver:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        """Run cycles while something is pending and no other thread runs them."""
+        """Run cycles while an operation is pending and no other thread runs them."""
         while True:
             with self._lock:
                 self._changed.wait_for(self._is_due)
@@ -141,21 +142,21 @@ class Driver:
             try:
                 self.drive(lambda: False)
             except BaseException as error:
-                self._fail(error)  # where it has not
+                self._fail(error)  # has no effect if `drive` called it
 
     def _is_due(self) -> bool:
         self._woken = False
         return self.closed or (bool(self._pending) and not self.driving.locked())
 
     def close(self) -> None:
-        """Run no more of them. The lock is held."""
+        """Run no more cycles. The lock is held."""
         self.closed = True
         self._changed.notify_all()
 
     def abandon(self, lock: threading.Lock) -> None:
-        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        """Disable this object in a forked child. Threads that the child lacks may hold its copies of the locks."""
         self._lock, self._changed = lock, threading.Condition(lock)
-        self.driving.acquire(blocking=False)  # for ever: whoever waits is told at once
+        self.driving.acquire(blocking=False)  # never released: waiting threads return at once
         self.closed = True
         self.thread = None
 

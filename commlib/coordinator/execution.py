@@ -1,7 +1,7 @@
 """Execution: run agreed operations as collectives of one group, in the same order on all ranks.
 
-A rank that has joined gets no pending operation, and does its part with nothing: the neutral element in a reduction, no
-rows in a gather or an exchange. What it receives is dropped.
+A rank that has joined has no pending operation, and takes part without data: with the neutral element in a reduction,
+with no rows in a gather or an exchange. It drops the results.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from commlib.coordinator.between_devices import BetweenDevices
 from commlib.coordinator.compressed_buckets import MAKE, REDUCE, CompressedBuckets
 from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.compressed_reductions import CompressedReductions
+from commlib.coordinator.device_execution import DeviceExecution
+from commlib.coordinator.device_operands import Staging
 from commlib.coordinator.fusion import Fusion
-from commlib.coordinator.job import Job
-from commlib.coordinator.kind import Kind, options_of, root_of
-from commlib.coordinator.on_device import Staging
+from commlib.coordinator.fusion_key import FusionKey, options_of, root_of
+from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.records import ACTIVITIES
-from commlib.coordinator.scaling import neutral, scale
+from commlib.coordinator.scaling import neutral_element, scale
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
 
-_Done = Callable[[Job, Any, BaseException | None], None]
-_Run = Callable[[Sequence[Job]], Iterable[tuple[Job, Any]]]
+_Done = Callable[[LaunchedOp, Any, BaseException | None], None]
+_Run = Callable[[Sequence[LaunchedOp]], Iterable[tuple[LaunchedOp, Any]]]
 
 
 class Execution:
-    """Runs agreed operations on `comm`; `members` are the names of its ranks. fusion_bytes: see `Fusion`."""
+    """Runs agreed operations on `comm`; `members` lists the names of its ranks. fusion_bytes: see `Fusion`."""
 
     def __init__(self, comm: Any, members: Sequence[int], fusion_bytes: int) -> None:
         self._comm, self._members = comm, tuple(members)
         self.fusion = Fusion(comm, fusion_bytes)
-        self.staging: Staging | None = None  # made when an array of a device comes
-        self._between_devices = BetweenDevices(comm, self._members)
+        self.staging: Staging | None = None  # made for the first device array
+        self._between_devices = DeviceExecution(comm, self._members)
         self.compressed = CompressedReductions(comm)
         self.buckets = CompressedBuckets(comm)
-        self._verbs: dict[str, Callable[[Job], Any]] = {
+        self._verbs: dict[str, Callable[[LaunchedOp], Any]] = {
             COMPRESSED: self._compressed_all_reduce,
             "allgather": self._all_gather,
             "broadcast": self._broadcast,
             "alltoall": self._all_to_all,
             "reducescatter": self._reduce_scatter,
-            "barrier": lambda job: None,  # agreeing was meeting
+            "barrier": lambda job: None,  # the agreement was the barrier
             "broadcast_object": self._broadcast_object,
             "allgather_object": self._all_gather_object,
             "process_set": self._split,
@@ -53,10 +53,10 @@ class Execution:
             REDUCE: self._reduce_compressed,
         }
 
-    def run(self, jobs: Sequence[Job], done: _Done) -> None:
-        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone.
+    def run(self, jobs: Sequence[LaunchedOp], done: _Done) -> None:
+        """Run operations, and call `done` for each. Errors of a single operation go to `done` instead of being raised.
 
-        What it raises has left this rank out of step with the others.
+        After an error that this raises, this rank is out of step with the others.
         """
         if self.staging is not None:
             stays = [self._between_devices.takes(job) for job in jobs]
@@ -66,24 +66,24 @@ class Execution:
             jobs, done = self.staging.bring(others, done)
         self._run_all(jobs, done, self.fusion.all_reduce, self._run_one)
 
-    def _run_all(self, jobs: Sequence[Job], done: _Done, all_reduce: _Run, one: _Run) -> None:
+    def _run_all(self, jobs: Sequence[LaunchedOp], done: _Done, all_reduce: _Run, one: _Run) -> None:
         """Run all-reduces together, then the others one by one."""
         self._guarded([job for job in jobs if job.launch.request.verb == "allreduce"], done, all_reduce)
         for job in jobs:
             if job.launch.request.verb != "allreduce":
                 self._guarded([job], done, one)
 
-    def _guarded(self, jobs: Sequence[Job], done: _Done, run: _Run) -> None:
+    def _guarded(self, jobs: Sequence[LaunchedOp], done: _Done, run: _Run) -> None:
         ended = 0
         try:
             for job, value in run(jobs):  # in order
                 ended += 1
                 done(job, value, None)
-        except UsageError as error:  # refused before anything was sent, on all ranks alike
+        except UsageError as error:  # all ranks refuse it, before anything is sent
             for job in jobs[ended:]:
                 done(job, None, error)
 
-    def _run_one(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
+    def _run_one(self, jobs: Sequence[LaunchedOp]) -> Iterable[tuple[LaunchedOp, Any]]:
         (job,) = jobs
         verb, record = job.launch.request.verb, None if job.pending is None else job.pending.record
         if record is not None and verb in ACTIVITIES:
@@ -92,13 +92,13 @@ class Execution:
 
     # Reductions
 
-    def _reduce_scatter(self, job: Job) -> Any:
+    def _reduce_scatter(self, job: LaunchedOp) -> Any:
         request = job.launch.request
         results = []
         for index, (dtype, shape) in enumerate(request.tensors):
-            kind = Kind(dtype, *options_of(request))
+            kind = FusionKey(dtype, *options_of(request))
             if job.pending is None:
-                array = np.full([length or 0 for length in shape], neutral(dtype, kind.op), NUMPY[dtype])
+                array = np.full([length or 0 for length in shape], neutral_element(dtype, kind.op), NUMPY[dtype])
             else:
                 array = job.pending.inputs[index]
             if kind.prescale != 1:
@@ -110,7 +110,7 @@ class Execution:
             results.append(part)
         return results
 
-    def _compressed_all_reduce(self, job: Job) -> Any:
+    def _compressed_all_reduce(self, job: LaunchedOp) -> Any:
         request, pending = job.launch.request, job.pending
         if self.compressed.compression(request).scheme is None:
             return self.fusion.all_reduce([job])[0][1]
@@ -120,7 +120,7 @@ class Execution:
         self.compressed.run(request, pending.inputs, pending.outputs)
         return pending.outputs
 
-    def _reduce_compressed(self, job: Job) -> None:
+    def _reduce_compressed(self, job: LaunchedOp) -> None:
         if job.pending is None:
             self.buckets.run(job.launch.request, None)
         else:
@@ -128,36 +128,38 @@ class Execution:
 
     # Movement
 
-    def _all_gather(self, job: Job) -> Any:
+    def _all_gather(self, job: LaunchedOp) -> Any:
         return [self._comm.all_gather_v(array) for array in job.inputs()]
 
-    def _broadcast(self, job: Job) -> Any:
+    def _broadcast(self, job: LaunchedOp) -> Any:
         root = root_of(job.launch.request, self._members)
         for array in job.inputs():
             if array.size:
                 self._comm.broadcast(array, root)
         return None if job.pending is None else job.pending.outputs
 
-    def _all_to_all(self, job: Job) -> Any:
+    def _all_to_all(self, job: LaunchedOp) -> Any:
         (array,) = job.inputs()
         splits = [0] * self._comm.size if job.pending is None else job.pending.extra
         return self._comm.all_to_all_v(array, splits)
 
-    def _broadcast_object(self, job: Job) -> Any:
+    def _broadcast_object(self, job: LaunchedOp) -> Any:
         return self._comm.broadcast_object(
             None if job.pending is None else job.pending.extra, root_of(job.launch.request, self._members)
         )
 
-    def _all_gather_object(self, job: Job) -> Any:
+    def _all_gather_object(self, job: LaunchedOp) -> Any:
         return self._comm.all_gather_object(None if job.pending is None else job.pending.extra)
 
-    def _split(self, job: Job) -> Any:
+    def _split(self, job: LaunchedOp) -> Any:
         if job.pending is None or job.launch.joined:
-            raise UsageError(f"{job.launch.request}: not while a rank has joined: it takes no part in making groups")
+            raise UsageError(
+                f"{job.launch.request}: groups cannot be made while a rank has joined, because it does not take part"
+            )
         return job.pending.extra(self._comm)
 
-    def _memory(self, job: Job) -> Any:
-        """Make memory that all ranks of a node share; None where a rank has joined and takes no part."""
+    def _memory(self, job: LaunchedOp) -> Any:
+        """Allocate memory that all ranks of a node share; None if a rank has joined and takes no part."""
         if job.pending is None or job.launch.joined:
             return None
         return job.pending.extra(self._comm)

@@ -1,6 +1,6 @@
-"""Fusion: pack agreed all-reduces of one kind into one array, and reduce them together where that pays.
+"""Fusion: pack agreed all-reduces of one kind into one array, and reduce them together if that pays.
 
-A rank that has joined does its part with the neutral element, and drops what it receives.
+A rank that has joined takes part with the neutral element, and drops the results.
 """
 
 from __future__ import annotations
@@ -13,42 +13,43 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.coordinator.adasum import adasum
-from commlib.coordinator.job import Job
-from commlib.coordinator.kind import Kind, options_of
+from commlib.coordinator.fusion_key import FusionKey, options_of
+from commlib.coordinator.launched_op import LaunchedOp
+from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.records import ACTIVITIES
-from commlib.coordinator.request import Request
-from commlib.coordinator.scaling import neutral, scale
+from commlib.coordinator.scaling import neutral_element, scale
 from commlib.dtypes import NUMPY, Array
 from commlib.kernels.host.pack import pack, unpack
 from commlib.observe.journal import journal_of
 from commlib.observe.recorder import Record
 
-# On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
-# 4 KiB: 1.35 ms, in one batch 1.6); larger ones go through the node's slots as they are (8 MiB in arrays of 256 KiB and
-# more: 1.5 ms, packed 2.3). Between nodes each collective costs latencies, and packing is cheap beside the network.
+# Within a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays
+# of 4 KiB: 1.35 ms, in one batch 1.6). Larger arrays go through the node's slots unpacked (8 MiB in arrays of 256 KiB
+# and more: 1.5 ms, packed 2.3). Between nodes each collective costs latency, and packing is cheap compared to the
+# network.
 _NODE_BATCH, _ALONE_ON_NODE, _ALONE_BETWEEN = 1 << 20, 128 << 10, 1 << 20
 
-_MOST_KEPT = 1 << 14  # what was worked out about requests
+_MOST_KEPT = 1 << 14  # cached requests
 
 Item = tuple[int, Array | None, Array | None, Record | None]
-"""One tensor of an all-reduce: elements, source and target, both None where this rank has joined, and what is written
-of it, if anything is."""
+"""One tensor of an all-reduce: number of elements, source and target (both None if this rank has joined), and the
+record of its operation, if any."""
 
 
 class Fusion:
-    """Runs the all-reduces of `comm`. fusion_bytes: how much is reduced as one array at most, between nodes."""
+    """Runs the all-reduces of `comm`. fusion_bytes: the largest packed array between nodes."""
 
     def __init__(self, comm: Any, fusion_bytes: int) -> None:
         self._comm, self._journal = comm, journal_of(comm)
         self._batch_bytes = min(fusion_bytes, _NODE_BATCH) if comm.one_node else fusion_bytes
         self._alone_bytes = _ALONE_ON_NODE if comm.one_node else _ALONE_BETWEEN
         self._buffer: Array = np.empty(0, np.uint8)
-        self._kinds: dict[tuple[str, str, float, float], Kind] = {}
-        self._parts: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
+        self._kinds: dict[tuple[str, str, float, float], FusionKey] = {}
+        self._parts: dict[str, tuple[OpRequest, list[tuple[FusionKey, int]]]] = {}
 
-    def all_reduce(self, jobs: Sequence[Job]) -> list[tuple[Job, Any]]:
-        """Run operations, and return each with its value. All ranks give the same ones, in the same order."""
-        kinds: dict[Kind, list[Item]] = {}
+    def all_reduce(self, jobs: Sequence[LaunchedOp]) -> list[tuple[LaunchedOp, Any]]:
+        """Run operations, and return each with its value. All ranks pass the same operations in the same order."""
+        kinds: dict[FusionKey, list[Item]] = {}
         for launch, pending in jobs:
             parts = self._parts_of(launch.request)
             if pending is None:
@@ -61,7 +62,7 @@ class Fusion:
             self._reduce_kind(kind, items)
         return [(job, None if job.pending is None else job.pending.outputs) for job in jobs]
 
-    def _parts_of(self, request: Request) -> Sequence[tuple[Kind, int]]:
+    def _parts_of(self, request: OpRequest) -> Sequence[tuple[FusionKey, int]]:
         """Return the kind and the number of elements of each tensor of an all-reduce."""
         known = self._parts.get(request.name)
         if known is not None and known[0] is request:
@@ -69,14 +70,14 @@ class Fusion:
         options = options_of(request)
         found = []
         for dtype, shape in request.tensors:
-            kind = self._kinds.setdefault((dtype, *options), Kind(dtype, *options))
+            kind = self._kinds.setdefault((dtype, *options), FusionKey(dtype, *options))
             found.append((kind, math.prod(length or 0 for length in shape)))
         if len(self._parts) >= _MOST_KEPT:
             self._parts.clear()
         self._parts[request.name] = request, found
         return found
 
-    def _reduce_kind(self, kind: Kind, items: Sequence[Item]) -> None:
+    def _reduce_kind(self, kind: FusionKey, items: Sequence[Item]) -> None:
         itemsize = NUMPY[kind.dtype].itemsize
         batch: list[Item] = []
         nbytes = 0
@@ -92,7 +93,7 @@ class Fusion:
             nbytes += more
         self._reduce_batch(kind, batch)
 
-    def _reduce_batch(self, kind: Kind, batch: Sequence[Item]) -> None:
+    def _reduce_batch(self, kind: FusionKey, batch: Sequence[Item]) -> None:
         if len(batch) <= 1 or kind.op == "adasum":
             for item in batch:
                 self._reduce_alone(kind, *item)
@@ -102,31 +103,31 @@ class Fusion:
         if not total:
             return
         dtype = NUMPY[kind.dtype]
-        buffer = self._room(total * dtype.itemsize).view(dtype)
+        buffer = self._reserve(total * dtype.itemsize).view(dtype)
         nbytes = np.array(sizes, np.int64) * dtype.itemsize
         joined = sources[0] is None
         if joined:
-            buffer[...] = neutral(kind.dtype, kind.op)
+            buffer[...] = neutral_element(kind.dtype, kind.op)
         else:
-            _enter(batch, "MEMCPY_IN_FUSION_BUFFER")
+            _record_activity(batch, "MEMCPY_IN_FUSION_BUFFER")
             with self._journal.span("pack", "pack", tensors=len(batch), bytes=buffer.nbytes):
                 pack(sources, nbytes, address_of(buffer))
-        _enter(batch, ACTIVITIES["allreduce"])
+        _record_activity(batch, ACTIVITIES["allreduce"])
         self._reduce_in_place(kind, buffer)
         if not joined:
-            _enter(batch, "MEMCPY_OUT_FUSION_BUFFER")
+            _record_activity(batch, "MEMCPY_OUT_FUSION_BUFFER")
             with self._journal.span("pack", "unpack", tensors=len(batch), bytes=buffer.nbytes):
                 unpack(address_of(buffer), targets, nbytes)
 
     def _reduce_alone(
-        self, kind: Kind, size: int, source: Array | None, target: Array | None, record: Record | None
+        self, kind: FusionKey, size: int, source: Array | None, target: Array | None, record: Record | None
     ) -> None:
         if size == 0:
             return
         if record is not None:
             record.round(ACTIVITIES["allreduce"])
         if source is None or target is None:
-            source = target = np.full(size, neutral(kind.dtype, kind.op), NUMPY[kind.dtype])
+            source = target = np.full(size, neutral_element(kind.dtype, kind.op), NUMPY[kind.dtype])
         if kind.op != "adasum" and kind.prescale == kind.postscale == 1:
             self._comm.all_reduce(source, kind.op, out=target)
             return
@@ -134,7 +135,7 @@ class Fusion:
             target[...] = source
         self._reduce_in_place(kind, target.reshape(-1))
 
-    def _reduce_in_place(self, kind: Kind, array: Array) -> None:
+    def _reduce_in_place(self, kind: FusionKey, array: Array) -> None:
         op, postscale = kind.as_run(self._comm.size)
         scale(array, kind.prescale)
         if op == "adasum":
@@ -143,18 +144,18 @@ class Fusion:
             self._comm.all_reduce(array, op, out=array)
         scale(array, postscale)
 
-    def _room(self, nbytes: int) -> Array:
-        """Return so many bytes of symmetric memory. All ranks ask for the same, in the same order."""
+    def _reserve(self, nbytes: int) -> Array:
+        """Return symmetric memory of this size. All ranks request the same sizes in the same order."""
         if len(self._buffer) < nbytes:
             self._buffer = np.empty(0, np.uint8)  # may be released
             self._buffer = self._comm.empty(1 << max(16, (nbytes - 1).bit_length()), "uint8")
         return self._buffer[:nbytes]
 
 
-def _enter(batch: Sequence[Item], activity: str) -> None:
-    """Write what the operations of a batch do from now on, by Horovod's names."""
+def _record_activity(batch: Sequence[Item], activity: str) -> None:
+    """Record the current activity of the operations of a batch, by Horovod's names."""
     before = None
     for *_, record in batch:
-        if record is not None and record is not before:  # of several tensors one operation
+        if record is not None and record is not before:  # several tensors may belong to one operation
             record.round(activity)
         before = record

@@ -1,16 +1,17 @@
 """Negotiation: agree on named operations. Events go in, responses come out. [pure]
 
-    submit --> [to tell] --announce--> told --agree--> launched, or failed
+    submit --> [unannounced] --announce--> announced --agree--> launched, or failed
 
-Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce: one bit for each
-operation that was agreed on before (`ResponseCache`), the whole request for any other. The bits are combined by "and",
-the requests are gathered, and every rank puts the same answer through `agree`, so all launch the same operations in the
-same order. An operation is launched in the cycle when the last rank has announced it.
+Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce one bit for each
+operation that was agreed on before (`ResponseCache`), and the full request for any other operation. The bits are
+combined by "and", the requests are gathered, and every rank passes the same data to `agree`. All ranks therefore launch
+the same operations in the same order. An operation is launched in the cycle in which the last rank announces it.
 
-A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
+A rank that has joined has no data left. It counts as having announced every operation, and takes part without data.
 
-A rank that restarts goes back to where all ranks can begin again. From the cycle in which it says so until all have,
-nothing is kept from one cycle to the next: whatever not all ranks ask for in one cycle is given up on every rank.
+A rank that restarts returns to a point from which all ranks can start again. From its announcement until all ranks have
+restarted, nothing carries over to the next cycle: an operation that some rank does not submit in the same cycle is
+given up on every rank.
 """
 
 from __future__ import annotations
@@ -18,106 +19,106 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from commlib.coordinator.request import Request, describe_difference, few, ranks
+from commlib.coordinator.op_request import OpRequest, describe_difference, format_ranks, quote_names
 from commlib.coordinator.response_cache import ResponseCache
 
 JOIN = "join"
-RESTART = Request("restart", "elastic.run", repeats=False)
+RESTART = OpRequest("restart", "elastic.run", repeats=False)
 
 
 class Launch(NamedTuple):
-    """All ranks have asked for the operation, but for those that have joined: run it now."""
+    """All ranks except those that have joined have submitted the operation: run it now."""
 
-    request: Request
+    request: OpRequest
     joined: frozenset[int] = frozenset()
 
 
 class Failure(NamedTuple):
-    """The operation can never run. `late`: ranks did not come in time; otherwise, ranks disagree."""
+    """The operation can never run. `late`: ranks missed the deadline; otherwise, ranks disagree."""
 
-    request: Request
+    request: OpRequest
     reason: str
     late: bool = False
 
 
-class Joined(NamedTuple):
-    """All ranks have joined, `last` at the end."""
+class JoinEnd(NamedTuple):
+    """All ranks have joined, rank `last` at the end."""
 
-    request: Request
+    request: OpRequest
     last: int
 
 
 class Restart(NamedTuple):
-    """Ranks `by` restart: what this rank has asked for, but for a restart of its own, will not run.
+    """Ranks `by` restart: this rank's requests will not run, except a restart of its own.
 
-    complete: all ranks do, so that what they ask for from now on will.
+    complete: all ranks have restarted, so later requests will run.
     """
 
-    request: Request
+    request: OpRequest
     by: tuple[int, ...]
     complete: bool
 
 
-Response = Launch | Failure | Joined | Restart
+Response = Launch | Failure | JoinEnd | Restart
 
 
 class RequestList(NamedTuple):
-    """Hold what a rank tells in words: requests that are not cached, and, when asked, what it waits for."""
+    """The full data of a rank: requests that are not cached and, on request, the operations that it waits for."""
 
-    requests: tuple[Request, ...] = ()
+    requests: tuple[OpRequest, ...] = ()
     expired: tuple[str, ...] = ()
-    """Names of operations that this rank will not wait for any longer."""
+    """Names of operations that this rank no longer waits for."""
     waits_for: tuple[str, ...] = ()
-    """Names of all operations that this rank waits for, where some rank has waited long."""
+    """Names of all operations that this rank waits for, if some rank has waited long."""
 
 
 class Announcement(NamedTuple):
-    """Hold what a rank says in a cycle."""
+    """The announcement of a rank in a cycle."""
 
     bits: int
-    """Those of the cached names that it waits for."""
+    """The bits of cached names that it waits for."""
     width: int
-    """How many bits there are, the same on all ranks."""
-    requests: tuple[Request, ...]
-    """What it has to tell in words."""
+    """Number of bits, the same on all ranks."""
+    requests: tuple[OpRequest, ...]
+    """Requests without a bit."""
 
 
 class Negotiation:
-    """Negotiate for one rank.
+    """Negotiates for one rank.
 
-    members: what the ranks 0, 1, ... of the group are called in messages and as roots. capacity: how many names are
-    remembered. Both are the same on all ranks.
+    members: the names of the ranks 0, 1, ... of the group, in messages and as roots. capacity: the number of cached
+    names. Both are the same on all ranks.
     """
 
     def __init__(self, rank: int, members: Sequence[int], *, capacity: int = 4096) -> None:
         self._rank, self._members, self._size = rank, tuple(members), len(members)
         self._cache = ResponseCache(capacity)
-        self._launches: dict[int, Launch] = {}  # by bit, made once: there are many of these
-        self._waiting: dict[str, Request] = {}  # of this rank: submitted, no response yet
-        self._to_tell: dict[str, Request] = {}  # of those, what has to be told in words
-        self._bits = 0  # of those, what has a bit
+        self._launches: dict[int, Launch] = {}  # by bit, cached because they are many
+        self._waiting: dict[str, OpRequest] = {}  # this rank's requests without a response
+        self._to_tell: dict[str, OpRequest] = {}  # those to announce in full
+        self._bits = 0  # those to announce by bit
         self._has_new_bits = False
-        self._told: dict[str, dict[int, Request]] = {}  # by name and rank
-        self._joined: list[int] = []  # in the order in which they have
+        self._told: dict[str, dict[int, OpRequest]] = {}  # by name and rank
+        self._joined: list[int] = []  # in the order in which they joined
         self._restarting: set[int] = set()
 
     @property
-    def waiting(self) -> dict[str, Request]:
-        """What this rank has submitted and got no response of, by name."""
+    def waiting(self) -> dict[str, OpRequest]:
+        """This rank's requests that have no response yet, by name."""
         return self._waiting
 
     @property
-    def told(self) -> Mapping[str, Mapping[int, Request]]:
-        """What was asked for in words and got no response yet, by name and rank of the group."""
+    def told(self) -> Mapping[str, Mapping[int, OpRequest]]:
+        """Fully announced requests that have no response yet, by name and rank of the group."""
         return self._told
 
     @property
     def has_unannounced(self) -> bool:
-        """Whether the others do not know of everything that was submitted here."""
+        """Whether this rank has requests that it has not announced."""
         return self._has_new_bits or bool(self._to_tell)
 
-    def submit(self, request: Request) -> None:
-        """Ask for an operation. Raises ValueError if one of that name is waiting here."""
+    def submit(self, request: OpRequest) -> None:
+        """Submit an operation. Raises ValueError if one of this name is pending on this rank."""
         name = request.name
         if name in self._waiting:
             raise ValueError(self.refusal(request))
@@ -129,15 +130,15 @@ class Negotiation:
             self._bits |= 1 << bit
             self._has_new_bits = True
 
-    def refusal(self, request: Request) -> str:
-        """Return why a request cannot be submitted whose name is waiting here."""
+    def refusal(self, request: OpRequest) -> str:
+        """Return the reason to refuse a request whose name is pending on this rank."""
         return (
-            f"{request}: an operation of this name is waiting already ({self._waiting[request.name]}): give each of "
-            "those that are in flight together a name of its own, or wait for the first"
+            f"{request}: an operation of this name is in flight already ({self._waiting[request.name]}): give "
+            "operations that are in flight together different names, or wait for the first"
         )
 
-    def withdraw(self, request: Request) -> None:
-        """Take back what was submitted and not yet announced."""
+    def withdraw(self, request: OpRequest) -> None:
+        """Withdraw a request that was submitted and not yet announced."""
         if self._waiting.pop(request.name, None) is not None:
             self._to_tell.pop(request.name, None)
             bit = self._cache.bit(request)
@@ -145,9 +146,9 @@ class Negotiation:
                 self._bits &= ~(1 << bit)
 
     def announce(self) -> Announcement:
-        """Return what this rank says in this cycle, and note that it has been said.
+        """Return this rank's announcement for this cycle, and mark its requests as announced.
 
-        A rank that has joined has all bits.
+        A rank that has joined announces all bits.
         """
         requests = tuple(self._to_tell.values())
         self._to_tell.clear()
@@ -156,9 +157,9 @@ class Negotiation:
         return Announcement(bits, self._cache.highest, requests)
 
     def agree(self, bits: Sequence[int], everyone: Sequence[RequestList] = ()) -> list[Response]:
-        """Take in what all ranks announced; return what follows, in the same order on all ranks.
+        """Process the announcements of all ranks; return the responses, in the same order on all ranks.
 
-        bits: those that all ranks have. everyone: the request list of each rank, by rank, if any rank had one.
+        bits: the bits that all ranks announced. everyone: the request list of each rank, by rank, if any rank had one.
         """
         responses: list[Response] = []
         if bits:
@@ -177,26 +178,26 @@ class Negotiation:
         return responses
 
     def _take_up(self, everyone: Sequence[RequestList]) -> list[Response]:
-        """Take in what ranks told in words; return what follows."""
+        """Process the full requests of all ranks; return the responses."""
         responses: list[Response] = []
         for name in self._take_in(everyone):
             if (response := self._response(name)) is not None:
                 responses.append(response)
         decided = {response.request.name for response in responses}
-        expired = {name for said in everyone for name in said.expired} - decided
+        expired = {name for requests in everyone for name in requests.expired} - decided
         responses += filter(None, [self._give_up(name, everyone) for name in sorted(expired)])
         if len(self._joined) == self._size:
             self._waiting.pop(JOIN, None)
-            responses.append(Joined(Request(JOIN, JOIN), self._members[self._joined[-1]]))
+            responses.append(JoinEnd(OpRequest(JOIN, JOIN), self._members[self._joined[-1]]))
             self._joined.clear()
         return responses
 
     def _take_in(self, everyone: Sequence[RequestList]) -> list[str]:
-        """Note what was told; return the names that a response may be due for."""
+        """Record the full requests; return the names that may get a response."""
         changed: dict[str, None] = {}
         some_joined = False
-        for rank, said in enumerate(everyone):
-            for request in said.requests:
+        for rank, theirs in enumerate(everyone):
+            for request in theirs.requests:
                 if request.verb == RESTART.verb:
                     self._restarting.add(rank)
                     continue
@@ -207,13 +208,13 @@ class Negotiation:
                 self._told.setdefault(request.name, {})[rank] = request
                 changed[request.name] = None
         for name in changed:
-            if name in self._cache:  # some rank asks for something else under it
+            if name in self._cache:  # some rank submits another request under this name
                 self._forget(name)
-        # A rank that joins may be the last that others waited for.
+        # A rank that joins may be the last one that others waited for.
         return list(self._told) if some_joined else list(changed)
 
     def _restart(self) -> Restart:
-        """Forget what was asked for, but for a restart of this rank that is not complete, and all joins."""
+        """Drop all requests, except this rank's restart if it is not complete, and all joins."""
         name, by = RESTART.name, tuple(self._members[rank] for rank in sorted(self._restarting))
         complete = len(by) == self._size
         asked, untold = name in self._waiting and not complete, name in self._to_tell
@@ -234,7 +235,7 @@ class Negotiation:
             return None
         del self._told[name]
         request = next(iter(told.values()))
-        if difference := describe_difference({self._members[rank]: said for rank, said in told.items()}):
+        if difference := describe_difference({self._members[rank]: request for rank, request in told.items()}):
             return self._failed(Failure(request, f"the ranks disagree: {difference}"))
         if request.repeats:
             if self._cache.is_full:
@@ -242,13 +243,13 @@ class Negotiation:
             self._launches[self._cache.add(request)] = Launch(request)
         return self._launched(request)
 
-    def _launched(self, request: Request) -> Response:
+    def _launched(self, request: OpRequest) -> Response:
         self._waiting.pop(request.name, None)
         if not self._joined:
             return Launch(request)
         root = request.option("root", -1)
         if root in [self._members[rank] for rank in self._joined]:
-            return Failure(request, f"its root, rank {root}, has joined: it has no data to give")
+            return Failure(request, f"its root, rank {root}, has joined and has no data")
         return Launch(request, frozenset(self._joined))
 
     def _failed(self, failure: Failure) -> Failure:
@@ -256,11 +257,11 @@ class Negotiation:
         return failure
 
     def _give_up(self, name: str, everyone: Sequence[RequestList]) -> Failure | None:
-        """Fail what some rank will not wait for, on all ranks that wait for it."""
+        """Fail an operation that some rank no longer waits for, on all ranks that wait for it."""
         late = self._late(name, everyone)
         if not late:
-            return None  # the last rank has just come
-        request = self._waiting.pop(name, Request("operation", name))
+            return None  # the last rank has just announced it
+        request = self._waiting.pop(name, OpRequest("operation", name))
         self._to_tell.pop(name, None)
         self._told.pop(name, None)
         if name == RESTART.name:
@@ -270,20 +271,20 @@ class Negotiation:
         return Failure(request, self._explain(late, everyone), late=True)
 
     def explain(self, name: str, everyone: Sequence[RequestList]) -> str:
-        """Return which ranks have not asked for an operation, and what those wait for instead; "" if all have."""
+        """Return which ranks have not submitted an operation, and what they wait for instead; "" if all have."""
         late = self._late(name, everyone)
         return self._explain(late, everyone) if late else ""
 
     def _late(self, name: str, everyone: Sequence[RequestList]) -> list[int]:
         joined = set(self._joined)
-        return [rank for rank, said in enumerate(everyone) if name not in said.waits_for and rank not in joined]
+        return [rank for rank, theirs in enumerate(everyone) if name not in theirs.waits_for and rank not in joined]
 
     def _explain(self, late: Sequence[int], everyone: Sequence[RequestList]) -> str:
-        waits = [f"rank {self._members[rank]} waits for {few(everyone[rank].waits_for)}" for rank in late]
-        return f"not asked for by {ranks([self._members[rank] for rank in late])}; {'; '.join(waits)}"
+        waits = [f"rank {self._members[rank]} waits for {quote_names(everyone[rank].waits_for)}" for rank in late]
+        return f"not submitted by {format_ranks([self._members[rank] for rank in late])}; {'; '.join(waits)}"
 
     def _forget(self, name: str) -> None:
-        """Take a name's bit back. What this rank has announced by it, it has to tell in words."""
+        """Free a name's bit. If this rank has announced the request only by bit, it must announce it in full."""
         bit = self._cache.remove(name)
         self._bits &= ~(1 << bit)
         if name in self._waiting and self._rank not in self._told.get(name, {}):

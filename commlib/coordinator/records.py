@@ -1,13 +1,13 @@
-"""Records: write down what becomes of named operations, while there is a recorder."""
+"""Records: record the progress of named operations, while there is a recorder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.coordinator.job import Job
-from commlib.coordinator.pending import Pending
-from commlib.coordinator.request import Request
+from commlib.coordinator.launched_op import LaunchedOp
+from commlib.coordinator.op_request import OpRequest
+from commlib.coordinator.pending_op import PendingOp
 from commlib.observe.recorder import Record
 from commlib.runtime.recording import Recording
 
@@ -18,30 +18,30 @@ ACTIVITIES = {
     "alltoall": "MPI_ALLTOALL",
     "reducescatter": "MPI_REDUCESCATTER",
 }
-"""How Horovod calls, in a timeline, what an operation does once its turn has come, by its verb."""
+"""Horovod's timeline names for the execution of an operation, by verb."""
 
 
 class Records:
-    """Write the records of one group, `name`."""
+    """Writes the records of one group, `name`."""
 
     def __init__(self, recording: Recording, name: str) -> None:
         self._recording, self._name = recording, name
-        self._launched = 0  # operations so far, on all ranks alike
+        self._launched = 0  # number of operations, the same on all ranks
 
-    def queue(self, pending: Pending) -> None:
-        """Write that an operation was asked for."""
+    def queue(self, pending: PendingOp) -> None:
+        """Record that an operation was submitted."""
         if (record := self._record(pending.request, pending.inputs)) is not None:
             pending.record = record
             record.queue()
 
     def mark_cycle(self) -> None:
-        """Write that a cycle begins, for readers that want to know this too."""
+        """Record the beginning of a cycle, for recorders that mark cycles."""
         recorder = self._recording.recorder
         if recorder is not None and recorder.marks_cycles:
             recorder.mark("CYCLE_START", self._name)
 
-    def run(self, jobs: Sequence[Job]) -> dict[str, Record]:
-        """Count operations, and write that they run; return the records by their names."""
+    def run(self, jobs: Sequence[LaunchedOp]) -> dict[str, Record]:
+        """Count operations, and record that they run; return their records by name."""
         first = self._launched + 1
         self._launched += len(jobs)
         records: dict[str, Record] = {}
@@ -56,7 +56,7 @@ class Records:
                 records[request.name] = record
         return records
 
-    def _record(self, request: Request, inputs: Sequence[Any] = ()) -> Record | None:
+    def _record(self, request: OpRequest, inputs: Sequence[Any] = ()) -> Record | None:
         recorder = self._recording.recorder
         if recorder is None:
             return None

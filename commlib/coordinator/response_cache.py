@@ -1,27 +1,27 @@
-"""Response cache: give each operation that was agreed on a bit, by which ranks ask for it again. [pure]
+"""ResponseCache: assign a bit to each agreed operation, by which ranks submit it again. [pure]
 
-All ranks see the same agreements in the same order, so they give out, keep and take back the same bits without a word.
+All ranks see the same agreements in the same order, so they assign, keep and free the same bits without communication.
 """
 
 from __future__ import annotations
 
 import heapq
 
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
 
 
 class ResponseCache:
-    """Up to `capacity` requests by name and by bit; the name that was told longest ago goes first."""
+    """Up to `capacity` requests by name and by bit. The oldest full announcement is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._bits: dict[str, int] = {}  # in the order in which they were told
-        self._requests: dict[int, Request] = {}
+        self._bits: dict[str, int] = {}  # in the order of full announcements
+        self._requests: dict[int, OpRequest] = {}
         self._free: list[int] = []
         self.highest = 0
-        """More than the highest bit that was ever given out."""
+        """One more than the highest bit assigned so far."""
         self.all_bits = 0
-        """The bits that are in use, as a number."""
+        """The mask of bits in use."""
 
     def __len__(self) -> int:
         return len(self._bits)
@@ -29,8 +29,8 @@ class ResponseCache:
     def __contains__(self, name: str) -> bool:
         return name in self._bits
 
-    def bit(self, request: Request) -> int | None:
-        """Return the bit that stands for this very request, or None."""
+    def bit(self, request: OpRequest) -> int | None:
+        """Return the bit of this exact request, or None."""
         bit = self._bits.get(request.name)
         if bit is None:
             return None
@@ -39,16 +39,16 @@ class ResponseCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether another name needs the place of one of these."""
+        """Whether another name needs one of these names' places."""
         return len(self._bits) >= self._capacity
 
     @property
     def oldest(self) -> str:
-        """The name that was told longest ago."""
+        """The name that was announced in full longest ago."""
         return next(iter(self._bits))
 
-    def add(self, request: Request) -> int:
-        """Give a request a bit, the lowest that is free, and return it."""
+    def add(self, request: OpRequest) -> int:
+        """Assign the lowest free bit to a request, and return it."""
         if self._free:
             bit = heapq.heappop(self._free)
         else:
@@ -59,7 +59,7 @@ class ResponseCache:
         return bit
 
     def remove(self, name: str) -> int:
-        """Forget a name; return the bit it had."""
+        """Remove a name; return its bit."""
         bit = self._bits.pop(name)
         del self._requests[bit]
         self.all_bits &= ~(1 << bit)

@@ -1,4 +1,4 @@
-"""Scaling: multiply arrays of reductions, and find the value that changes nothing in one."""
+"""Scaling: multiply arrays of reductions, and return the neutral element of a reduction."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def scale(array: Array, factor: float) -> None:
         np.multiply(array, array.dtype.type(factor), out=array)
 
 
-def neutral(dtype: str, op: str) -> Any:
-    """Return the value with which a reduction leaves the others' values what they are."""
+def neutral_element(dtype: str, op: str) -> Any:
+    """Return the neutral element of a reduction: it does not change the other ranks' values."""
     if op == "prod":
         return True if dtype == "bool" else 1
     if op in ("min", "max") and dtype not in COMPLEX:

@@ -1,4 +1,4 @@
-"""The cost of sending tokens to experts: to each rank by itself, or to each node once."""
+"""Exchanges: predict the time to send tokens to experts, with a message to each rank or to each node."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from commlib.cost.model import Machine, check
 
 
 def direct_seconds(nodes: int, ranks_per_node: int, tokens: float, row_bytes: float, top_k: int, m: Machine) -> float:
-    """Return the seconds that one rank needs to send its tokens, each to its `top_k` experts, a message to each rank.
+    """Return the seconds that one rank needs to send its tokens to their `top_k` experts, with a message to each rank.
 
-    Experts are chosen evenly, so that of P ranks a token needs P (1 - (1 - 1/P)^k): it goes once to each of them. The
+    Experts are chosen uniformly, so a token goes to P (1 - (1 - 1/P)^k) of the P ranks on average, once to each. The
     ranks of a node share its card.
     """
     check("an exchange", nodes=nodes, ranks_per_node=ranks_per_node, top_k=top_k)
@@ -26,10 +26,10 @@ def direct_seconds(nodes: int, ranks_per_node: int, tokens: float, row_bytes: fl
 def hierarchical_seconds(
     nodes: int, ranks_per_node: int, tokens: float, row_bytes: float, top_k: int, m: Machine
 ) -> float:
-    """Return the seconds of the same with one message to each node, and its memory from there on.
+    """Return the seconds with one message to each node, which forwards the tokens through its shared memory.
 
-    A token crosses the network once for each other node that has some of its experts. What came is written once more,
-    to each rank that needs it.
+    A token crosses the network once for each other node with some of its experts. Each received token is written once
+    more for each rank that needs it.
     """
     check("an exchange", nodes=nodes, ranks_per_node=ranks_per_node, top_k=top_k)
     copies = tokens * _distinct(nodes, top_k)
@@ -42,5 +42,5 @@ def hierarchical_seconds(
 
 
 def _distinct(places: int, choices: int) -> float:
-    """Return how many of so many places are hit by independent choices, on average."""
+    """Return the mean number of distinct places that independent choices hit."""
     return places * (1 - (1 - 1 / places) ** choices)

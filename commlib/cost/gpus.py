@@ -1,4 +1,4 @@
-"""The cost of collectives between a node's GPUs, from what its maker says of one: nothing of it is measured here."""
+"""GPUs: predict collectives between the GPUs of a node from vendor figures; nothing here is measured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from commlib.cost.model import check
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Describe a GPU, and how several reach each other.
+    """The parameters of a GPU and of its links.
 
-    memory: bytes a second that it reads and writes, in all. link: bytes a second to or from the others, each way.
-    launch: seconds until a kernel runs. meeting: seconds until streams of several ranks have met.
+    memory: bytes per second that it reads and writes, in total. link: bytes per second to or from the others, each way.
+    launch: seconds until a kernel runs. meeting: seconds to synchronize the streams of several ranks.
     """
 
     memory: float
@@ -22,15 +22,15 @@ class Gpu:
 
 
 H100 = Gpu(memory=3.0e12, link=450e9)
-"""An H100 with NVLink: what a copy moves; the link is the maker's figure; launch and meeting are guesses."""
+"""An H100 with NVLink. memory: the bandwidth of a copy; link: the vendor's figure; launch and meeting are guesses."""
 
 
 def all_reduce_seconds(nbytes: float, ranks: int, gpu: Gpu, *, one_gpu: bool, symmetric: bool = True) -> float:
-    """Return the seconds of `node.device_collective.all_reduce` on so many bytes for each rank.
+    """Return the seconds of `node.device_collective.all_reduce` on `nbytes` for each rank.
 
-    one_gpu: all ranks share it; then every byte is read and written by the same memory, which `ranks` arrays are read
-    from and written to. Else each GPU reads its share of the others' arrays over its link while it writes shares of its
-    results. Ordinary arrays are copied to slots and back.
+    one_gpu: all ranks share it, so one memory reads and writes the arrays of all `ranks`. Otherwise each GPU reads its
+    share of the others' arrays over its link while it writes shares of its results. Arrays in ordinary memory are
+    copied to slots and back (symmetric=False).
     """
     check("an all-reduce between GPUs", ranks=ranks)
     if ranks == 1:

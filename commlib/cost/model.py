@@ -1,14 +1,15 @@
-"""The time of a collective before any machine runs it: what `schedule.simulate` would say, in microseconds.
+"""Cost model: predict the time of a collective, like `schedule.simulate` but in microseconds of computation.
 
-A message of n bytes takes alpha + n beta, combining or copying n bytes takes n gamma, every rank has one port in each
-direction (the model of `schedule.simulate`, whose time of a run grows with P^2 messages for a ring). Three ways:
+A message of n bytes takes alpha + n beta, combining or copying n bytes takes n gamma, and every rank has one port in
+each direction (the model of `schedule.simulate`, whose run time for a ring grows with P^2 messages). There are three
+methods:
 
-- *lock step*: where all ranks do the same in every round, the rounds of one rank are added up (`rounds`). Exact;
-- *formulas* for data that flows through trees and chains in segments (`segmented`). Exact for most;
-- for what is only approximate, the simulation itself where few messages are involved.
+- *lock step*: where all ranks do the same in every round, the costs of one rank's rounds are added up (`rounds`);
+- *formulas* for data that flows through trees and chains in segments (`segmented`). Most are exact;
+- the simulation itself for approximate cases with few messages.
 
-`nbytes` is always the size of a verb's first region: what a rank brings (all_reduce, reduce, reduce_scatter, broadcast,
-all_to_all) or, for all_gather and gather, what is gathered in all; for scatter, what the root brings.
+`nbytes` is always the size of a verb's first region: each rank's input (all_reduce, reduce, reduce_scatter, broadcast,
+all_to_all), the whole result (all_gather, gather), or the root's input (scatter).
 """
 
 from __future__ import annotations
@@ -16,68 +17,69 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
-from commlib.cost import rounds, segmented
-from commlib.cost.rounds import costs, walks
-from commlib.cost.segmented import PIPELINES
+from commlib.cost import rounds, segment_times
+from commlib.cost.rounds import costs, rank_steps
+from commlib.cost.segment_times import PIPELINES
 from commlib.errors import UsageError
-from commlib.schedule import Algorithm, Link, estimate, find
+from commlib.schedule import Algorithm, LinkCost, estimate, find
 
-APPROXIMATE = rounds.APPROXIMATE | segmented.APPROXIMATE
-"""The predictions that are not exact, and by which fraction they may be off with more than `FEW_MESSAGES`."""
+APPROXIMATE = rounds.APPROXIMATE | segment_times.APPROXIMATE
+"""The predictions that are not exact, each with its largest relative error beyond `FEW_MESSAGES`."""
 
 FEW_MESSAGES = 64  # about half a millisecond of simulation
 
-# A segment below 64 KiB takes about as long as the message costs that carries it. One above 1 MiB, or the piece that
-# it is combined with, no longer stays in a core's cache; every segment under way needs that much staging memory; and
-# the executor needs many of them to keep a link busy while hosts take turns.
+# Below 64 KiB the overhead of a message is as large as the transfer of its segment. Above 1 MiB a segment, or the data
+# it is combined with, no longer fits a core's cache; each segment in flight needs that much staging memory; and the
+# executor needs many segments to keep a link busy while hosts take turns.
 LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 
-# On a slow link a segment travels at once, without asking the receiver first: Open MPI sends up to 64 KiB of TCP so,
-# headers included. Else the question and its answer queue behind what is under way (with 62 KiB 95 % of 1 Gbit/s were
-# reached, with 256 KiB and 1 MiB 80 to 90 %). Slow is where such a segment takes longer than Python does for it.
+# On a slow link segments use MPI's eager protocol, which Open MPI has over TCP up to 64 KiB, headers included. Larger
+# ones need a handshake, which queues behind the data in flight (62 KiB reached 95 % of 1 Gbit/s, 256 KiB and 1 MiB 80
+# to 90 %). A link is slow if the transfer of such a segment takes longer than its handling in Python.
 AT_ONCE, _SLOW_SECONDS = 60 << 10, 40e-6
 
-# Larger messages took up to twice as long there (4 hosts at 0.1 and 1 Gbit/s: an all-gather by recursive doubling 1.6
-# to 2 times a ring's in small segments). What cannot be cut is ranked as if it took this many times as long, because
-# the model has to be outvoted: it counts an alpha for each segment, though those of segments under way overlap.
+# Larger messages took up to twice as long on slow links (4 hosts at 0.1 and 1 Gbit/s: an all-gather by recursive
+# doubling took 1.6 to 2 times as long as a ring in small segments). Algorithms that cannot be segmented are ranked as
+# if they took this many times as long. The factor is larger because the model counts an alpha for each segment, though
+# the alphas of segments in flight overlap.
 _ASKING = 3.0
 
-# Of these every part of the data is treated alike, so they run over blocks of it. Of the others each chunk is cut, and
-# the pieces of several chunks do not lie side by side: where a message has several, nothing is cut.
+# These verbs treat all parts of the data alike, so they can run over blocks of it. The other verbs cut each chunk. The
+# pieces of several chunks are not contiguous, so programs with several chunks in a message are not cut.
 _IN_BLOCKS = ("all_reduce", "reduce", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Describe a cluster to this model: the links within a node and between nodes, and `gamma`.
+    """The parameters of a cluster: the links within a node and between nodes, and `gamma`.
 
     gamma: seconds for each byte that a rank combines or copies.
     """
 
-    node: Link
-    network: Link
+    node: LinkCost
+    network: LinkCost
     gamma: float
 
 
 DEFAULT = Machine(
-    node=Link(alpha=5e-6, beta=1 / 5e9),  # a message through Python and MPI's shared memory: two copies
-    network=Link(alpha=20e-6, beta=1 / 10e9),  # Python on both sides dwarfs a fabric's 2 us; 100 Gbit/s, less overhead
+    node=LinkCost(alpha=5e-6, beta=1 / 5e9),  # a message through Python and MPI's shared memory: two copies
+    network=LinkCost(alpha=20e-6, beta=1 / 10e9),  # Python's share exceeds a fabric's 2 us; 100 Gbit/s, less overhead
     gamma=1 / 8e9,  # one core that reads two streams and writes one, beyond the caches
 )
-"""A cluster with a fabric (InfiniBand or the like), where nothing has been measured. `commlib tune` measures."""
+"""Estimates for a cluster with a fabric such as InfiniBand. `commlib tune` replaces them by measured values."""
 
-ETHERNET = Machine(DEFAULT.node, Link(alpha=30e-6, beta=1 / 1.2e9), DEFAULT.gamma)
-"""One without: TCP over 10 Gbit/s, where nothing has been measured."""
+ETHERNET = Machine(DEFAULT.node, LinkCost(alpha=30e-6, beta=1 / 1.2e9), DEFAULT.gamma)
+"""Estimates for a cluster without a fabric: TCP over 10 Gbit/s."""
 
 
 def predict(
-    verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float, *, segments: int = 1
+    verb: str, algorithm: str, size: int, nbytes: float, link: LinkCost, gamma: float, *, segments: int = 1
 ) -> float:
     """Return the seconds that an algorithm takes on `size` ranks with the same link between any two.
 
-    segments: for the algorithms that are `segmented`, the pieces in their pipeline. For the others, into how many
-    pieces the executor cuts every message, so that combining one hides behind the transfer of the next: a round then
-    takes segments * alpha + beta c + gamma c / segments. Raises UsageError for arguments that make no sense.
+    segments: for `segmented` algorithms, the number of pieces in their pipeline. For the others, the number of pieces
+    into which the executor cuts every message, to overlap combining one with the transfer of the next: a round then
+    takes segments * alpha + beta c + gamma c / segments. Raises UsageError for invalid arguments.
     """
     chosen = find(verb, algorithm)
     check(f"{verb} {algorithm}", size=size, nbytes=nbytes, segments=segments)
@@ -98,36 +100,36 @@ def predict(
 
 
 def simulated_messages(algorithm: Algorithm, size: int, segments: int) -> int:
-    """Return how many messages a simulation would have, about."""
+    """Return the approximate number of messages in a simulation."""
     if algorithm.segmented:  # every chunk goes up a tree, and down
         return 2 * (size - 1) * algorithm.regions(size, segments)[0]
     return size * costs(algorithm.verb, algorithm.name, size, segments)[0].messages
 
 
-def largest_segment(link: Link) -> int:
-    """Return the bytes of the largest segment that is to travel over a link."""
+def largest_segment(link: LinkCost) -> int:
+    """Return the size in bytes of the largest segment to send over a link."""
     return AT_ONCE if _is_slow(link) else LARGEST_SEGMENT
 
 
-def _is_slow(link: Link) -> bool:
+def _is_slow(link: LinkCost) -> bool:
     return link.beta * AT_ONCE > _SLOW_SECONDS
 
 
 def _largest_message(verb: str, algorithm: str, size: int, nbytes: float, segments: int) -> float:
-    """Return the bytes of the largest message of an algorithm that is no pipeline; 0 for one that is."""
+    """Return the bytes of the largest message of an algorithm; 0 for a pipeline."""
     chosen = find(verb, algorithm)
     if chosen.segmented or not chosen.regions(size, 1):
         return 0.0
     chunk = nbytes / chosen.regions(size, 1)[0]
-    steps = [step for walk in walks(verb, algorithm, size, 1) for step in walk if step.messages]
+    steps = [step for walk in rank_steps(verb, algorithm, size, 1) for step in walk if step.messages]
     return max((step.chunks / step.messages for step in steps), default=0.0) * chunk / segments
 
 
-def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> int:
-    """Return into how many segments to cut the `chunk_bytes` that a rank receives and combines in each of its `rounds`.
+def segments_for(chunk_bytes: float, rounds: int, link: LinkCost, gamma: float) -> int:
+    """Return the number of segments for the `chunk_bytes` that a rank receives and combines in each of its `rounds`.
 
-    In B segments a round takes T(B) = B alpha + beta c + gamma c / B, least at B = sqrt(gamma c / alpha). Where nothing
-    is combined (gamma = 0, no rounds) there is nothing to hide, and nothing to stage: 1.
+    In B segments a round takes T(B) = B alpha + beta c + gamma c / B, which is least at B = sqrt(gamma c / alpha). If
+    nothing is combined (gamma = 0, no rounds) there is nothing to overlap and nothing to stage: 1.
     """
     if rounds < 1 or gamma <= 0 or chunk_bytes <= LEAST_SEGMENT:
         return 1
@@ -137,22 +139,22 @@ def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> i
     return max(least, round(min(best, most)))
 
 
-def best(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float) -> tuple[int, float]:
-    """Return the best number of segments, and the seconds that are predicted with it."""
+def best(verb: str, algorithm: str, size: int, nbytes: float, link: LinkCost, gamma: float) -> tuple[int, float]:
+    """Return the best number of segments, and the seconds predicted for it."""
     segments = best_segments(verb, algorithm, size, nbytes, link, gamma)
     seconds = predict(verb, algorithm, size, nbytes, link, gamma, segments=segments)
     asks = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > AT_ONCE
     return segments, seconds * _ASKING if asks else seconds
 
 
-def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float) -> int:
+def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: LinkCost, gamma: float) -> int:
     """Return the number of segments with the least predicted time."""
     check(f"{verb} {algorithm}", size=size, nbytes=nbytes)
     chosen = find(verb, algorithm)
     if chosen.segmented:
         options = _pipeline_options(chosen, size, nbytes, largest_segment(link))
         return min(options, key=lambda s: predict(verb, algorithm, size, nbytes, link, gamma, segments=s))
-    steps = walks(verb, algorithm, size, 1)[-1]  # of the rank that combines most
+    steps = rank_steps(verb, algorithm, size, 1)[-1]  # of the rank that combines most
     cost = costs(verb, algorithm, size, 1)[-1]
     at_once = ceil(_largest_message(verb, algorithm, size, nbytes, 1) / AT_ONCE) if _is_slow(link) else 1
     if not cost.combined and all(step.chunks <= step.messages for step in steps):
@@ -160,14 +162,14 @@ def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: Lin
     if not cost.combined or (verb not in _IN_BLOCKS and any(step.chunks > step.messages for step in steps)):
         return 1
     chunk = nbytes / chosen.regions(size, 1)[0]
-    # Rounds differ, and those without combining pay alpha as well: so the mean over all messages.
+    # Rounds differ, and rounds that combine nothing pay alpha as well, so use the mean over all messages.
     segments = segments_for(cost.combined * chunk / cost.messages, cost.messages, link, gamma)
     largest = max(step.combined / step.messages for step in steps if step.messages) * chunk
     return max(segments, at_once, ceil(largest / largest_segment(link)))
 
 
 def _pipeline_options(algorithm: Algorithm, size: int, nbytes: float, largest: int) -> list[int]:
-    """Return the powers of two that cut `nbytes` into pieces of a sensible size."""
+    """Return the powers of two that cut `nbytes` into segments of a useful size."""
     pieces = algorithm.regions(size, 1)[0]
     options = [1]
     while nbytes / (2 * options[-1] * pieces) >= min(LEAST_SEGMENT, largest / 2):

@@ -1,4 +1,4 @@
-"""Records: hold a table's measured times. Each part is read from JSON and checked, with words that say where."""
+"""Records: the measured times in a table, read from JSON and validated. Errors name the location."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from commlib.cost.model import DEFAULT, Machine
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms
+from commlib.schedule import LinkCost, algorithms
 
 BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical", "host")
-"""Names of algorithms that have no schedule, and of ways of devices' arrays."""
+"""Names of algorithms without a schedule, and of paths for device arrays."""
 
-# What no cluster has, far beyond what is of use. A program of so many segments takes seconds to make; the number of a
-# rank is a C int in MPI.
+# Limits far beyond any cluster and any useful value. Building a program with so many segments takes seconds; a rank is
+# a C int in MPI.
 MOST_SEGMENTS = 1 << 16
 _MOST_BYTES, _MOST_RANKS, _MOST_SECONDS, _MOST_SECONDS_PER_BYTE = (1 << 63) - 1, (1 << 31) - 1, 1e6, 1.0
 
@@ -22,8 +22,8 @@ T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """For data of up to `up_to` bytes (and above the next smaller one's), `algorithm` took `seconds`."""
+class MeasuredTime:
+    """A measurement: for data of up to `up_to` bytes, above the next smaller entry, `algorithm` took `seconds`."""
 
     up_to: int
     algorithm: str
@@ -33,10 +33,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Hold measured times of one verb in one place, in ascending order of `up_to`, then of `seconds`.
+    """The measured times of one verb in one scope, in ascending order of `up_to`, then of `seconds`.
 
     library: the MPI library, as `mpi_library` writes it. item_size: bytes of an element, or "any". device: the kind of
-    device that has the arrays, "" for the host.
+    device with the arrays, "" for host memory.
     """
 
     verb: str
@@ -44,15 +44,15 @@ class Entry:
     ranks_per_node: int
     library: str
     item_size: int | str
-    times: tuple[Measured, ...]
+    times: tuple[MeasuredTime, ...]
     device: str = ""
 
     @property
     def key(self) -> tuple[str, int, int, str, int | str, str]:
         return self.verb, self.nodes, self.ranks_per_node, self.library, self.item_size, self.device
 
-    def competitors(self, nbytes: int) -> tuple[Measured, ...]:
-        """Return what was measured for data of this size, the fastest first; nothing beyond what was measured."""
+    def competitors(self, nbytes: int) -> tuple[MeasuredTime, ...]:
+        """Return the measurements for data of this size, the fastest first; none beyond the largest measured size."""
         for up_to, times in groupby(self.times, lambda time: time.up_to):
             if nbytes <= up_to:
                 return tuple(times)
@@ -60,29 +60,29 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """Hold the measured figures of a machine with one MPI library. network: None where there was one node."""
+class FittedMachine:
+    """The measured parameters of a machine with one MPI library. network: None if there was one node."""
 
     library: str
-    node: Link | None
-    network: Link | None
+    node: LinkCost | None
+    network: LinkCost | None
     gamma: float
 
     @property
     def machine(self) -> Machine:
-        """The machine, with the usual values for what was not measured."""
+        """The machine, with default values for the parameters that were not measured."""
         return Machine(self.node or DEFAULT.node, self.network or DEFAULT.network, self.gamma)
 
 
 def mapping(data: Any, where: str) -> dict[str, Any]:
-    """Return a JSON object. Raises UsageError."""
+    """Return a JSON object. Raises UsageError for any other value."""
     if not isinstance(data, dict):
         raise UsageError(f"{where}: expected an object, got {data!r:.60}")
     return data
 
 
 def items(data: dict[str, Any], name: str, where: str) -> list[Any]:
-    """Return the list that an object has under a name. Raises UsageError."""
+    """Return the list under a name of an object. Raises UsageError if there is none."""
     found = data.get(name)
     if not isinstance(found, list):
         raise UsageError(f"{where}: expected a list {name!r}, got {found!r:.60}")
@@ -107,7 +107,7 @@ def _text(data: dict[str, Any], name: str, where: str) -> str:
 
 
 def read_entry(data: Any, where: str) -> Entry:
-    """Check and return one entry. Raises UsageError."""
+    """Validate and return one entry. Raises UsageError."""
     data = mapping(data, where)
     verb = _text(data, "verb", where)
     known = (*algorithms(verb), *BEYOND_SCHEDULES)
@@ -124,12 +124,12 @@ def read_entry(data: Any, where: str) -> Entry:
     )
 
 
-def _measured(data: Any, known: tuple[str, ...], where: str) -> Measured:
+def _measured(data: Any, known: tuple[str, ...], where: str) -> MeasuredTime:
     data = mapping(data, where)
     name = _text(data, "algorithm", where)
     if name not in known:
         raise UsageError(f"{where}: unknown algorithm {name!r}; known are {', '.join(known)}")
-    return Measured(
+    return MeasuredTime(
         _number(data, "up_to", where, least=0, most=_MOST_BYTES, kind=int),
         name,
         _number(data, "segments", where, least=0, most=MOST_SEGMENTS, kind=int),
@@ -137,18 +137,18 @@ def _measured(data: Any, known: tuple[str, ...], where: str) -> Measured:
     )
 
 
-def _link(data: Any, where: str) -> Link | None:
+def _link(data: Any, where: str) -> LinkCost | None:
     if data is None:
         return None
     data = mapping(data, where)
     most = {"alpha": _MOST_SECONDS, "beta": _MOST_SECONDS_PER_BYTE}
-    return Link(*(_number(data, f.name, where, least=0, most=most[f.name], kind=float) for f in fields(Link)))
+    return LinkCost(*(_number(data, f.name, where, least=0, most=most[f.name], kind=float) for f in fields(LinkCost)))
 
 
-def read_fitted(data: Any, where: str) -> Fitted:
-    """Check and return one machine. Raises UsageError."""
+def read_fitted(data: Any, where: str) -> FittedMachine:
+    """Validate and return one machine. Raises UsageError."""
     data = mapping(data, where)
-    return Fitted(
+    return FittedMachine(
         _text(data, "library", where),
         _link(data.get("node"), f"{where}: node"),
         _link(data.get("network"), f"{where}: network"),

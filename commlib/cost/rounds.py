@@ -1,8 +1,8 @@
-"""Rounds: predict an algorithm that keeps all ranks in step, from the rounds of one or two of them.
+"""Rounds: predict an algorithm that runs all ranks in lock step, from the rounds of one or two of them.
 
-Simulating a ring costs P^2 messages, but as every rank does the same in every round, the rounds of one rank say it
-all: a round takes as long as its port is busy, then as long as combining what came. Where ranks are folded onto a
-power of two (see `schedule.folding`), rank 1 works for two and is the slowest; in a tree the root, rank 0, is.
+Simulating a ring costs P^2 messages, but every rank does the same in every round, so the rounds of one rank suffice: a
+round takes as long as its port is busy, plus the time to combine the received chunks. Where ranks are folded onto a
+power of two (see `schedule.folding`), rank 1 works for two and is the slowest; in a tree it is the root, rank 0.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from commlib.schedule.spans import ceil_log2
 
 
 class Step(NamedTuple):
-    """A round of one rank as its ports see it; `times` equal ones follow each other."""
+    """A round of one rank, as its ports see it. `times` equal rounds follow each other."""
 
     times: int
-    messages: int  # that one port carries one after another
-    chunks: int  # that they hold together
-    combined: int = 0  # chunks of them that are then combined
+    messages: int  # through one port, one after another
+    chunks: int  # in these messages, in total
+    combined: int = 0  # received chunks that are combined
     copied: int = 0  # chunks copied within this rank
-    shift: int = 0  # they go to the rank this far above; 0: to many
-    mutual: bool = False  # they come from where they go to
+    shift: int = 0  # distance to the receiving rank; 0: several receivers
+    mutual: bool = False  # the senders are also the receivers
 
 
 class Cost(NamedTuple):
-    """The steps of one rank added up: `messages` alpha + `chunks` c beta + (`combined` + `copied`) c gamma."""
+    """The total of one rank's steps: `messages` alpha + `chunks` c beta + (`combined` + `copied`) c gamma."""
 
     messages: int
     chunks: int
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def costs(verb: str, name: str, size: int, segments: int) -> tuple[Cost, ...]:
-    """Return what each of the ranks costs that may be the slowest."""
+    """Return the costs of the ranks that may be the slowest."""
     return tuple(
         Cost(
             sum(step.times * step.messages for step in steps),
@@ -46,13 +46,13 @@ def costs(verb: str, name: str, size: int, segments: int) -> tuple[Cost, ...]:
             sum(step.times * step.combined for step in steps),
             sum(step.times * step.copied for step in steps),
         )
-        for steps in walks(verb, name, size, segments)
+        for steps in rank_steps(verb, name, size, segments)
     )
 
 
 @lru_cache(maxsize=64)
-def walks(verb: str, name: str, size: int, segments: int) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps of each of the ranks that may be the slowest."""
+def rank_steps(verb: str, name: str, size: int, segments: int) -> tuple[tuple[Step, ...], ...]:
+    """Return the steps of the ranks that may be the slowest."""
     formula = FORMULAS.get((verb, name))
     if formula is not None:
         return (tuple(formula(size)),)
@@ -70,7 +70,7 @@ def _step(rank: int, size: int, step: Round) -> Step:
     one_way = not (targets and sources)
     return Step(
         times=1,
-        messages=max(len(targets), len(sources)),  # pieces for one rank are one message
+        messages=max(len(targets), len(sources)),  # several pieces for one rank form one message
         chunks=max(sent, received),
         combined=sum(len(recv.span) for recv in step.recvs if recv.reduce),
         copied=sum(len(copy.source) for copy in step.copies),
@@ -79,7 +79,7 @@ def _step(rank: int, size: int, step: Round) -> Step:
     )
 
 
-# Where even the rounds of one rank are long: P - 1 of them, P - 1 messages in one, or P chunks copied one by one.
+# Formulas for algorithms where even one rank is costly: P - 1 rounds, P - 1 messages in one, or P single-chunk copies.
 
 Formula = Callable[[int], Iterator[Step]]
 
@@ -108,8 +108,8 @@ def _rooted(size: int) -> Iterator[Step]:
     yield Step(1, size - 1, size - 1)
 
 
-def _everybody(*combined: bool) -> Formula:
-    """All to all others at once: about every third message finds its receiver busy, and a port stays idle."""
+def _all_to_others(*combined: bool) -> Formula:
+    """All ranks to all others at once: about every third message finds its receiver busy, and a port idles."""
 
     def steps(size: int) -> Iterator[Step]:
         messages = size - 1 + (size - 1) // 3
@@ -127,10 +127,10 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_to_all", "bruck"): _bruck_all_to_all,
     ("gather", "direct"): _rooted,
     ("scatter", "direct"): _rooted,
-    ("all_reduce", "direct"): _everybody(True, False),
-    ("reduce_scatter", "direct"): _everybody(True),
-    ("all_gather", "direct"): _everybody(False),
+    ("all_reduce", "direct"): _all_to_others(True, False),
+    ("reduce_scatter", "direct"): _all_to_others(True),
+    ("all_gather", "direct"): _all_to_others(False),
 }
 
 APPROXIMATE = {(verb, "direct"): 0.15 for verb in ("all_reduce", "reduce_scatter", "all_gather")}
-"""How far these may be from the simulation, as a fraction, with more than a few messages; the others equal it."""
+"""The largest relative errors against the simulation, with more than a few messages; the other formulas are exact."""

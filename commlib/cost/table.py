@@ -1,4 +1,4 @@
-"""Times that were measured on a cluster, and the file they are kept in.
+"""Table: times measured on a cluster, and their file.
 
     {"format": 1,
      "machines": [{"library": "Open MPI 5.0",
@@ -6,10 +6,10 @@
      "entries":  [{"verb": "all_reduce", "nodes": 1, "ranks_per_node": 8, "library": "Open MPI 5.0", "item_size": "any",
                    "times": [{"up_to": 32768, "algorithm": "ring", "segments": 0, "seconds": 1.2e-05}, ...]}]}
 
-`nodes` are the ranks that exchange messages, one of each node, and `ranks_per_node` such groups side by side share its
-network card; on one node, `ranks_per_node` ranks exchange messages. An entry with a "device" is of arrays there, of
-whole calls among all ranks: on so many nodes, with so many on each, or on the largest. All times of an entry that have
-the same `up_to` compete. segments: 0 leaves the number to the model.
+`nodes` is the number of ranks that exchange messages, one of each node, and `ranks_per_node` such groups share its
+network card; on one node, `ranks_per_node` ranks exchange messages. An entry with a "device" is for arrays of that
+device and for whole calls among all ranks: on `nodes` nodes, the largest with `ranks_per_node` ranks. All times of
+an entry with the same `up_to` compete. segments: 0 leaves the number to the model.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ from pathlib import Path
 from typing import Any
 
 from commlib import folders
-from commlib.cost.records import Entry, Fitted, items, mapping, read_entry, read_fitted
+from commlib.cost.records import Entry, FittedMachine, items, mapping, read_entry, read_fitted
 from commlib.errors import UsageError
 from commlib.folders import NotPrivateError
 
 FORMAT = 1
-_MOST_BYTES = 64 << 20  # a thousand places are 3 MiB
+_MOST_BYTES = 64 << 20  # a thousand entries take 3 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Keep everything that was measured: entries and fitted machines, one for each key."""
+    """The measurements: entries and fitted machines, one for each key."""
 
     entries: tuple[Entry, ...] = ()
-    machines: tuple[Fitted, ...] = ()
+    machines: tuple[FittedMachine, ...] = ()
 
     def find(
         self, verb: str, nodes: int, ranks_per_node: int, item_size: int | None = None, *, device: str = ""
     ) -> Entry | None:
-        """Return the entry of a place and a kind of device: that of the item size, else that of any."""
-        asked = verb, nodes, ranks_per_node, device
-        fits = [e for e in self.entries if (e.verb, e.nodes, e.ranks_per_node, e.device) == asked]
+        """Return the entry for a scope and a device: the one for this item size, else the one for any size."""
+        wanted = verb, nodes, ranks_per_node, device
+        fits = [e for e in self.entries if (e.verb, e.nodes, e.ranks_per_node, e.device) == wanted]
         return next((e for size in (item_size, "any") for e in fits if e.item_size == size), None)
 
     def of_library(self, library: str) -> Table:
-        """Return what was measured with one MPI library."""
+        """Return the measurements with one MPI library."""
         return Table(
             tuple(entry for entry in self.entries if entry.library == library),
             tuple(machine for machine in self.machines if machine.library == library),
         )
 
     def updated(self, newer: Table) -> Table:
-        """Return both, the newer where they speak of the same; a link that it did not measure stays."""
+        """Return both tables merged; the newer wins for equal keys, but keeps older links that it did not measure."""
         machines = {old.library: old for old in self.machines}
         for new in newer.machines:
             old = machines.get(new.library, new)
-            machines[new.library] = Fitted(new.library, new.node or old.node, new.network or old.network, new.gamma)
+            machines[new.library] = FittedMachine(
+                new.library, new.node or old.node, new.network or old.network, new.gamma
+            )
         entries = {entry.key: entry for entry in (*self.entries, *newer.entries)}
         return Table(tuple(entries.values()), tuple(machines.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` takes, made of what JSON knows."""
+        """Return the table as JSON-compatible values, for `from_dict`."""
         return {
             "format": FORMAT,
             "machines": [asdict(machine) for machine in self.machines],
@@ -73,10 +75,12 @@ class Table:
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "tuning table") -> Table:
-        """Check and return a table. Raises UsageError that names the place."""
+        """Validate and return a table. Raises UsageError, which names the location."""
         version = mapping(data, where).get("format")
         if version != FORMAT:
-            raise UsageError(f"{where} has format {version!r}, this version reads {FORMAT}: run 'commlib tune' again")
+            raise UsageError(
+                f"{where} has format {version!r}, but this version reads {FORMAT}: run 'commlib tune' again"
+            )
         return cls(
             tuple(read_entry(item, f"{where}: entries[{i}]") for i, item in enumerate(items(data, "entries", where))),
             tuple(
@@ -86,9 +90,9 @@ class Table:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, private: bool = False) -> Table:
-        """Read a file. Raises UsageError if it cannot be read or is no table.
+        """Read a file. Raises UsageError if it cannot be read or is not a table.
 
-        private: not if another user can have changed it: raises NotPrivateError then.
+        private: raise NotPrivateError if another user could have changed it.
         """
         try:
             data = json.loads(_read_private(Path(path)) if private else _read(path))
@@ -101,24 +105,24 @@ class Table:
         return cls.from_dict(data, f"tuning table {path}")
 
     def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
-        """Write a file, whole or not at all. Raises UsageError if it cannot be written.
+        """Write a file atomically. Raises UsageError if it cannot be written.
 
-        private: not into a folder that another user can change, and readable for this user alone.
+        private: refuse a folder that another user can change, and make the file readable for this user only.
         """
         target = Path(path)
         content = json.dumps(self.to_dict(), indent=1) + "\n"
-        beside = target.with_name(f"{target.name}.{os.getpid()}")
+        temporary = target.with_name(f"{target.name}.{os.getpid()}")
         try:
             if private:
-                with folders.private(target.parent, create=True) as here:
+                with folders.open_private(target.parent, create=True) as here:
                     folders.write_private(target.name, here, content.encode())
                 return
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(content, encoding="utf-8")
-            beside.replace(target)
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(target)
         except OSError as error:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise UsageError(f"cannot write the tuning table {path} ({error})") from error
 
 
@@ -131,17 +135,17 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 
 def _read_private(path: Path) -> str:
-    with folders.private(path.parent) as here:
+    with folders.open_private(path.parent) as here:
         return folders.read_private(path.name, here).decode()
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where tables are kept unless a setting says otherwise: commlib/tuning.json in the user's cache folder."""
+    """Return the default location of tables: commlib/tuning.json in the user's cache folder."""
     return folders.user_cache(environment) / "tuning.json"
 
 
 def mpi_library() -> str:
-    """Return name and version (major.minor) of the MPI library that this process has loaded, "" if none."""
+    """Return name and version (major.minor) of the MPI library loaded in this process, "" if there is none."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return ""

@@ -1,6 +1,7 @@
-"""Data parallelism without a framework: the GradientReducer that every adapter drives, and what it is made of."""
+"""Data parallelism without a framework: the GradientReducer that every adapter drives, and its components."""
 
 from commlib.comparison.parameter_check import check_agreement
+from commlib.data_parallel.bucket_reducer import BucketPlan, BucketRanks, BucketReducer, MakePlan
 from commlib.data_parallel.buckets import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -10,11 +11,10 @@ from commlib.data_parallel.buckets import (
     complete_order,
     make_buckets,
 )
-from commlib.data_parallel.engine import Engine, MakePlan, Plan, Reducer
 from commlib.data_parallel.groups import Groups, place_groups, read_groups
 from commlib.data_parallel.options import Gradient, Options
-from commlib.data_parallel.ranks import InOrder, Ranks
 from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reducer_ranks import OrderedRanks, ReducerRanks
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
 from commlib.data_parallel.reporting import Reporting
 from commlib.data_parallel.slots import Slots
@@ -22,24 +22,24 @@ from commlib.data_parallel.state import load_compression, save_compression
 from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.values import Values
 from commlib.group.overlap import cores_per_rank, overlap_pays
-from commlib.group.single_rank import Alone
+from commlib.group.single_rank import SingleRank
 
 __all__ = [
     "BUCKET_CAP_MIB",
     "FIRST_BUCKET_MIB",
-    "Alone",
+    "SingleRank",
     "Bucket",
-    "Engine",
+    "BucketReducer",
     "Gradient",
     "GradientReducer",
     "Groups",
-    "InOrder",
+    "OrderedRanks",
     "MakePlan",
     "Options",
     "Parameter",
-    "Plan",
-    "Ranks",
-    "Reducer",
+    "BucketPlan",
+    "ReducerRanks",
+    "BucketRanks",
     "Reporting",
     "Slot",
     "Slots",

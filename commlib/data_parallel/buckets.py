@@ -1,14 +1,14 @@
-"""Buckets: pack parameters, and give each gradient its place. [pure]
+"""Buckets: pack parameters into buckets and assign each gradient a slot. [pure]
 
 Backward makes gradients roughly in reverse module order, so parameters are packed in reverse until the real order is
-known: the first bucket is complete early, and is kept small so that communication starts early. Every rank computes the
-same buckets from the same parameters and order; `parameter_check` checks that they have the same parameters.
+known. The first bucket is complete early, and is kept small to start communication early. Every rank computes the same
+buckets from the same parameters and order; `parameter_check` checks that the parameters are the same.
 
     bucket   | slot: gradient of w | slot: b | pad | slot: v ........ | flags: w b v | pad |
                                                                         one element each, > 0 if used somewhere
 
-The flags answer, within the same all-reduce, which parameters got a gradient on any rank: an optimizer with momentum
-or weight decay treats "no gradient" and "a gradient of zeros" differently.
+One all-reduce thus also answers which parameters got a gradient on any rank. An optimizer with momentum or weight decay
+treats "no gradient" and "a gradient of zeros" differently.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 ALIGNMENT = 64
-"""Bytes. A slot starts on a cache line, so that no two slots share one and vector loads are aligned."""
+"""Bytes. A slot starts on a cache line: no two slots share one, and vector loads are aligned."""
 
 FIRST_BUCKET_MIB = 1.0
 BUCKET_CAP_MIB = 4.0
-"""Small: the last bucket cannot be hidden behind backward, and a link of 1 Gbit/s takes 33 ms for 4 MiB."""
+"""Small, because the last bucket cannot be hidden behind backward, and a 1 Gbit/s link takes 33 ms for 4 MiB."""
 
 
 _NO_CAP = 1 << 62  # bytes
 
-Kind = tuple[str, int, str, str, str, float]
+BucketKey = tuple[str, int, str, str, str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Describe one gradient to reduce: `count` elements that travel as `dtype`, with `itemsize` bytes each."""
+    """One gradient to reduce: `count` elements that travel as `dtype`, `itemsize` bytes each."""
 
     name: str
     count: int
@@ -39,27 +39,27 @@ class Parameter:
     itemsize: int
     reduction: str = "mean"
     device: str = "cpu"
-    """The kind of device that it is on, the same on all ranks."""
+    """The device type, the same on all ranks."""
     axis: str = ""
-    """The name of the ranks that it is reduced over; "" are all that train together."""
+    """The name of the axis of ranks to reduce over; "" means all ranks that train together."""
     scale: float = 1.0
-    """What the result is multiplied by."""
+    """The factor for the result."""
     native_itemsize: int = 0
-    """Bytes of an element before it was cast to `dtype`; 0 if it was not."""
+    """Bytes per element before the cast to `dtype`; 0 without a cast."""
 
     @property
     def nbytes(self) -> int:
         return self.count * self.itemsize
 
     @property
-    def kind(self) -> Kind:
-        """What parameters that share a bucket have in common."""
+    def kind(self) -> BucketKey:
+        """The properties that all parameters of a bucket share."""
         return self.dtype, self.itemsize, self.reduction, self.device, self.axis, self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Say where one parameter lives in its bucket. Units: elements of the bucket's dtype."""
+    """The position of one parameter in its bucket, in elements of the bucket's dtype."""
 
     parameter: int
     """Index of the parameter in module order."""
@@ -71,22 +71,22 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Group gradients that are reduced as one array of `count` elements."""
+    """Gradients that are reduced as one array of `count` elements."""
 
     index: int
-    """Place in the launch order, the same on every rank."""
+    """Position in the launch order, the same on every rank."""
     dtype: str
     itemsize: int
     reduction: str
     slots: tuple[Slot, ...]
     flags: int
-    """Where the "used" elements start, one per slot in slot order."""
+    """Offset of the "used" elements, one per slot in slot order."""
     count: int
     device: str = "cpu"
     axis: str = ""
     scale: float = 1.0
     saved_nbytes: int = 0
-    """Bytes that its gradients had more before they were cast."""
+    """Bytes that the cast of its gradients saved."""
 
     @property
     def nbytes(self) -> int:
@@ -109,16 +109,16 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Pack `parameters`, given in module order, into buckets in launch order.
 
-    `order` are the numbers of all parameters as their gradients become ready, by default reverse module order. A bucket
-    holds one kind: dtype, reduction, device, axis and scale. It stays within its cap in MiB (the first of each kind
-    within `first_bucket_mib`) unless a single parameter is larger than that. Buckets are ordered by when backward
-    completes them. Parameters of one of `groups` share a bucket, one for each kind, whatever its size.
+    `order` lists all parameter numbers in the order in which their gradients become ready, by default reverse module
+    order. A bucket holds one kind: dtype, reduction, device, axis and scale. It stays within its cap in MiB (the first
+    of each kind within `first_bucket_mib`) unless a single parameter is larger. Buckets follow the order in which
+    backward completes them. Parameters in one of `groups` share a bucket per kind, of any size.
 
-    The last bucket gets `flags` slots without elements: their "used" elements carry what else the ranks tell each
-    other, at no extra message. They are numbered after the parameters. If it is not reduced over all ranks, there is
-    one more for them alone. `parts` is into how many equal parts a bucket's values can be cut.
+    The last bucket gets `flags` more slots without elements. Their "used" elements carry the ranks' flags without an
+    extra message. They are numbered after the parameters. If the last bucket is not reduced over all ranks, an extra
+    bucket carries the flags. The values of a bucket can be cut into `parts` equal parts.
 
-    Raises ValueError for caps that are not positive, and for another order than one of all parameters.
+    Raises ValueError for caps that are not positive, or if the order is not a permutation of all parameters.
     """
     if first_bucket_mib <= 0 or bucket_cap_mib <= 0:
         raise ValueError(f"bucket caps must be positive, got {first_bucket_mib} and {bucket_cap_mib} MiB")
@@ -144,7 +144,7 @@ def make_buckets(
 
 
 def complete_order(ready: Iterable[int], count: int) -> list[int]:
-    """Return all of `count` parameters: those that were `ready`, in that order, then the others in reverse."""
+    """Return all `count` parameters: the `ready` ones in that order, then the others in reverse."""
     order = dict.fromkeys(ready)
     order.update(dict.fromkeys(range(count - 1, -1, -1)))
     return [parameter for parameter in order if parameter < count]
@@ -152,9 +152,9 @@ def complete_order(ready: Iterable[int], count: int) -> list[int]:
 
 def _pack(parameters: Sequence[Parameter], order: Sequence[int], first_cap: int, cap: int) -> Iterator[list[int]]:
     """Yield groups of parameter indices, each in order."""
-    open_groups: dict[Kind, list[int]] = {}
-    sizes: dict[Kind, int] = {}
-    limits: dict[Kind, int] = {}
+    open_groups: dict[BucketKey, list[int]] = {}
+    sizes: dict[BucketKey, int] = {}
+    limits: dict[BucketKey, int] = {}
     for index in order:
         kind = parameters[index].kind
         size = _align(parameters[index].nbytes)

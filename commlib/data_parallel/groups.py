@@ -1,4 +1,4 @@
-"""Groups: keep gradients together that the user wants to travel together."""
+"""Groups: keep gradients in one bucket if the user wants them to travel together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from commlib.errors import UsageError
 
 Groups = int | tuple[tuple[Hashable, ...], ...]
-"""How many groups to make, or the keys of the members of each."""
+"""The number of groups to make, or the keys of each group's members."""
 
 
 def read_groups(groups: Any, key: Callable[[Any], Hashable]) -> Groups:
-    """Return what was given as `groups=`; 0 for none. `key` says what a member is known by, and refuses what is none.
+    """Return the `groups=` argument in a checked form; 0 without groups.
 
-    Raises UsageError, which is a ValueError, for what is no number and no list of lists, and for a member named twice.
+    `key` returns the key of a member, and raises TypeError for an invalid member. Raises UsageError, which is a
+    ValueError, if the argument is neither a number nor a list of lists, or if it names a member twice.
     """
     if groups is None:
         return 0
@@ -34,10 +35,10 @@ def read_groups(groups: Any, key: Callable[[Any], Hashable]) -> Groups:
                 known_by = key(member)
             except TypeError as error:
                 raise UsageError(
-                    f"groups must consist of {error}, but group {place} has a {type(member).__name__}"
+                    f"groups must consist of {error}, but group {place} contains a {type(member).__name__}"
                 ) from None
             if known_by in seen:
-                raise UsageError(f"a parameter may appear only once in groups, but one is in group {place} again")
+                raise UsageError(f"a parameter may appear only once in groups, but group {place} repeats one")
             seen.add(known_by)
             members.append(known_by)
         found.append(tuple(members))
@@ -47,10 +48,10 @@ def read_groups(groups: Any, key: Callable[[Any], Hashable]) -> Groups:
 def place_groups(
     groups: Groups, keys: Sequence[Hashable], known: Collection[Hashable] | None = None
 ) -> list[list[int]]:
-    """Return the groups as numbers of `keys`. A number of groups deals them out in order, as equally as can be.
+    """Return the groups as numbers of `keys`. A number of groups splits the keys in order, as equally as possible.
 
-    `known` may be named although they are not among `keys`, such as frozen parameters; None allows everything.
-    Raises UsageError for members that are neither.
+    Groups may also name the keys in `known` that are not in `keys`, such as frozen parameters; None allows all keys.
+    Raises UsageError for other members.
     """
     if isinstance(groups, int):
         count = min(groups, len(keys))
@@ -61,7 +62,7 @@ def place_groups(
     for place, group in enumerate(groups):
         members = [numbers[key] for key in group if key in numbers]
         if known is not None and not all(key in numbers or key in known for key in group):
-            raise UsageError(f"group {place} has a tensor that is no parameter of the optimizer")
+            raise UsageError(f"group {place} contains a tensor that is not a parameter of the optimizer")
         if members:
             found.append(members)
     return found

@@ -1,4 +1,4 @@
-"""BucketMemory: make the memory of one bucket, on the device of its gradients."""
+"""BucketMemory: allocate the memory of one bucket, on the device of its gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Empty = Callable[..., Any]
 
 
 class BucketMemory:
-    """A bucket's array, and its "used" flags as the host reads them.
+    """A bucket's array, and a host copy of its "used" flags.
 
-    empty: makes zeroed symmetric memory (`Communicator.empty`). `array` is numpy's, or a DeviceArray.
+    empty: allocates zeroed symmetric memory (`Communicator.empty`). `array` is a numpy array or a DeviceArray.
     """
 
     __slots__ = ("_flags", "array", "bucket", "device", "symmetric")
@@ -38,7 +38,7 @@ class BucketMemory:
         self._flags: Array | None = None
 
     def move(self, *, aside: bool) -> None:
-        """Take other memory, zeroed, which this rank alone has, or the symmetric memory again."""
+        """Switch to zeroed private memory of this rank, or back to the symmetric memory."""
         self.array = self._zeros() if aside else self.symmetric
 
     def _zeros(self) -> Any:
@@ -49,7 +49,7 @@ class BucketMemory:
         return zeros
 
     def fill(self, start: int, stop: int, value: int) -> None:
-        """Write a number to these elements."""
+        """Set these elements to a number."""
         part = self.array[start:stop]
         if type(part) is DeviceArray:
             self.device.kernels.fill(part, value)
@@ -58,7 +58,7 @@ class BucketMemory:
         self._flags = None
 
     def write(self, start: int, count: int, address: int) -> None:
-        """Queue a copy of so many elements at an address of the device to these."""
+        """Queue a copy of `count` elements from a device address to the elements from `start` on."""
         kind = numpy_dtype(self.bucket.dtype)
         self.array[start : start + count] = DeviceArray(self.device, address, (count,), kind, None)
 
@@ -68,11 +68,11 @@ class BucketMemory:
             self.device.kernels.scale(self.array[: self.bucket.flags], factor)
 
     def forget_flags(self) -> None:
-        """Note that a reduction has written new flags."""
+        """Drop the host copy of the flags, because a reduction has written new ones."""
         self._flags = None
 
     def is_set(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> bool:
-        """Tell whether a flag is above zero; the first question after a reduction waits until a device has it."""
+        """Return whether a flag is above zero. The first call after a reduction waits for the device."""
         if type(self.array) is not DeviceArray:
             return bool(self.array[flag] > 0)
         if self._flags is None:

@@ -1,4 +1,4 @@
-"""Options: say how a GradientReducer reduces gradients, the same on all ranks."""
+"""Options: the settings of a GradientReducer, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commlib.compress import AllToAll, Scheme, codec_of
-from commlib.compress.casts import narrowed
-from commlib.compress.choice import Choice, choose
+from commlib.compress.casts import narrow_dtype
+from commlib.compress.choice import CompressionChoice, choose
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.devices.arrays import device_named
 from commlib.devices.protocol import Device
@@ -20,27 +20,27 @@ REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Say everything about gradients, once. Raises UsageError for what makes no sense."""
+    """Settings for the reduction of gradients. Raises UsageError for invalid values."""
 
     op: str = "mean"
     bucket_cap_mib: float = BUCKET_CAP_MIB
     first_bucket_mib: float = FIRST_BUCKET_MIB
     passes_per_step: int = 1
-    """Backward passes whose gradients are added up before they are reduced."""
+    """Backward passes that accumulate gradients before a reduction."""
     overlap: bool | None = None
-    """Launch buckets while backward runs; None decides by where the ranks are and the cores they have."""
+    """Launch buckets while backward runs; None decides by the placement of ranks and their number of cores."""
     compression: Any = "none"
-    """What `commlib.compress.choice.choose` takes."""
+    """An argument for `commlib.compress.choice.choose`."""
     within_node: bool = False
     """Compress between the ranks of a node too."""
     predivide: float = 1.0
-    """Divide by this before adding, and multiply by it afterwards: the adapter does, in the gradient's own dtype."""
+    """Divide by this before the sum, and multiply by it afterwards. The adapter does so, in the gradient's dtype."""
     sparse_as_dense: bool = False
     shard: bool = False
-    """Leave each rank one part of the reduced gradients, and of the parameters: see `Shards`."""
+    """Leave each rank one part of the reduced gradients, and of the parameters, as `Shards` does."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compression, Choice):
+        if not isinstance(self.compression, CompressionChoice):
             object.__setattr__(self, "compression", choose(self.compression))
         if self.op not in REDUCTIONS:
             raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {self.op!r}")
@@ -49,44 +49,44 @@ class Options:
         if not self.predivide > 0:
             raise UsageError(f"gradient_predivide_factor must be positive, got {self.predivide}")
         if self.predivide != 1 and self.op != "mean":
-            raise UsageError("gradient_predivide_factor splits an average in two, so it needs op=Average")
+            raise UsageError("gradient_predivide_factor splits the division of an average, so it needs op=Average")
         if self.shard and (self.scheme is not None or self.compressor is not None):
-            raise UsageError("gradients that are sharded cannot be compressed beyond a cast: leave compression out")
+            raise UsageError("sharded gradients cannot be compressed beyond a cast: leave compression out")
 
     @property
     def scheme(self) -> Scheme | None:
-        """How gradients are compressed on their way, beyond a cast."""
+        """The compression scheme for gradients, beyond a cast."""
         scheme: Scheme | None = self.compression.scheme
         return scheme
 
     @property
     def compressor(self) -> Any:
-        """The user's own compressor, if there is one."""
+        """The user's compressor, or None."""
         return self.compression.compressor
 
     def for_ranks_of(self, ranks: Any) -> Options:
-        """Return the options that do the same best over `ranks`.
+        """Return equivalent options that are fastest for `ranks`.
 
-        Where nodes have several ranks, buckets of half precision would cross the network as float32, in which they are
-        added up. Encoded, they cross as they are.
+        If nodes have several ranks, half-precision buckets are added up as float32 and would cross the network as
+        float32. Encoded buckets cross it in half precision.
         """
         if not self.compression.wire or not ranks.is_hierarchical:
             return self
         codec = codec_of("fp16" if self.compression.wire == "float16" else "bf16")
-        return replace(self, compression=Choice(scheme=AllToAll(codec)))
+        return replace(self, compression=CompressionChoice(scheme=AllToAll(codec)))
 
     def wire_dtype(self, dtype: str) -> str:
-        """Return the dtype in which gradients of `dtype` travel in buckets, or are compressed from."""
+        """Return the dtype in which gradients of `dtype` travel in buckets, or from which they are compressed."""
         if self.scheme is not None and dtype in FLOATS:
             return "float32"
-        return narrowed(dtype, self.compression.wire)
+        return narrow_dtype(dtype, self.compression.wire)
 
     def describe(self) -> str:
-        """Return what all ranks must agree on."""
+        """Return the settings that all ranks must share."""
         return " ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return what all ranks must agree on, one thing in each line."""
+        """Return the settings that all ranks must share, one per line."""
         if self.scheme is not None:
             wire = f"{self.scheme.name} within_node={self.within_node}"
         elif self.compressor is not None:
@@ -102,20 +102,20 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Describe one gradient as an adapter gives it."""
+    """The description of one gradient, from an adapter."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """The core's name of it, such as "bfloat16". Complex numbers are pairs of real ones: one dimension more."""
+    """The core's dtype name, such as "bfloat16". Complex numbers are pairs of real ones, in one more dimension."""
     device: str = "cpu"
-    """The kind of device that it is on, the same on all ranks."""
+    """The device type, the same on all ranks."""
     axis: str = ""
-    """The name of the ranks that it is reduced over; "" are all that train together."""
+    """The name of the axis of ranks to reduce over; "" means all ranks that train together."""
     scale: float = 1.0
-    """What the result is multiplied by."""
+    """The factor for the result."""
     is_known: bool = True
-    """Whether shape and dtype are known, and not only the name: of a gradient that is None."""
+    """False if the gradient is None: then its name is known, but neither its shape nor its dtype."""
 
     def __str__(self) -> str:
         if not self.is_known:
@@ -126,21 +126,21 @@ class Gradient:
 
     @property
     def place(self) -> Device:
-        """The device of this process that it is on. Raises UsageError if there is none."""
+        """This process's device of that type. Raises UsageError if there is none."""
         found: Device = device_named(self.device, self.name)
         return found
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         return NUMPY[self.dtype].itemsize
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Total number of bytes."""
         return self.count * self.itemsize

@@ -1,4 +1,4 @@
-"""Report: count what reductions cost since the start, and tell it apart by training step."""
+"""Reports: measure the costs of reductions, in total and per training step."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 
 @dataclass(slots=True)
 class Statistics:
-    """Count what was reduced so far, and what it cost the thread that trains."""
+    """Totals of the reductions so far, and their cost to the training thread."""
 
     exposed_seconds: float = 0.0
-    """Time the training thread waited for, or worked for, reductions: what overlap could not hide."""
+    """Time that the training thread waited for reductions or worked on them, because overlap could not hide it."""
     hidden_seconds: float = 0.0
-    """Time in which reductions ran on the progress thread without being waited for."""
+    """Time in which reductions ran on the progress thread while no thread waited for them."""
     nbytes: int = 0
     """Bytes of gradients (padding and flags included) that this rank put into reductions."""
     sent_bytes: int = 0
-    """Bytes that this rank's reductions hand to other ranks, over a network or in shared memory."""
+    """Bytes that this rank's reductions pass to other ranks, over a network or in shared memory."""
     uncompressed_bytes: int = 0
-    """What `sent_bytes` would be if gradients travelled in their own dtypes, uncompressed."""
+    """The value of `sent_bytes` if gradients travelled uncompressed, in their own dtypes."""
     reductions: int = 0
-    """How often all buckets were reduced."""
+    """Number of reductions of all buckets."""
     early_launches: int = 0
-    """Buckets that were launched while backward was still running."""
+    """Number of buckets that were launched while backward was still running."""
 
     def count(self, sent: int, uncompressed: int) -> None:
-        """Count bytes that a reduction sent, and would have sent uncompressed."""
+        """Add the bytes that a reduction sent, and those that it would have sent uncompressed."""
         self.sent_bytes += sent
         self.uncompressed_bytes += uncompressed
 
     def hide(self, works: Iterable[Any], waited: float) -> None:
-        """Count how long works ran, all of which are done, but for the seconds that they were waited for."""
+        """Add the run time of finished works, minus the seconds that a thread waited for them."""
         ran = sum(getattr(work, "seconds", 0.0) for work in works)
         self.hidden_seconds += max(0.0, ran - waited)
 
     @contextmanager
     def exposing(self) -> Iterator[None]:
-        """Count the time within as exposed, once, also where parts of it count themselves."""
+        """Count the time within the context as exposed, once, even if calls within it count their own."""
         before, started = self.exposed_seconds, time.perf_counter()
         try:
             yield
@@ -50,28 +50,28 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One training step on one rank.
+    """The costs of one training step on one rank.
 
-    An all-reduce of n bytes over P ranks counts as 2 (P - 1) / P n bytes sent, whatever the algorithm, and also where
-    ranks share memory: it is the least that a rank has to send, and makes compression comparable.
+    An all-reduce of n bytes over P ranks counts as 2 (P - 1) / P n bytes sent, for every algorithm, and also in shared
+    memory. A rank cannot send less, so compression schemes can be compared.
     """
 
     step: int
-    """Number of the step, from 1."""
+    """Step number, from 1."""
     seconds: float
-    """Since the step before it, or since the optimizer was wrapped."""
+    """Time since the previous step, or since the optimizer was wrapped."""
     compute_seconds: float
-    """What is left of `seconds`: forward, backward, the optimizer and whatever else the training thread did."""
+    """`seconds` minus `exposed_seconds`: forward, backward, the optimizer and other work of the training thread."""
     exposed_seconds: float
-    """In which the training thread waited for, or worked for, reductions."""
+    """Time that the training thread waited for reductions or worked on them."""
     hidden_seconds: float
-    """In which reductions ran while the training thread did not wait for them."""
+    """Time in which reductions ran while the training thread did not wait for them."""
     sent_bytes: int
     uncompressed_bytes: int
 
 
 class StepClock:
-    """Cuts what is counted into steps. `clock` gives seconds."""
+    """Splits the statistics by training step. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -98,5 +98,5 @@ class StepClock:
 
 
 def all_reduce_bytes(size: int, nbytes: int) -> int:
-    """Return what one of `size` ranks sends in an all-reduce of `nbytes`: 2 (P - 1) / P of it."""
+    """Return the bytes that one of `size` ranks sends in an all-reduce of `nbytes`: 2 (P - 1) / P times `nbytes`."""
     return 2 * (size - 1) * nbytes // size

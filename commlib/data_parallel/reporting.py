@@ -1,4 +1,4 @@
-"""Reporting: tell users of an optimizer, a module or a tape what it has reduced, and what that cost."""
+"""Reporting: give users of an optimizer, a module or a tape the statistics of its reductions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from commlib.data_parallel.report import Statistics, StepReport
 
 
 class Reporting:
-    """Tells what `reducer` tells: a GradientReducer, or NamedGradients, or None where nothing is reduced."""
+    """Forwards the reports of `reducer`: a GradientReducer or NamedGradients, or None if nothing is reduced."""
 
     @property
     def reducer(self) -> Any:
-        """What reduces the gradients: its buckets, options and compression."""
+        """The reducer of the gradients, with its buckets, options and compression."""
         raise NotImplementedError
 
     @property
     def report(self) -> StepReport | None:
-        """What communication cost in the last step; None before the first one."""
+        """Costs of communication in the last step; None before the first step."""
         found: StepReport | None = self.reducer.report
         return found
 
     @property
     def statistics(self) -> Statistics:
-        """What was reduced so far, and what it cost."""
+        """Totals of the reductions so far, and their cost."""
         found: Statistics = Statistics() if self.reducer is None else self.reducer.statistics
         return found
 
@@ -34,6 +34,6 @@ class Reporting:
 
     @property
     def compression_choice(self) -> str:
-        """How gradients are compressed, and why so."""
+        """The compression of gradients, and the reason for its choice."""
         found: str = self.reducer.compression_choice
         return found

@@ -1,9 +1,9 @@
-"""Shards: keep one part of every bucket on each rank, of gradients and of parameters, and gather the parameters.
+"""Shards: keep one part of every bucket's gradients and parameters on each rank, and gather the parameters.
 
-    backward: reduce-scatter 0, 1, ... | the optimizer updates `own(b)` by `gradients(b)` | gather ..., 1, 0 | forward
+    backward: reduce-scatter 0, 1, ... | the optimizer updates `own(b)` with `gradients(b)` | gather ..., 1, 0 | forward
 
-So gradients and what an optimizer remembers take 1/P of the memory, for the bytes of an all-reduce (Rajbhandari et al.
-2020, ZeRO). A bucket is cut without regard to parameters: `pieces` lists the parameters in a part, and how much of
+Gradients and optimizer state thus take 1/P of the memory, for the bytes of an all-reduce (Rajbhandari et al. 2020,
+ZeRO). The cuts of a bucket ignore parameter boundaries: `pieces` lists the parameters in a part, with the range of
 each.
 """
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from commlib.data_parallel.bucket_reducer import BucketPlan, BucketReducer, PendingReduction
 from commlib.data_parallel.buckets import Bucket
-from commlib.data_parallel.engine import Engine, Pending, Plan
-from commlib.data_parallel.ranks import Ranks
+from commlib.data_parallel.reducer_ranks import ReducerRanks
 from commlib.dtypes import Array
 
 
-class Piece(NamedTuple):
-    """Locate the elements of one parameter that this rank owns: from `first` on, at `start` to `stop` of its part."""
+class ShardPiece(NamedTuple):
+    """The elements of one parameter that this rank owns: from `first` on, at `start` to `stop` of its part."""
 
     parameter: int
     first: int
@@ -28,15 +28,15 @@ class Piece(NamedTuple):
 
 
 class Shards:
-    """This rank's parts of `buckets`, whose values are as many as `ranks` divide. Collective to make."""
+    """This rank's parts of `buckets`. The size of `ranks` must divide their values. Construction is collective."""
 
-    def __init__(self, ranks: Ranks, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, ranks: ReducerRanks, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
         self._comms = [ranks.along(bucket.axis) for bucket in buckets]
         self._gradients: list[Any] = []
         self._own: list[Any] = []
         self._whole: list[Any] = []
-        self._of: dict[int, tuple[int, int, int]] = {}  # the bucket, the first element and the end of each parameter
+        self._of: dict[int, tuple[int, int, int]] = {}  # bucket, first element and end of each parameter
         for index, (bucket, comm) in enumerate(zip(self._buckets, self._comms, strict=True)):
             self._whole.append(comm.empty((bucket.flags,), bucket.dtype))
             part = (bucket.flags // comm.size,)
@@ -45,7 +45,7 @@ class Shards:
             for slot in bucket.slots:
                 self._of[slot.parameter] = index, slot.offset, slot.offset + slot.count
 
-    def pieces(self, bucket: int) -> list[Piece]:
+    def pieces(self, bucket: int) -> list[ShardPiece]:
         """Return the pieces of parameters that this rank owns, in order."""
         comm, length = self._comms[bucket], len(self._own[bucket])
         begin = comm.rank * length
@@ -53,7 +53,7 @@ class Shards:
         for slot in self._buckets[bucket].slots:
             start, stop = max(slot.offset, begin), min(slot.offset + slot.count, begin + length)
             if start < stop:
-                found.append(Piece(slot.parameter, start - slot.offset, start - begin, stop - begin))
+                found.append(ShardPiece(slot.parameter, start - slot.offset, start - begin, stop - begin))
         return found
 
     def gradients(self, bucket: int) -> Array:
@@ -62,12 +62,12 @@ class Shards:
         return found
 
     def own(self, bucket: int) -> Array:
-        """Return this rank's part of a bucket's parameters, to be written before they are gathered."""
+        """Return this rank's part of a bucket's parameters. Write to it before the parameters are gathered."""
         found: Array = self._own[bucket]
         return found
 
     def parameter(self, index: int) -> Array:
-        """Return all elements of a parameter, as gathered last: a 1-D view that the next gather overwrites."""
+        """Return all elements of a parameter from the last gather: a 1-D view that the next gather overwrites."""
         bucket, start, stop = self._of[index]
         found: Array = self._whole[bucket][start:stop]
         return found
@@ -76,8 +76,8 @@ class Shards:
         """Return the bucket of a parameter."""
         return self._of[index][0]
 
-    def reduction(self, bucket: Bucket, array: Any) -> Plan:
-        """Return what reduces a bucket in its array: its values to the ranks' parts, its flags everywhere."""
+    def reduction(self, bucket: Bucket, array: Any) -> BucketPlan:
+        """Return the plan that reduces a bucket in its array: reduce-scatter of its values, all-reduce of its flags."""
         comm: Any = self._comms[bucket.index]
         values, flags = array[: bucket.flags], array[bucket.flags :]
         plans = [comm.plan_all_reduce(flags, "sum", out=flags)]
@@ -86,15 +86,15 @@ class Shards:
             plans.insert(0, comm.plan_reduce_scatter(values, bucket.reduction, out=own))
         return PlanSequence(plans, (comm.size - 1) * bucket.nbytes // comm.size)
 
-    def take(self, engine: Engine) -> None:
-        """Take the gradients of buckets that one rank alone reduces, which no plan has brought here."""
+    def take(self, engine: BucketReducer) -> None:
+        """Copy the gradients of buckets with a single rank, which have no plan."""
         for index, comm in enumerate(self._comms):
             if comm.size == 1:
                 self._gradients[index][...] = engine.array(index)[: self._buckets[index].flags]
 
-    def gathers(self) -> list[Plan]:
-        """Return what gathers the parameters of each bucket from the ranks' parts."""
-        plans: list[Plan] = []
+    def gathers(self) -> list[BucketPlan]:
+        """Return the plans that gather the parameters of each bucket from the ranks' parts."""
+        plans: list[BucketPlan] = []
         for comm, own, whole in zip(self._comms, self._own, self._whole, strict=True):
             ranks: Any = comm
             plans.append(PlanSequence([], 0) if own is whole else ranks.plan_all_gather(own, out=whole))
@@ -102,23 +102,23 @@ class Shards:
 
 
 class PlanSequence:
-    """A plan that runs others one after another."""
+    """A plan that runs other plans one after another."""
 
-    def __init__(self, plans: Sequence[Plan], nbytes: int) -> None:
+    def __init__(self, plans: Sequence[BucketPlan], nbytes: int) -> None:
         self._plans = plans
         self.sent_bytes = self.uncompressed_bytes = nbytes
 
     def __call__(self) -> Any:
-        """Run them here and now."""
+        """Run all plans in this thread."""
         for plan in self._plans:
             plan()
 
-    def start(self) -> Pending:
-        """Start them on the progress thread."""
-        return _All([plan.start() for plan in self._plans])
+    def start(self) -> PendingReduction:
+        """Start all plans on the progress thread."""
+        return _StartedPlans([plan.start() for plan in self._plans])
 
 
-class _All:
+class _StartedPlans:
     """Operations that were started one after another."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -126,15 +126,15 @@ class _All:
 
     @property
     def seconds(self) -> float:
-        """How long they ran."""
+        """Total run time."""
         return float(sum(work.seconds for work in self._works))
 
     def done(self) -> bool:
-        """Tell whether the last one has ended."""
+        """Return whether all have ended."""
         return all(work.done() for work in self._works)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for all of them; raise the first failure when all have ended."""
+        """Wait for all of them; then raise the first failure."""
         failure: Exception | None = None
         for work in self._works:
             try:

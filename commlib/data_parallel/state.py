@@ -1,7 +1,7 @@
-"""Save and load what compression remembers of each gradient, and where it goes on.
+"""Save and load the compression state of each gradient, and the point from which compression resumes.
 
-Residuals are this rank's own. Another rank's would be of no use. So residuals saved by another rank, or in a job of
-another size, are left aside with a warning. State that is the same on all ranks is taken from any of them.
+Residuals belong to this rank, and are useless on another. Residuals that another rank saved, or a job of another size,
+are dropped with a warning. State that is the same on all ranks is loaded from any of them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from commlib.compress.scheme import COMMON
-from commlib.data_parallel.course import Course
 from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.resume_point import ResumePoint
 from commlib.dtypes import Array
 
 log = logging.getLogger("commlib")
 
 
 def save_compression(reducer: GradientReducer, convert: Callable[[Array], Any]) -> dict[str, Any]:
-    """Return what is remembered on this rank, arrays as `convert` makes them, or {} if there is nothing."""
+    """Return this rank's compression state, with arrays converted by `convert`; {} if there is none."""
     state, course = reducer.compression.state(), reducer.course
     if not state and course is None:
         return {}
@@ -33,16 +33,16 @@ def save_compression(reducer: GradientReducer, convert: Callable[[Array], Any]) 
 
 
 def load_compression(reducer: GradientReducer, saved: dict[str, Any], convert: Callable[[Any], Array]) -> None:
-    """Take over what `save_compression` returned on this rank; `convert` makes arrays of it again."""
+    """Load what `save_compression` returned on this rank; `convert` makes arrays again."""
     if saved["compression"] != reducer.options.describe():
-        log.warning("compression starts without residuals: they are of %s", saved["compression"])
+        log.warning("compression starts without residuals: the saved ones belong to %s", saved["compression"])
         return
     mine = reducer.ranks.rank, reducer.ranks.size
     theirs = saved["rank"], saved["size"]
     if mine != theirs:
         log.warning(
-            "compression starts without residuals: those in the state are of rank %d of %d, this is rank %d of %d; "
-            "save and load the optimizer's state on every rank to keep them",
+            "compression starts without residuals: rank %d of %d saved the state, but this is rank %d of %d; save and "
+            "load the optimizer's state on every rank to keep them",
             *theirs,
             *mine,
         )
@@ -56,6 +56,6 @@ def load_compression(reducer: GradientReducer, saved: dict[str, Any], convert: C
     )
     course = saved.get("course")  # states of earlier versions have none
     if course is not None and reducer.compression.scheme is not None:
-        found = Course.load(course)
+        found = ResumePoint.load(course)
         if found.scheme == reducer.compression.scheme.name:
             reducer.resume(found)

@@ -1,4 +1,4 @@
-"""Traces: tell a timeline when buckets are ready, launched and reduced, and when a step's reduction has ended."""
+"""Traces: record in a timeline when buckets are ready, launched and reduced, and when a step's reduction ends."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from commlib.observe.recorder import Mark
 
 
 class Traces:
-    """Of the buckets of one engine, while a timeline is written. `comms` are what each bucket is reduced over."""
+    """Records the buckets of one engine in a timeline. `comms` lists the communicator of each bucket's reduction."""
 
     def __init__(self, buckets: Sequence[Bucket], comms: Sequence[Any]) -> None:
         self._buckets = buckets
         self._journals = [journal_of(comm) for comm in comms]
-        self._begun: dict[int, str] = {}  # what was written of each bucket
+        self._begun: dict[int, str] = {}  # the open event of each bucket
         self._works: dict[int, Any] = {}
 
     @property
     def wanted(self) -> bool:
-        """Whether there is a timeline."""
+        """Whether a timeline is written."""
         return bool(self._journals) and self._journals[0].recorder is not None
 
     def ready(self, index: int) -> None:
-        """Note that all gradients of a bucket are there, and that it is not launched."""
+        """Record that all gradients of a bucket are complete, and that the bucket is not launched yet."""
         self._begin(index, "ready")
 
     def launched(self, index: int, work: Any) -> None:
-        """Note that its reduction was started; work: what is waited for, None if that is done by the same call."""
+        """Record that a reduction was started; work: its handle, None if the same call completes it."""
         self._end(index, {})
         self._begin(index, "launched")
         self._works[index] = work
 
     def ended(self) -> None:
-        """Note that all of them are reduced. What says when is the operation's record, where there is one."""
+        """Record that all buckets are reduced, with the end time from each operation's record, if there is one."""
         for index in list(self._begun):
             record = getattr(self._works.get(index), "record", None)
             self._end(index, {"ended_ns": record.ended} if record is not None and record.ended else {})

@@ -1,10 +1,10 @@
-"""Tracker: decide when each bucket is reduced. Events of training go in, launches come out. [pure]
+"""Tracker: decide when to reduce each bucket, from the events of training. [pure]
 
     idle --begin--> backward --ready, ready, ...--> backward --end--> idle --stepped--> idle
 
-A reducing backward launches every bucket exactly once and in index order, in whatever order gradients become ready. So
-ranks with different autograd graphs still launch the same sequence. Whether a backward reduces depends on counts alone
-(`no_sync`, passes per step), never on what this rank's graph held.
+A reducing backward launches every bucket exactly once and in index order, whatever the order in which gradients become
+ready. Ranks with different autograd graphs therefore launch the same sequence. Whether a backward reduces depends only
+on counts (`no_sync`, passes per step), never on this rank's graph.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 
 class Tracker:
-    """Follow the gradients of one training loop, on one rank.
+    """Tracks the gradients of one training loop on one rank.
 
-    `buckets[b]` are the parameters (numbered from 0) of bucket b; every parameter is in exactly one bucket.
+    `buckets[b]` lists the parameters (numbered from 0) of bucket b; every parameter is in exactly one bucket.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]], *, passes_per_step: int = 1) -> None:
@@ -25,13 +25,13 @@ class Tracker:
         self.use(buckets)
         self.passes_per_step = passes_per_step
         self._passes = 0
-        """Backward passes since gradients were last reduced, those under `no_sync` not counted."""
+        """Backward passes since the last reduction, without those under `no_sync`."""
         self._local = False
-        """Gradients were accumulated that no reduction has seen."""
+        """Some accumulated gradients were not reduced yet."""
         self._reduced = False
-        """At least one reduction since the last step."""
+        """Whether there was a reduction since the last step."""
         self.accumulated: set[int] = set()
-        """The parameters of passes that no reduction has seen."""
+        """The parameters of passes since the last reduction."""
         self._reducing = False
         self._eager = True
         self._ready: dict[int, None] = {}  # a set that keeps its order
@@ -40,29 +40,29 @@ class Tracker:
 
     @property
     def active(self) -> bool:
-        """A backward has begun and not ended."""
+        """Whether a backward has begun and not ended."""
         return self._active
 
     @property
     def reducing(self) -> bool:
-        """The backward in progress reduces gradients."""
+        """Whether the backward in progress reduces gradients."""
         return self._reducing
 
     @property
     def must_reduce(self) -> bool:
-        """A step taken now would use gradients that were not reduced.
+        """Whether a step taken now would use gradients that were not reduced.
 
-        Also true where there was no backward at all: a rank that had no loss must join the reduction of the others.
+        Also True without any backward: a rank that had no loss must join the reduction of the others.
         """
         return self._local or not self._reduced
 
     @property
     def order(self) -> list[int]:
-        """The parameters whose gradients became ready in the backward in progress, else in the last one, in order."""
+        """The parameters whose gradients became ready in the current or else the last backward, in order."""
         return list(self._ready)
 
     def use(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Take other buckets, for the same parameters. Raises RuntimeError if a backward is in progress."""
+        """Switch to other buckets of the same parameters. Raises RuntimeError if a backward is in progress."""
         if self._active:
             raise RuntimeError("the buckets cannot change while a backward is in progress")
         self._members = tuple(tuple(bucket) for bucket in buckets)
@@ -71,7 +71,7 @@ class Tracker:
             raise ValueError("a parameter may be in one bucket only")
 
     def begin(self, *, sync: bool = True, eager: bool = True) -> bool:
-        """Note that a backward begins; return whether it reduces.
+        """Start a backward; return whether it reduces.
 
         `sync` is False under `no_sync`. With `eager` False all launches wait for `end`. Raises RuntimeError if a
         backward is in progress.
@@ -83,15 +83,15 @@ class Tracker:
         return self._reducing
 
     def begin_step(self) -> None:
-        """Note that gradients are reduced outside any backward, because a step `must_reduce` them."""
+        """Start a reduction outside a backward, because a step `must_reduce`."""
         if self._active:
             raise RuntimeError("a backward is already in progress")
         self._start(reducing=True, eager=False)
 
     def ready(self, parameter: int) -> range:
-        """Note that the gradient of `parameter` is complete; return the buckets to launch now, in order.
+        """Mark the gradient of `parameter` as complete; return the buckets to launch now, in order.
 
-        Raises RuntimeError outside a backward, and if that parameter was already ready in this one.
+        Raises RuntimeError outside a backward, or if the parameter was already ready in this one.
         """
         if not self._active:
             raise RuntimeError("a gradient became ready outside a backward")
@@ -108,16 +108,16 @@ class Tracker:
         return range(start, self._next)
 
     def completed(self, parameter: int) -> int | None:
-        """Return the bucket of a gradient that has just become ready if it was the last one of it, else None."""
+        """Return the bucket of a gradient that has just become ready if it completed the bucket, else None."""
         bucket = self._bucket_of[parameter]
         return None if self._unready[bucket] else bucket
 
     def missing(self) -> list[int]:
-        """Return the parameters whose gradient is not ready, in launch order."""
+        """Return the parameters whose gradients are not ready, in launch order."""
         return [parameter for bucket in self._members for parameter in bucket if parameter not in self._ready]
 
     def end(self) -> range:
-        """Note that the backward ends; return the buckets still to launch, in order."""
+        """End the backward; return the buckets still to launch, in order."""
         if not self._active:
             raise RuntimeError("no backward is in progress")
         remaining = range(self._next, len(self._members)) if self._reducing else range(0)
@@ -131,13 +131,13 @@ class Tracker:
         return remaining
 
     def stepped(self) -> None:
-        """Note that the optimizer stepped: the next step needs gradients of its own."""
+        """Record that the optimizer stepped: the next step needs new gradients."""
         self._reduced = False
 
     def cleared(self) -> None:
-        """Note that gradients were cleared: what was accumulated is given up, and passes count from 0.
+        """Record that gradients were cleared: accumulated gradients are dropped, and passes count from 0.
 
-        So is a backward that raised half-way, unless it reduces: then the other ranks wait for its end.
+        A backward that raised is dropped too, unless it reduces: then the other ranks wait for its end.
         """
         self._active = self._reducing
         self._passes, self._local, self._reduced = 0, False, False

@@ -1,84 +1,84 @@
-"""Values: ask a framework for its gradients, by their numbers."""
+"""Values: access a framework's gradients by number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from commlib.data_parallel.engine import Engine
+from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.dtypes import Array
 
 
 class Values(Protocol):
-    """Give a framework's gradients, of one set of parameters, and their slots in buckets."""
+    """Interface to a framework's gradients of one set of parameters, and to their slots in buckets."""
 
     accumulates: bool
-    """Gradients stay what they are after a reduction, and the next backward adds to them."""
+    """Gradients keep their value after a reduction, and the next backward adds to them."""
     hint: str
-    """What to do where a gradient is ready twice in one backward."""
+    """Advice for the error where a gradient is ready twice in one backward."""
 
-    def use(self, engine: Engine, members: Sequence[Sequence[int]]) -> None:
-        """Take the slots of `engine`, whose buckets have these `members`. Earlier ones stay valid where held."""
+    def use(self, engine: BucketReducer, members: Sequence[Sequence[int]]) -> None:
+        """Use the slots of `engine`, whose buckets have these `members`. Earlier slots stay valid while referenced."""
         ...
 
     def free(self) -> None:
-        """Make sure that slots which are about to be written are no longer referred to: see `Slots.free`."""
+        """Ensure that slots that are about to be written are no longer referenced: see `Slots.free`."""
         ...
 
     def exists(self, index: int) -> bool:
-        """Tell whether there is a gradient."""
+        """Return whether there is a gradient."""
         ...
 
     def put(self, index: int) -> None:
-        """Bring a gradient into its slot."""
+        """Copy a gradient into its slot."""
         ...
 
     def take(self, index: int) -> None:
-        """Make what was reduced in its slot the gradient."""
+        """Make the result in its slot the gradient."""
         ...
 
     def forget(self) -> None:
-        """Drop what `put` has noted."""
+        """Drop the notes of `put`."""
         ...
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Part gradients from slots that are in flight: a mistaken accumulation now must not write there."""
+        """Detach gradients from slots that are in flight: a mistaken accumulation now must not write to them."""
         ...
 
     def detach(self) -> None:
-        """Give each gradient that lies in its slot memory of its own."""
+        """Copy each gradient that is a view of its slot to memory of its own."""
         ...
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply a gradient where it is."""
+        """Multiply a gradient in place."""
         ...
 
     # Gradients that travel outside the buckets
 
     def sparse_dimensions(self, index: int) -> int | None:
-        """Return how many sparse dimensions a gradient has; None if it is dense, or not there."""
+        """Return the number of sparse dimensions of a gradient; None if it is dense or missing."""
         ...
 
     def make_sparse(self, index: int, dimensions: int = 1) -> None:
-        """Give a gradient that is dense so many sparse dimensions."""
+        """Convert a dense gradient to a sparse one with this number of sparse dimensions."""
         ...
 
     def make_dense(self, index: int) -> None:
-        """Make a sparse gradient dense."""
+        """Convert a sparse gradient to a dense one."""
         ...
 
     def rows(self, index: int, wire: str) -> tuple[Any, Any]:
-        """Return (numbers of rows, int64; their values as `wire`) of a sparse gradient, on the gradient's device."""
+        """Return (row numbers, int64; row values as `wire`) of a sparse gradient, on the gradient's device."""
         ...
 
     def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
-        """Make rows, which may come several times and are then added up, divided by `divisor` the gradient."""
+        """Make rows the gradient, divided by `divisor`. Repeated row numbers are added up."""
         ...
 
     def compress(self, index: int) -> Array:
-        """Return what the user's compressor sends for a gradient; of zeros if there is none."""
+        """Return the user's compressed form of a gradient, or of zeros if there is none."""
         ...
 
     def decompress(self, index: int, array: Array) -> None:
-        """Make what the user's compressor makes of a reduced array the gradient."""
+        """Decompress a reduced array with the user's compressor, and make the result the gradient."""
         ...

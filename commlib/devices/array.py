@@ -1,4 +1,4 @@
-"""DeviceArray: an array in a device's memory as commlib handles it, whoever made it."""
+"""DeviceArray: commlib's view of an array in device memory, whichever library made it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class DeviceArray:
-    """Contiguous memory with a shape and a dtype: as much of numpy's array as moving and combining data takes.
+    """Contiguous device memory with a shape and a dtype, and the part of numpy's interface that commlib needs.
 
-    What it does to data is queued on the device's current stream. owner: what keeps the memory alive, the user's array
-    mostly. stream: on which the contents of a user's array come to be; None for memory that is commlib's own.
+    Its copies are queued on the device's current stream. owner: keeps the memory alive, usually the user's array.
+    stream: the stream that writes the contents of a user's array; None for memory of commlib.
     """
 
     __slots__ = ("address", "device", "dtype", "owner", "shape", "stream")
@@ -46,15 +46,15 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, key: slice) -> DeviceArray:
-        """Return rows that follow each other."""
+        """Return consecutive rows."""
         start, stop, step = key.indices(self.shape[0])
         if step != 1:
-            raise IndexError(f"rows of a DeviceArray are taken in steps of 1, not {step}")
+            raise IndexError(f"a DeviceArray supports slices with step 1 only, got step {step}")
         row = math.prod(self.shape[1:]) * self.itemsize
         return self._over(self.address + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
 
     def __setitem__(self, key: slice, value: Any) -> None:
-        """Queue a copy of an array with as many bytes."""
+        """Queue a copy from an array with the same number of bytes."""
         self.device.copy(self[key], value)
 
     def reshape(self, *shape: Any) -> DeviceArray:
@@ -64,7 +64,7 @@ class DeviceArray:
                 return self
             lengths = (self.size,)
         if math.prod(lengths) != self.size:
-            raise ValueError(f"an array of shape {self.shape} cannot have the shape {lengths}")
+            raise ValueError(f"cannot reshape an array of shape {self.shape} to {lengths}")
         return self._over(self.address, lengths, self.dtype)
 
     def view(self, dtype: Any) -> DeviceArray:

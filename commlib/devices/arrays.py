@@ -1,4 +1,4 @@
-"""Arrays: treat arrays of all devices alike. numpy's on the host, DeviceArray elsewhere."""
+"""Arrays: the same functions for arrays of all devices, numpy arrays on the host and DeviceArray elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from commlib.buffers.views import address_of, as_host, contiguous, writable
 from commlib.devices.array import DeviceArray
 from commlib.devices.host import HOST
-from commlib.devices.registry import lookup, named, refusal
+from commlib.devices.registry import find_named, lookup, refusal
 from commlib.errors import UsageError
 
 
 def device_of(x: Any) -> Any:
-    """Return the device of an array: the host if no other one owns it."""
+    """Return the device of an array: the host if no other device owns it."""
     if type(x) is np.ndarray:
         return HOST
     if type(x) is DeviceArray:
@@ -24,12 +24,12 @@ def device_of(x: Any) -> Any:
 
 
 def name_of_device(array: Any) -> str:
-    """Return the device's name for texts of calls; "" for the host."""
+    """Return the device's name for call texts; "" for the host."""
     return array.device.name if type(array) is DeviceArray else ""
 
 
-def viewed(x: Any, verb: str, what: str = "x") -> Any:
-    """Return a user's array over its own memory, contiguous or not on the host. Raises UsageError."""
+def as_view(x: Any, verb: str, what: str = "x") -> Any:
+    """Return a user's array without a copy. A host array may be non-contiguous. Raises UsageError."""
     if type(x) is DeviceArray:
         return x
     found = None if isinstance(x, np.ndarray) else lookup(x)
@@ -38,20 +38,20 @@ def viewed(x: Any, verb: str, what: str = "x") -> Any:
 
 def device_named(name: str, verb: str) -> Any:
     """Return this process' device of a kind, the host for "" and "cpu". Raises UsageError if it has none."""
-    device = HOST if name in ("", "cpu") else named(name)
+    device = HOST if name in ("", "cpu") else find_named(name)
     if device is None:
-        raise UsageError(f"{verb}: it wants a device of the kind {name!r}, which this rank has not: {refusal(name)}")
+        raise UsageError(f"{verb}: it needs a device of kind {name!r}, but this rank has none: {refusal(name)}")
     return device
 
 
-def readable(x: Any, verb: str, what: str = "x") -> Any:
-    """Return a user's array as a numpy array or a DeviceArray, contiguous (a copy on the host only). UsageError."""
-    array = viewed(x, verb, what)
+def as_contiguous(x: Any, verb: str, what: str = "x") -> Any:
+    """Return a user's array as a contiguous numpy array (perhaps a copy) or DeviceArray. Raises UsageError."""
+    array = as_view(x, verb, what)
     return array if type(array) is DeviceArray else contiguous(array, verb)
 
 
-def written(x: Any, verb: str, what: str = "x") -> Any:
-    """Return the same as `viewed`, to be written. Raises UsageError if it is read-only."""
+def as_writable(x: Any, verb: str, what: str = "x") -> Any:
+    """Return a user's array to write to, without a copy. Raises UsageError if it is read-only."""
     if type(x) is DeviceArray:
         return x
     found = None if isinstance(x, np.ndarray) else lookup(x)
@@ -77,7 +77,7 @@ def is_contiguous(array: Any) -> bool:
 
 
 def empty_like(array: Any, shape: int | tuple[int, ...], dtype: Any = None) -> Any:
-    """Return new memory of the device of `array`."""
+    """Return a new, uninitialised array on the device of `array`."""
     kind = array.dtype if dtype is None else dtype
     if type(array) is DeviceArray:
         return array.empty((shape,) if isinstance(shape, int) else shape, kind)

@@ -1,4 +1,4 @@
-"""Copies: of an array of a device on the host, and of one of the host on a device."""
+"""Copies: copy device arrays to the host, and host arrays to a device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 
 
-def fetched(array: Any, on_wait: Callable[[], None]) -> Array:
-    """Return the values of a DeviceArray, behind what the current stream was told; an array of the host as it is.
+def copy_to_host(array: Any, on_wait: Callable[[], None]) -> Array:
+    """Return a host copy of a DeviceArray, after the current stream's earlier work; return a host array unchanged.
 
     on_wait: see `wait_for`.
     """
@@ -27,8 +27,8 @@ def fetched(array: Any, on_wait: Callable[[], None]) -> Array:
     return here.reshape(array.shape)
 
 
-def brought(array: Any, device: Device) -> Any:
-    """Return an array that is on a device: itself, or of the host's a copy, which the current stream has queued."""
+def copy_to_device(array: Any, device: Device) -> Any:
+    """Return a device array unchanged, or a device copy of a host array, queued on the current stream."""
     if device is HOST or type(array) is DeviceArray:
         return array
     block = device.staging(array.nbytes).view(array.dtype).reshape(array.shape)

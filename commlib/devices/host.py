@@ -1,4 +1,4 @@
-"""The host as a device: memory is numpy's, and whatever is asked for has happened at once."""
+"""The host as a device: arrays are numpy's, and every operation completes immediately."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from commlib.buffers import shared_memory
 from commlib.buffers.views import address_of, as_host, contiguous, writable
-from commlib.devices.protocol import Exported, Opened, Signals
+from commlib.devices.protocol import ExportedMemory, OpenedMemory, Signals
 from commlib.dtypes import Array
 from commlib.errors import TransportError
 from commlib.kernels.protocol import Kernels
 from commlib.protocols import SharedMemory
 
 
-class _InOrder:
-    """The host's only stream, and every event of it."""
+class _HostStream:
+    """The host's only stream, which is also its only event: everything is complete."""
 
-    def record(self, event: Any = None) -> _InOrder:
+    def record(self, event: Any = None) -> _HostStream:
         return self
 
     def wait(self, event: Any) -> None:
@@ -31,24 +31,24 @@ class _InOrder:
         return True
 
 
-_IN_ORDER = _InOrder()
+_IN_ORDER = _HostStream()
 
 
 class HostDevice:
-    """See `protocol.Device`."""
+    """The host as a `protocol.Device`."""
 
     name = "host"
 
     @cached_property
     def kernels(self) -> Kernels:
-        from commlib.kernels.host.table import HostKernels  # all codecs' kernels: only where one is asked for
+        from commlib.kernels.host.table import HostKernels  # loads all codecs' kernels, so only on first use
 
         return HostKernels()
 
-    def stream(self) -> _InOrder:
+    def stream(self) -> _HostStream:
         return _IN_ORDER
 
-    def current(self) -> _InOrder:
+    def current(self) -> _HostStream:
         return _IN_ORDER
 
     def using(self, stream: Any) -> nullcontext[None]:
@@ -77,17 +77,17 @@ class HostDevice:
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
         return shared_memory.share(rank, nbytes, gather)
 
-    def export(self, nbytes: int) -> Exported:
-        raise TransportError("the host's memory is shared by files: see buffers.peer_memory")
+    def export(self, nbytes: int) -> ExportedMemory:
+        raise TransportError("host memory is shared by files: see buffers.peer_memory")
 
-    def open(self, handle: str) -> Opened:
-        raise TransportError("the host's memory is shared by files: see buffers.peer_memory")
+    def open(self, handle: str) -> OpenedMemory:
+        raise TransportError("host memory is shared by files: see buffers.peer_memory")
 
     def reach(self, memory: SharedMemory) -> SharedMemory:
         return memory
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
-        raise TransportError("the host has no streams: its ranks meet on a board")
+        raise TransportError("the host has no streams: its ranks synchronize on a board")
 
 
 HOST = HostDevice()

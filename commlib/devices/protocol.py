@@ -1,8 +1,8 @@
-"""The device seam: what commlib asks of memory that the host may not read at once, and of who works on it.
+"""The device protocol: the operations that commlib needs from a kind of memory and its processors.
 
-Work on a device is *queued*: a copy or a kernel goes to a stream, in whose order it runs later. Whatever is not on the
-same stream waits for an event. As in CUDA, CuPy and PyTorch each thread has a *current* stream, to which copies and
-kernels go; so no call here names its stream. The host is the device on which everything has happened when it returns.
+Work on a device is *queued*: a copy or a kernel goes to a stream and runs later, in the order of the stream. Work on
+another stream must wait for an event. As in CUDA, CuPy and PyTorch, each thread has a *current* stream for its copies
+and kernels, so no call here names its stream. On the host device all work is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from commlib.kernels.protocol import Kernels
 from commlib.protocols import SharedMemory
 
 
-class Event(Protocol):
-    """Mark a place in a stream."""
+class DeviceEvent(Protocol):
+    """A position in a stream."""
 
     def done(self) -> bool:
-        """Return whether everything queued before it has run. Never blocks."""
+        """Return whether all work queued before it is complete. Never blocks."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of a device: what is queued runs in its order."""
+    """A work queue of a device. Queued work runs in order."""
 
-    def record(self, event: Any = None) -> Event:
-        """Return the event behind everything queued so far. event: what it returned before, which is moved there."""
+    def record(self, event: Any = None) -> DeviceEvent:
+        """Return an event after all work queued so far. event: an earlier event to record again, for no new one."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Let what is queued from now on run after an event of the same device. Never blocks."""
+        """Make work queued from now on run after an event of the same device. Never blocks."""
         ...
 
 
 class Buffer(Protocol):
-    """Contiguous memory of a device. `stream` is that on which its contents come to be, or where they have been."""
+    """Contiguous memory of a device. stream: the stream that writes its contents."""
 
     @property
     def address(self) -> int: ...
@@ -58,26 +58,26 @@ class Buffer(Protocol):
 
 
 class Signals(Protocol):
-    """Let the streams of a node's ranks meet: each tells the others of a number, and waits until they have told theirs.
+    """Synchronize the streams of a node's ranks: each writes a number for the others, and waits for their numbers.
 
-    The words (uint32) in which they do are memory of the host that all ranks map. A number comes after another one if
-    it is less than 2**31 ahead of it, modulo 2**32.
+    The flags (uint32) are in host memory that all ranks map. A number is later than another one if it is less than
+    2**31 ahead of it, modulo 2**32.
     """
 
     def meet(self, number: int) -> None:
-        """Queue on the current stream: tell the others of a number, then wait until each has told that, or a later one.
+        """Queue on the current stream: write a number for the others, then wait for the same or a later one of each.
 
-        What follows is behind all that their streams did before.
+        Later work on this stream runs after all work that their streams had queued before.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back. Nothing queued may still use it."""
+        """Free the memory. No queued work may still use it."""
         ...
 
 
-class Exported(Protocol):
-    """Memory of a device, uninitialised, that another process of the node can open. handle: a text that says where."""
+class ExportedMemory(Protocol):
+    """Uninitialised device memory that another process of the node can open. handle: a text that identifies it."""
 
     @property
     def address(self) -> int: ...
@@ -89,106 +89,108 @@ class Exported(Protocol):
     def handle(self) -> str: ...
 
     def free(self) -> None:
-        """Give it back. Nobody may have it open, and nothing queued may use it. Idempotent."""
+        """Free the memory. No process may have it open, and no queued work may use it. Idempotent."""
         ...
 
 
-class Opened(Protocol):
-    """Memory that another process exports, in this one."""
+class OpenedMemory(Protocol):
+    """A mapping, in this process, of memory that another process exports."""
 
     @property
     def address(self) -> int: ...
 
     def close(self) -> None:
-        """Let go of it. Nothing queued may use it. Idempotent."""
+        """Unmap the memory. No queued work may use it. Idempotent."""
         ...
 
 
-class OutOfReachError(TransportError):
-    """Devices of a node's ranks cannot address each other's memory."""
+class UnreachableMemoryError(TransportError):
+    """The devices of a node's ranks cannot address each other's memory."""
 
 
 class Device(Protocol):
-    """Copy and compute on one kind of memory. One process uses one device of a kind at a time."""
+    """A device: copies and kernels on one kind of memory. A process uses one device of each kind."""
 
     @property
     def name(self) -> str:
-        """The kind, such as "cuda": the same on all ranks, which compare it."""
+        """The kind of device, such as "cuda". Ranks compare it, so it must be the same on all."""
         ...
 
     @property
     def kernels(self) -> Kernels:
-        """What computes there; each call is queued on the current stream."""
+        """The kernels of the device; each call is queued on the current stream."""
         ...
 
     def stream(self) -> Stream:
-        """Make a stream."""
+        """Return a new stream."""
         ...
 
     def current(self) -> Stream:
-        """Return the stream to which this thread's work goes."""
+        """Return the current stream of this thread."""
         ...
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream the current one of this thread, for the length of a `with`."""
+        """Make a stream current in this thread, within a `with`."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a new array such as users have, uninitialised."""
+        """Return a new, uninitialised array of the user's array type."""
         ...
 
     def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
-        """Return an array such as users have over memory that `owner` keeps."""
+        """Return an array of the user's array type over memory that `owner` keeps alive."""
         ...
 
     def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> DeviceArray:
-        """Return a user's array as commlib's, over the same memory; the current stream waits for its contents.
+        """Return a DeviceArray over a user's array; the current stream waits for its contents.
 
-        Raises UsageError if it is not contiguous, has a dtype that commlib has not, or is read-only but `written`.
+        Raises UsageError if the array is not contiguous, has an unsupported dtype, or is read-only but `written`.
         """
         ...
 
     def copy(self, target: Any, source: Any) -> None:
-        """Queue a copy of contiguous memory. One of them may be host memory from `staging`, untouched until then."""
+        """Queue a copy of contiguous memory. One side may be memory from `staging`; do not touch it until then."""
         ...
 
     def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return what queues the same copies within the device and the same kernels as `run`, as often as it is called.
+        """Return a function that queues the same device copies and kernels as `run` each time it is called.
 
-        On the stream that is current then. Nothing is queued now; `run` is called once, now or each time.
+        They go to the stream that is current at that call. This method queues nothing. `run` is called either once,
+        now, or in each call of the function.
         """
         ...
 
     def staging(self, nbytes: int) -> Array:
-        """Return host memory (uint8) that copies to and from the device are fast with."""
+        """Return host memory (uint8) for fast copies to and from the device, such as pinned memory."""
         ...
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
-        """Return zeroed memory of the device that all ranks of a node can address. Collective.
+        """Return zeroed device memory that all ranks of a node can address. Collective.
 
-        `gather` tells every rank's picklable value to all. Raises OutOfReachError on all ranks if that cannot be,
-        TransportError if some rank has no memory left.
+        gather: all-gathers picklable values. On all ranks, raises OutOfReachError if some device cannot address
+        another's memory, TransportError if some rank has not enough memory.
         """
         ...
 
     def reach(self, memory: SharedMemory) -> SharedMemory:
-        """Let the device address memory of the host that ranks share, and return that, which keeps it.
+        """Map shared host memory for the device; return the mapping, which owns the memory.
 
-        Raises TransportError if it cannot.
+        Raises TransportError if the device cannot address it.
         """
         ...
 
-    def export(self, nbytes: int) -> Exported:
-        """Return new memory for one other rank of the node. Raises TransportError. Not collective."""
+    def export(self, nbytes: int) -> ExportedMemory:
+        """Return new memory that one other rank of the node can open. Raises TransportError. Not collective."""
         ...
 
-    def open(self, handle: str) -> Opened:
-        """Open what another rank exports, by its handle. Raises TransportError if this device cannot reach it."""
+    def open(self, handle: str) -> OpenedMemory:
+        """Open the memory of a handle from `export`. Raises TransportError if this device cannot address it."""
         ...
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
-        """Return what meets by the words at addresses in a host's shared memory, which it keeps.
+        """Return signals over flags in shared host memory, which they keep alive.
 
-        tell: those that this rank writes; hear: those that it waits for. Raises TransportError if a stream cannot.
+        tell: the addresses that this rank writes; hear: those that it waits for. Raises TransportError if the device's
+        streams do not support this.
         """
         ...

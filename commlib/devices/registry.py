@@ -1,4 +1,4 @@
-"""Registry: find the device that owns an array. A device says which types it knows."""
+"""Registry: find the device that owns an array, by the array types that devices register."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-# Filled where a device is first used; nothing else in the process depends on it.
+# Filled by `register` when a device is first used.
 _OWNERS: dict[type, Callable[[Any], Any]] = {}
 _NAMED: dict[str, Callable[[], Any]] = {}
 
 
 def register(name: str, kind: type, device_of: Callable[[Any], Any], device: Callable[[], Any]) -> None:
-    """Let a device own arrays of a type.
+    """Register a device as the owner of an array type.
 
-    device_of: returns the device of such an array, or None if it is on the host after all. device: returns the one
-    that this process uses, for arrays that come from a rank which has one.
+    device_of: returns the device of such an array, or None if the array is on the host. device: returns the device that
+    this process uses, for arrays from other ranks.
     """
     _OWNERS[kind], _NAMED[name] = device_of, device
 
 
 def lookup(x: Any) -> Any:
-    """Return the device that owns an array; None if it is on the host."""
+    """Return the device that owns an array; None if the array is on the host."""
     kind = type(x)
     for base in kind.__mro__ if _OWNERS else ():
         if (device_of := _OWNERS.get(base)) is not None:
@@ -32,7 +32,7 @@ def lookup(x: Any) -> Any:
     return None
 
 
-def named(name: str) -> Any:
+def find_named(name: str) -> Any:
     """Return this process' device of a kind, or None if it has none."""
     if name == "cuda":
         return _cuda().device_or_none()
@@ -42,7 +42,7 @@ def named(name: str) -> Any:
 
 def refusal(name: str) -> str:
     """Return why this process has no device of a kind."""
-    return _cuda().refusal() if name == "cuda" else f"there is no kind of device called {name!r}"
+    return _cuda().refusal() if name == "cuda" else f"{name!r} is not a registered kind of device"
 
 
 def streams() -> dict[str, Any]:
@@ -55,6 +55,6 @@ def streams() -> dict[str, Any]:
 
 @cache
 def _cuda() -> Any:
-    from commlib.devices.cuda import process  # only where something may be on a GPU
+    from commlib.devices.cuda import process  # only once an array may be on a GPU
 
     return process

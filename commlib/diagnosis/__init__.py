@@ -1,10 +1,10 @@
-"""Diagnosis: what is here (`commlib info`), and what is wrong with it.
+"""Diagnosis: facts about this installation and job (`commlib info`), and the problems found in them.
 
-facts      what is collected, as data
+facts      the collected facts, as data
 machine    this host: memory, limits, links
 process    this process: packages, cores, launcher, settings
-mpi        the MPI library, started here or in a process of its own
-network    latency and bandwidth, measured by commlib's own calls
-watch      nothing hangs: a time limit that holds inside MPI as well
-checks     rules over facts, each with what to type
+mpi        the MPI library, started in this process or in a separate one
+network    latency and bandwidth, measured with commlib's own calls
+watch      nothing hangs: a time limit that also holds inside MPI
+checks     rules over facts, each with a command to type
 """

@@ -1,4 +1,4 @@
-"""Facts as data: what each rank tells of itself, its host and its MPI, and what was measured. All becomes JSON."""
+"""Facts as data: each rank on itself, its host and its MPI, and the measurements. All of it converts to JSON."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """Describe a machine. Sizes in bytes; None: not known, or no limit."""
+class HostFacts:
+    """A machine. Sizes in bytes; None: unknown, or no limit."""
 
     name: str
     kernel: str
     cores: int
     memory: int | None = None
     memory_limit: int | None = None  # of the control group, container or job
-    memory_used: int | None = None  # in it
+    memory_used: int | None = None  # within that limit
     shared_memory: int | None = None  # /dev/shm
     shared_memory_free: int | None = None
     yama: int | None = None  # kernel.yama.ptrace_scope
-    links: Mapping[str, str] = field(default_factory=dict)  # interfaces that are up: their speed in words
-    fabrics: Mapping[str, str] = field(default_factory=dict)  # InfiniBand and the like: their rate in words
+    links: Mapping[str, str] = field(default_factory=dict)  # interfaces that are up, with their speed as text
+    fabrics: Mapping[str, str] = field(default_factory=dict)  # InfiniBand and the like, with their rate as text
     gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Mpi:
-    """Describe an MPI library. vendor: "Open MPI", "MPICH", ... or "" if unknown.
+class MpiFacts:
+    """An MPI library. vendor: "Open MPI", "MPICH", ... or "" if unknown.
 
-    seconds: what its start took, None if it was not started. prefix: the environment of Python that it was installed
-    into, "" if it comes from elsewhere.
+    seconds: the duration of its start, None if it was not started. prefix: the Python environment of its wheel, "" if
+    it is not from a wheel.
     """
 
     library: str
@@ -39,13 +39,13 @@ class Mpi:
     prefix: str = ""
     standard: str = ""
     threads: str = ""
-    cuda: str = ""  # whether it takes memory of GPUs, and how that was found out
+    cuda: str = ""  # whether it accepts GPU memory, and the source of that answer
     seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Describe the launcher by its own word; None where it says nothing. command: what was typed."""
+class LaunchFacts:
+    """A process as its launcher describes it; None for missing values. command: the launcher's command."""
 
     command: str
     protocol: str
@@ -57,11 +57,11 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """Describe one process. `cores` it may run on; `limits` as `ulimit` has them, -1 for none."""
+class RankFacts:
+    """One process. `cores`: the cores that it may use; `limits` as in `ulimit`, -1 for none."""
 
     rank: int
-    host: Host
+    host: HostFacts
     commlib: str
     folder: str
     python: str
@@ -69,21 +69,21 @@ class Rank:
     cores: tuple[int, ...]
     limits: Mapping[str, int]
     cache: str
-    environment: Mapping[str, str]  # what launcher and MPI were told
-    settings: Mapping[str, str]  # by COMMLIB_ name: those that were given
+    environment: Mapping[str, str]  # variables of launcher and MPI
+    settings: Mapping[str, str]  # by COMMLIB_ name: the settings given
     origins: Mapping[str, str]
-    start: Start | None = None
-    mpi: Mpi | None = None
-    slurm: Mapping[str, str] = field(default_factory=dict)  # settings of the cluster, by their names
+    start: LaunchFacts | None = None
+    mpi: MpiFacts | None = None
+    slurm: Mapping[str, str] = field(default_factory=dict)  # settings of Slurm, by name
     peer_reads: bool | None = None  # whether it can read the memory of another process (CMA); None: not tried
     on_node: int | None = None  # ranks that MPI sees on this rank's node
     wrong_settings: str = ""
-    no_mpi: str = ""  # why there is none
+    no_mpi: str = ""  # the reason if no MPI was found
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One pair of ranks, measured. seconds: one way, of 8 bytes. bandwidth: bytes per second, in messages of nbytes."""
+class MeasuredLink:
+    """A measured pair of ranks. seconds: one way, of 8 bytes. bandwidth: bytes per second, in messages of nbytes."""
 
     ranks: tuple[int, int]
     seconds: float
@@ -92,34 +92,34 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """What was measured: a pair of ranks on a node, one on two nodes, and an all-reduce of all ranks.
+class NetworkFacts:
+    """The measurements: a pair of ranks on one node, a pair on two nodes, and an all-reduce of all ranks.
 
     all_reduce: seconds by bytes.
     """
 
-    node: Link | None
-    between: Link | None
+    node: MeasuredLink | None
+    between: MeasuredLink | None
     all_reduce: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Everything that is known. gpus: how their data goes. failures: what went wrong on the way."""
+class JobFacts:
+    """All facts. gpus: the path of GPU data. failures: errors while collecting."""
 
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankFacts, ...]
     gpus: str = ""
-    network: Network | None = None
+    network: NetworkFacts | None = None
     failures: tuple[str, ...] = ()
 
     @property
-    def first(self) -> Rank:
-        """Return the rank that speaks."""
+    def first(self) -> RankFacts:
+        """Return the reporting rank."""
         return self.ranks[0]
 
-    def by_host(self) -> dict[str, list[Rank]]:
+    def by_host(self) -> dict[str, list[RankFacts]]:
         """Return the ranks of each host."""
-        hosts: dict[str, list[Rank]] = {}
+        hosts: dict[str, list[RankFacts]] = {}
         for rank in self.ranks:
             hosts.setdefault(rank.host.name, []).append(rank)
         return hosts

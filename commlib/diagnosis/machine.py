@@ -1,4 +1,4 @@
-"""This machine as the system tells it: cores, memory and its limits, links. Looks at files, takes a millisecond."""
+"""This machine as seen by the system: cores, memory and its limits, links. Reads files, in about a millisecond."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from commlib.diagnosis.facts import Host
+from commlib.diagnosis.facts import HostFacts
 
 LIMITS = ("memlock", "nofile", "nproc", "core")
-_NO_LIMIT = 1 << 60  # of control groups: they write a huge number, or "max"
+_NO_LIMIT = 1 << 60  # control groups without a limit contain a huge number, or "max"
 
 
-def read_host(root: Path = Path("/")) -> Host:
-    """Return the facts of this machine. root: below it lie proc, sys and dev, for tests."""
+def read_host(root: Path = Path("/")) -> HostFacts:
+    """Return the facts of this machine. root: the folder that holds proc, sys and dev, for tests."""
     total, free = _shared_memory(root / "dev/shm")
     limit, used = _memory_group(root)
-    return Host(
+    return HostFacts(
         name=os.uname().nodename,
         kernel=f"{os.uname().sysname} {os.uname().release}",
         cores=os.cpu_count() or 1,
@@ -35,7 +35,7 @@ def read_host(root: Path = Path("/")) -> Host:
 
 
 def read_limits() -> dict[str, int]:
-    """Return what `ulimit` says, in bytes, files and processes; -1: no limit."""
+    """Return the limits of `ulimit`, in bytes, files and processes; -1: no limit."""
     return {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0] for name in LIMITS}
 
 
@@ -67,7 +67,7 @@ def _total_memory(path: Path) -> int | None:
 
 
 def _memory_group(root: Path) -> tuple[int | None, int | None]:
-    """Return the least limit on the way to this process's control group, of version 2 or 1, and what is used there."""
+    """Return the smallest memory limit of this process's control group and its parents, and the usage at that level."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, group = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -76,7 +76,7 @@ def _memory_group(root: Path) -> tuple[int | None, int | None]:
             base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
         else:
             continue
-        # In a container the group's own folder may be what is mounted: then the first of these are not there.
+        # In a container the group's own folder may be the mount point: then the first of these paths do not exist.
         folder = base / group.strip("/")
         found = [
             (value, _number(place / used))

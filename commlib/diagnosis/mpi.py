@@ -1,7 +1,7 @@
-"""The MPI library: what it is, how it starts, whether one process reads another's memory.
+"""The MPI library: its description, its start, and whether one process can read another's memory.
 
-Not launched, MPI is started in a process of its own, `python -m commlib.diagnosis.mpi`, under a time limit: what goes
-wrong there is an answer. Launched, it is started here, under the time limit of `watch`.
+Without a launcher, MPI starts in a separate process, `python -m commlib.diagnosis.mpi`, under a time limit: a failure
+of that process is a result. Under a launcher it starts in this process, under the time limit of `watch`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commlib.diagnosis.facts import Mpi
+from commlib.diagnosis.facts import MpiFacts
 from commlib.errors import TransportError
 from commlib.launch import mpi_start
-from commlib.process.alone import ask, tell
+from commlib.process.probe_process import report, run_probe
 from commlib.transport.cuda_aware import ask_loaded
 
 _MARK = "commlib.diagnosis: "
@@ -26,31 +26,31 @@ _VENDORS = ("Open MPI", "Spectrum", "Intel", "MVAPICH", "CRAY MPICH", "MPICH")
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """Hold what came of starting MPI in a process of its own. failure: why it did not start, or ""."""
+class MpiTrial:
+    """The result of starting MPI in a separate process. failure: the reason if it did not start, or ""."""
 
-    mpi: Mpi | None = None
+    mpi: MpiFacts | None = None
     peer_reads: bool | None = None
     failure: str = ""
 
 
-def find_mpi() -> Mpi:
-    """Return the library that Python finds, without starting it. Raises TransportError if there is none."""
+def find_mpi() -> MpiFacts:
+    """Return the library that Python finds, without starting it. Raises TransportError if it finds none."""
     library, file = mpi_start.find_library()
-    return Mpi(library, file, vendor(library), "", _prefix(file))
+    return MpiFacts(library, file, vendor(library), "", _prefix(file))
 
 
 def _prefix(file: str) -> str:
-    """Return where a wheel with this library was installed; "" if it comes from elsewhere."""
+    """Return the environment of the wheel that installed this library; "" if it is not from a wheel."""
     return sys.prefix if file.startswith(f"{sys.prefix}/lib/") else ""
 
 
 def vendor(library: str) -> str:
-    """Return whose a library is by its name; "" if nobody's that is known here."""
+    """Return the vendor of a library, given its name; "" if unknown."""
     return next((name for name in _VENDORS if name in library), "")
 
 
-def start_mpi() -> Mpi:
+def start_mpi() -> MpiFacts:
     """Start MPI in this process and describe it. Raises TransportError as `launch.load_mpi` does."""
     library, file = mpi_start.find_library()
     began = time.perf_counter()
@@ -60,7 +60,7 @@ def start_mpi() -> Mpi:
     answer = ask_loaded(MPI)
     called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `ask_loaded` calls it
     says = {True: "yes", False: "no", None: "unknown"}[answer.says]
-    return Mpi(
+    return MpiFacts(
         library=library,
         file=file,
         vendor=vendor(library),
@@ -74,13 +74,13 @@ def start_mpi() -> Mpi:
 
 
 def _abi(MPI: Any) -> str:
-    """Return which of mpi4py's modules has been loaded: MPI.openmpi.cpython-... or one that was built here."""
+    """Return the ABI from mpi4py's loaded module: MPI.openmpi.cpython-..., or a module that was built locally."""
     part = Path(MPI.__file__).name.split(".")[1]
     return part if not part.startswith("cpython") else "that of mpi4py's build"
 
 
 def count_node(MPI: Any) -> int:
-    """Return how many ranks MPI sees on this rank's node. Collective."""
+    """Return the number of ranks that MPI sees on this rank's node. Collective."""
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     count = int(node.Get_size())
     node.Free()
@@ -88,51 +88,51 @@ def count_node(MPI: Any) -> int:
 
 
 def try_neighbour(MPI: Any) -> bool | None:
-    """Return whether this rank can read the memory of the next rank on its host; None if it is alone. Collective."""
-    from commlib.buffers.peer_reading import Probe, can_read  # brings numpy: not every command needs it
+    """Return whether this rank can read the memory of the next rank on its host; None without one. Collective."""
+    from commlib.buffers.peer_reading import Probe, can_read  # imports numpy, which not every command needs
 
     comm, probe, here = MPI.COMM_WORLD, Probe(), os.uname().nodename
-    told = comm.allgather((here, os.getpid(), probe.place))
-    mine = [entry for entry in told if entry[0] == here]
+    entries = comm.allgather((here, os.getpid(), probe.place))
+    mine = [entry for entry in entries if entry[0] == here]
     found = None
     if len(mine) > 1:
         _, process, place = mine[(mine.index((here, os.getpid(), probe.place)) + 1) % len(mine)]
         found = can_read(process, *place)
-    comm.Barrier()  # nobody's number goes before it was looked at
+    comm.Barrier()  # every probe lives until its peer has read it
     return found
 
 
-def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, command: tuple[str, ...] = ()) -> Tried:
-    """Start MPI in a process of its own. seconds: after them it is ended. command: what does so, for tests."""
+def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, command: tuple[str, ...] = ()) -> MpiTrial:
+    """Start MPI in a separate process, for at most `seconds`. command: the command that does so, for tests."""
     from commlib.buffers.peer_reading import Probe
 
     probe = Probe()
     start = command or (sys.executable, "-m", "commlib.diagnosis.mpi", *map(str, probe.place))
     try:
-        answer = ask(start, _MARK, seconds, environment)
+        answer = run_probe(start, _MARK, seconds, environment)
     except OSError as error:
-        return Tried(failure=f"no process to start MPI in: {error}")
+        return MpiTrial(failure=f"no process to start MPI in: {error}")
     if answer.code is None:
-        return Tried(failure=f"MPI did not start within {seconds:g} s")
+        return MpiTrial(failure=f"MPI did not start within {seconds:g} s")
     if answer.told:
-        told = answer.told[0]
-        mpi = None if told["mpi"] is None else Mpi(**told["mpi"])
-        return Tried(mpi, told["peer_reads"], told["failure"])
+        result = answer.told[0]
+        mpi = None if result["mpi"] is None else MpiFacts(**result["mpi"])
+        return MpiTrial(mpi, result["peer_reads"], result["failure"])
     ended = answer.signal or f"exit code {answer.code}"
-    return Tried(failure=f"the process that started MPI ended with {ended}: {answer.last}")
+    return MpiTrial(failure=f"the process that started MPI ended with {ended}: {answer.last}")
 
 
 def main() -> None:
-    """Start MPI, read a number of the process that started this one, and tell both as a line of JSON."""
+    """Start MPI, read a number from the parent process, and print both results as a line of JSON."""
     from commlib.buffers.peer_reading import can_read
 
     address, expected = map(int, sys.argv[1:])
     try:
-        tried = Tried(start_mpi(), can_read(os.getppid(), address, expected))
+        tried = MpiTrial(start_mpi(), can_read(os.getppid(), address, expected))
     except TransportError as error:
-        tried = Tried(failure=str(error))
-    tell(_MARK, asdict(tried))
-    os._exit(0)  # without MPI's finalisation: the answer is there
+        tried = MpiTrial(failure=str(error))
+    report(_MARK, asdict(tried))
+    os._exit(0)  # without finalizing MPI: the result is printed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This process: versions, the cores that it may use, what its launcher and MPI were told, its settings."""
+"""This process: versions, available cores, variables of launcher and MPI, settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import commlib
 from commlib.config.file import find_settings
 from commlib.config.rows import value_text
 from commlib.config.settings import Config, Settings, variable
-from commlib.diagnosis.facts import Rank, Start
+from commlib.diagnosis.facts import LaunchFacts, RankFacts
 from commlib.diagnosis.machine import read_host, read_limits
 from commlib.errors import UsageError
 from commlib.folders import user_cache
@@ -22,13 +22,13 @@ from commlib.launch.launchers import find_launcher
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 
-# What steers launchers, MPI and its transports, by the beginnings of names; and single names.
+# Variables that control launchers, MPI and its transports: prefixes, then full names.
 _STEERING = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPIR_CVAR_", "I_MPI_", "MPICH_", "MV2_", "MVP_", "UCX_", "FI_")
 _NAMES = (
     "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "OMP_NUM_THREADS", "OPAL_PREFIX",
     "PMIX_NAMESPACE", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_KILL_BAD_EXIT", "SLURM_MPI_TYPE",
 )  # fmt: skip
-# What launchers set themselves, and what is set by commlib: noise.
+# Variables that launchers or commlib set themselves: noise.
 _NOISE = (
     "OMPI_MCA_ess_", "OMPI_MCA_hwloc_base_report", "OMPI_MCA_opal_abort_delay", "OMPI_MCA_orte_", "OMPI_MCA_plm_",
     "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "I_MPI_HYDRA_UUID",
@@ -36,15 +36,15 @@ _NOISE = (
 )  # fmt: skip
 
 
-def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the facts of this process, without MPI. Starts nothing."""
+def read_rank(environment: Mapping[str, str] = os.environ) -> RankFacts:
+    """Return the facts of this process, without MPI. Starts no process."""
     found, wrong = Settings(Config(), {}), ""
     try:
         found = find_settings(environment)
     except UsageError as error:
         wrong = str(error)
     start = read_start(environment)
-    return Rank(
+    return RankFacts(
         rank=0 if start is None else start.rank,
         host=read_host(),
         commlib=commlib.__version__,
@@ -54,7 +54,7 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         limits=read_limits(),
         cache=str(user_cache(environment)),
-        environment=steering(environment),
+        environment=control_variables(environment),
         settings={variable(name): value_text(getattr(found.config, name)) for name in found.origins},
         origins={variable(name): origin for name, origin in found.origins.items()},
         start=start,
@@ -62,19 +62,19 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     )
 
 
-def read_start(environment: Mapping[str, str]) -> Start | None:
-    """Return what the launcher tells; None if there is none."""
+def read_start(environment: Mapping[str, str]) -> LaunchFacts | None:
+    """Return the launcher's description of this process; None without a launcher."""
     found = find_launcher(environment)
     if found is None:
         return None
     launcher = found.launcher
-    return Start(
+    return LaunchFacts(
         launcher.command, launcher.protocol, found.rank, found.size, found.local_rank, found.local_size, found.node
     )
 
 
 def read_slurm(seconds: float = 5.0) -> dict[str, str]:
-    """Return what Slurm does by default, of those settings that matter to MPI; nothing where it cannot be asked."""
+    """Return Slurm's defaults that matter to MPI; {} if Slurm does not answer."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "config"], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
@@ -84,8 +84,8 @@ def read_slurm(seconds: float = 5.0) -> dict[str, str]:
     return dict(re.findall(r"^(KillOnBadExit|MpiDefault)\s*=\s*(\S+)", done.stdout, re.MULTILINE))
 
 
-def steering(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that steer launchers, MPI and its transports."""
+def control_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that control launchers, MPI and its transports."""
     return {
         name: text
         for name, text in sorted(environment.items())

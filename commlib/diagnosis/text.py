@@ -1,4 +1,4 @@
-"""The screen of `commlib info`: what is here in a line or two each, then what is wrong and what to type."""
+"""The screen of `commlib info`: the facts in a line or two each, then the problems and the commands to type."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from commlib.config.settings import ranks_text
 from commlib.console.text import bytes_text, seconds_text
-from commlib.console.width import wrapped
-from commlib.diagnosis.facts import Job, Link, Mpi, Rank
+from commlib.console.width import wrap
+from commlib.diagnosis.facts import JobFacts, MeasuredLink, MpiFacts, RankFacts
 from commlib.diagnosis.problem import Problem
 
 HEADING = "What is wrong:"
@@ -16,25 +16,25 @@ _OF_OPEN_MPI = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _OF_MPICH = ("I_MPI_", "MPICH_", "MPIR_", "MV2_", "MVP_")
 
 
-def job_text(job: Job, width: int | None) -> str:
-    """Return the facts, a label and some text in each line."""
+def job_text(job: JobFacts, width: int | None) -> str:
+    """Return the facts, one line each: a label and a text."""
     lines = [f"{label:<{_LABEL}}{text}" for label, text in _lines(job)]
-    return wrapped("\n".join(lines), width, indent=_LABEL)
+    return wrap("\n".join(lines), width, indent=_LABEL)
 
 
 def problems_text(problems: Sequence[Problem], width: int | None) -> str:
-    """Return what is wrong, each with what to type."""
+    """Return the problems, each with a command to type."""
     if not problems:
-        return "Nothing is wrong, as far as can be seen."
+        return "Nothing is wrong, as far as commlib can see."
     parts = [HEADING]
     for problem in problems:
-        parts.append(wrapped(f"- {problem.level}: {problem.what}", width, indent=2))
+        parts.append(wrap(f"- {problem.level}: {problem.what}", width, indent=2))
         if problem.cure:
-            parts.append(wrapped(f"    type: {problem.cure}", width, indent=10))
+            parts.append(wrap(f"    type: {problem.cure}", width, indent=10))
     return "\n".join(parts)
 
 
-def _lines(job: Job) -> Iterator[tuple[str, str]]:
+def _lines(job: JobFacts) -> Iterator[tuple[str, str]]:
     first = job.first
     host = first.host
     yield "commlib", f"{first.commlib}, {first.folder}"
@@ -43,7 +43,7 @@ def _lines(job: Job) -> Iterator[tuple[str, str]]:
     yield from _mpi(first)
     yield from _start(job)
     yield "cores", _cores(job)
-    yield "GPUs", "; ".join(filter(None, (", ".join(host.gpus), job.gpus))) or "not looked for"
+    yield "GPUs", "; ".join(filter(None, (", ".join(host.gpus), job.gpus))) or "not checked"
     yield "memory", _memory(first)
     yield "limits", ", ".join(f"{name} {_limit(name, value)}" for name, value in first.limits.items())
     yield "CMA", _peers(job)
@@ -53,39 +53,39 @@ def _lines(job: Job) -> Iterator[tuple[str, str]]:
     yield "settings", _settings(first)
 
 
-def _settings(rank: Rank) -> str:
+def _settings(rank: RankFacts) -> str:
     if rank.wrong_settings:
-        return "cannot be used"
+        return "invalid"
     if not rank.settings:
         return "all have their defaults ('commlib info --all' lists them)"
     return ", ".join(f"{name}={value} ({rank.origins[name]})" for name, value in rank.settings.items())
 
 
-def _mpi(rank: Rank) -> Iterator[tuple[str, str]]:
+def _mpi(rank: RankFacts) -> Iterator[tuple[str, str]]:
     if rank.mpi is None:
-        yield "MPI", f"none: {rank.no_mpi}" if rank.no_mpi else "not looked for yet"
+        yield "MPI", f"none: {rank.no_mpi}" if rank.no_mpi else "not checked yet"
         return
     yield "MPI", f"{rank.mpi.library} ({rank.mpi.file})" if rank.mpi.file else rank.mpi.library
     if rank.mpi.seconds is not None:
         yield "", _started(rank.mpi, rank.mpi.seconds)
-        yield "", f"takes memory of GPUs: {rank.mpi.cuda}"
+        yield "", f"accepts GPU memory: {rank.mpi.cuda}"
 
 
-def _started(mpi: Mpi, seconds: float) -> str:
+def _started(mpi: MpiFacts, seconds: float) -> str:
     how = f"MPI {mpi.standard}, ABI {mpi.abi}, MPI_THREAD_{mpi.threads}"
     return f"{how}, started in {seconds_text(seconds)}"
 
 
-def _start(job: Job) -> Iterator[tuple[str, str]]:
+def _start(job: JobFacts) -> Iterator[tuple[str, str]]:
     start = job.first.start
-    told = " ".join(f"{name}={text}" for name, text in _heard(job.first).items())
+    steering = " ".join(f"{name}={text}" for name, text in _effective_variables(job.first).items())
     if start is None:
-        yield "launcher", f"none; {told}" if told else "none"
+        yield "launcher", f"none; {steering}" if steering else "none"
         return
     protocol = f" ({start.protocol})" if start.protocol else " (without PMI)"
-    yield "launcher", f"{start.command}{protocol}{'; ' + told if told else ''}"
+    yield "launcher", f"{start.command}{protocol}{'; ' + steering if steering else ''}"
     if (start.size or 1) > len(job.ranks) == 1:
-        alone = "" if job.first.mpi is None else "; MPI sees this one alone"
+        alone = "" if job.first.mpi is None else "; MPI sees only this one"
         yield "ranks", f"{start.size} processes were started{alone}"
         return
     hosts = job.by_host()
@@ -94,22 +94,22 @@ def _start(job: Job) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{len(job.ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}: {where}{more}"
 
 
-def _heard(rank: Rank) -> dict[str, str]:
-    """Return those of the variables that this library and its launcher hear."""
+def _effective_variables(rank: RankFacts) -> dict[str, str]:
+    """Return the variables that this library and its launcher read."""
     vendor = "" if rank.mpi is None else rank.mpi.vendor
-    deaf: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     if vendor == "Open MPI":
-        deaf = _OF_MPICH
+        ignored = _OF_MPICH
     elif "MPICH" in vendor or vendor in ("Intel", "MVAPICH"):
-        deaf = _OF_OPEN_MPI
-    return {name: text for name, text in rank.environment.items() if not name.startswith(deaf)}
+        ignored = _OF_OPEN_MPI
+    return {name: text for name, text in rank.environment.items() if not name.startswith(ignored)}
 
 
-def _ranks(ranks: Sequence[Rank]) -> str:
+def _ranks(ranks: Sequence[RankFacts]) -> str:
     return ranks_text([rank.rank for rank in ranks])
 
 
-def _cores(job: Job) -> str:
+def _cores(job: JobFacts) -> str:
     first = job.first
     counts = {len(rank.cores) for rank in job.ranks}
     each = " for each rank" if first.start is not None else ""
@@ -125,7 +125,7 @@ def _ranges(cores: Sequence[int]) -> str:
     return ranks_text(cores).removeprefix("ranks ").removeprefix("rank ")
 
 
-def _memory(rank: Rank) -> str:
+def _memory(rank: RankFacts) -> str:
     host, parts = rank.host, []
     if host.memory is not None:
         parts.append(f"{_gib(host.memory)}")
@@ -152,7 +152,7 @@ def _limit(name: str, value: int) -> str:
     return f"{value >> 20} MiB" if value >= 1 << 20 else f"{value >> 10} KiB"
 
 
-def _peers(job: Job) -> str:
+def _peers(job: JobFacts) -> str:
     answers = {rank.peer_reads for rank in job.ranks} - {None}
     if not answers:
         return "reading another process's memory was not tried"
@@ -161,18 +161,18 @@ def _peers(job: Job) -> str:
     return f"a process {may} read another's memory{yama}"
 
 
-def _network(job: Job) -> Iterator[tuple[str, str]]:
+def _network(job: JobFacts) -> Iterator[tuple[str, str]]:
     if job.network is None:
         return
     found = job.network
-    named: Mapping[str, Link | None] = {"on a node": found.node, "between": found.between}
+    named: Mapping[str, MeasuredLink | None] = {"on a node": found.node, "between": found.between}
     parts = [f"{name} {_link(link)}" for name, link in named.items() if link is not None]
     yield "network", "; ".join(parts)
     every = ", ".join(f"{bytes_text(nbytes)}B in {seconds_text(spent)}" for nbytes, spent in found.all_reduce.items())
     yield "", f"all-reduce of {len(job.ranks)} ranks: {every}"
 
 
-def _link(link: Link) -> str:
+def _link(link: MeasuredLink) -> str:
     pair = f"ranks {link.ranks[0]} and {link.ranks[1]}"
     return (
         f"{seconds_text(link.seconds)} one way, {link.bandwidth / 1e9:.2f} GB/s in {bytes_text(link.nbytes)}B ({pair})"

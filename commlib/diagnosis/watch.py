@@ -1,6 +1,6 @@
-"""Watch: a time limit for what may hang or die inside MPI, where no signal handler and no thread of Python runs.
+"""Watch: a time limit for code that may hang or die inside MPI, where no signal handler or Python thread runs.
 
-A forked process keeps the time, and has the last word if this one dies. Fork before MPI is started.
+A forked process keeps the time, and prints the report if the parent dies. Fork before MPI starts.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 import time
 from types import TracebackType
 
-_AFTER = 1.0  # seconds that the other ranks leave the first one to speak
+_AFTER = 1.0  # seconds by which other ranks wait longer, so that the first rank prints first
 _DONE = "done"
 
 
 class Watch:
-    """Ends this process if a step takes too long. text: what is printed before that, on standard error, if anything.
+    """Ends this process if a step takes too long. text: printed to standard error before that; "" prints nothing.
 
-    It is printed as well if the process is ended from outside, or by its own fault.
+    The text is also printed if this process is killed or crashes.
 
     with Watch("what is known so far") as watch:
         watch.step("start MPI", 30)
@@ -43,7 +43,7 @@ class Watch:
         return self
 
     def step(self, what: str, seconds: float) -> None:
-        """Begin a step, which may take so many seconds; the one before has ended."""
+        """Begin a step with a limit in seconds; the previous step has ended."""
         os.write(self._pipe, f"{seconds} {what}\n".encode())
 
     def __exit__(
@@ -56,28 +56,28 @@ class Watch:
 
 def _keep_time(pipe: int, parent: int, text: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the process that it watches
+        signal.signal(number, signal.SIG_IGN)  # this process ends with its parent
     what, limit = "begin", 60.0
     end = time.monotonic() + limit
     while (left := end - time.monotonic()) > 0:
         if not select.select([pipe], [], [], left)[0]:
             continue
-        told = os.read(pipe, 1 << 16).decode().splitlines()
-        if not told:
-            _say(text, f"this process was ended while it was to {what}")
+        lines = os.read(pipe, 1 << 16).decode().splitlines()
+        if not lines:
+            _print_report(text, f'this process ended during the step "{what}"')
             return
-        if told[-1] == _DONE:
+        if lines[-1] == _DONE:
             return
-        seconds, _, what = told[-1].partition(" ")
+        seconds, _, what = lines[-1].partition(" ")
         limit = float(seconds)
         end = time.monotonic() + limit
-    _say(text, f"this process did not {what} within {limit:g} s")
+    _print_report(text, f"this process did not {what} within {limit:g} s")
     if not text:
         time.sleep(_AFTER)
     if os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
 
 
-def _say(text: str, why: str) -> None:
+def _print_report(text: str, why: str) -> None:
     if text:
         os.write(2, f"{text}\n- error: {why}\n".encode())

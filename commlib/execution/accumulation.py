@@ -1,4 +1,4 @@
-"""Accumulation: the working memory of a reduction by messages, and how its result is finished."""
+"""Accumulation: the working memory of a reduction by messages, and the finish of its result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
 from commlib.dtypes import HALVES, WORKING, accumulator_dtype, kernel_operation, name_of
-from commlib.execution.reduce_op import ReduceOp, mean_of_halves, split_in_halves
+from commlib.execution.reduce_function import ReduceFunction, mean_of_halves, split_in_halves
 
 
 class Accumulation:
-    """Hold what a reduction by messages works on: the array itself, or a wider copy that is rounded once at the end.
+    """The working memory of a reduction by messages: the array itself, or a wider copy that is rounded once at the end.
 
-    once: nothing is combined twice on its way, so no copy needs to be wider.
+    once: every element is combined only once, so no wider copy is needed.
     """
 
     def __init__(self, x: Any, op: str, size: int, *, once: bool = False) -> None:
@@ -27,14 +27,14 @@ class Accumulation:
         self.x = _cast(x, wide) if self.widened else x
         self._finisher = None
         if once:
-            self.reduce_op = ReduceOp(dtype, operation, size)
+            self.reduce_op = ReduceFunction(dtype, operation, size)
         else:
-            self.reduce_op = ReduceOp(wide, "sum" if operation == "mean" else operation)
+            self.reduce_op = ReduceFunction(wide, "sum" if operation == "mean" else operation)
             if operation == "mean" and size > 1 and not self._in_halves:
-                self._finisher = ReduceOp(wide, operation, size)
+                self._finisher = ReduceFunction(wide, operation, size)
 
-    def work_in(self, target: Any) -> Any:
-        """Return an array with the input that may be overwritten: `target` where its dtype allows."""
+    def working_array(self, target: Any) -> Any:
+        """Return an overwritable array with the input: `target`, if its dtype allows."""
         if self.widened:
             return self.x
         if address(self.x) != address(target):
@@ -42,7 +42,7 @@ class Accumulation:
         return target
 
     def finish(self, part: Any, target: Any) -> None:
-        """Write a reduced part of the working memory to `target`: divide, then round."""
+        """Write a reduced slice of the working memory to `target`: divide, then round."""
         if self._in_halves:
             mean_of_halves(part, target, self._size)
             return
@@ -54,7 +54,7 @@ class Accumulation:
             elif type(target) is DeviceArray:
                 target.device.kernels.cast(part, target)
             else:
-                # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
+                # Rounding to a narrow float may overflow to infinity; that needs no warning.
                 with np.errstate(over="ignore", invalid="ignore"):
                     target[:] = part.astype(target.dtype)
 
@@ -71,21 +71,21 @@ def _cast(x: Any, dtype: str) -> Any:
 
 
 def is_widened(dtype: Any, op: str) -> bool:
-    """Return whether sums of this dtype are kept in a wider one."""
+    """Return whether sums of this dtype accumulate in a wider dtype."""
     return wide_dtype(dtype, op) != name_of(dtype)
 
 
 def is_in_halves(dtype: Any, op: str) -> bool:
-    """Return whether sums of this dtype are kept in halves, by the host alone: the mean of 64-bit integers."""
+    """Return whether sums accumulate in halves, which only the host can: the mean of 64-bit integers."""
     return wide_dtype(dtype, op) == HALVES
 
 
 def wide_dtype(dtype: Any, op: str) -> str:
-    """Return the dtype in which partial results are kept."""
+    """Return the dtype of partial results."""
     name = name_of(dtype)
     return accumulator_dtype(name, kernel_operation(name, op))
 
 
 def wide_bytes(count: int, dtype: Any, op: str) -> int:
-    """Return the bytes of so many partial results."""
+    """Return the bytes of `count` partial results."""
     return count * WORKING[wide_dtype(dtype, op)].itemsize

@@ -1,4 +1,4 @@
-"""Rounds: prepared messages and what is combined after each of them, run by one compiled function."""
+"""Rounds: prepared messages and combinations, run by one compiled function."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from commlib.transport.polling import EAGER, poll
 
 _play = entry_point(kernels.play, 3)
 
-_YIELDS = 200  # how often a call asks giving the core away before it comes back to Python to look around
+_YIELDS = 200  # the number of core yields before a call returns to Python to check on the other ranks
 
 
-class Round(NamedTuple):
-    """Hold messages, and the addresses of what is combined when they are there: see `reduce_as_written`."""
+class MessageRound(NamedTuple):
+    """Messages, and the addresses of the combinations after their arrival: see `reduce_as_written`."""
 
     messages: PersistentRound
     addresses: Sequence[int]
 
 
 class Rounds:
-    """Rounds that are run one after the other, again and again, and tell of a buffer.
+    """Rounds on one buffer, run one after the other, any number of times.
 
-    marks_at: address of numbers that must all be the same at the end, for `all_equal`; 0 for none.
+    marks_at: address of numbers that must all be equal at the end, for `all_equal`; 0: none.
     """
 
-    def __init__(self, rounds: Sequence[Round], functions: MessageFunctions, marks_at: int, buffer: Array) -> None:
+    def __init__(
+        self, rounds: Sequence[MessageRound], functions: MessageFunctions, marks_at: int, buffer: Array
+    ) -> None:
         self._messages = [one.messages for one in rounds]
-        self._failure, self._is_given_up = functions.failure, False
+        self._failure, self._is_cancelled = functions.failure, False
         sizes = [len(one.messages.handles) // functions.handle_bytes for one in rounds]
         addresses = [np.array(one.addresses, np.int64) for one in rounds]
         self._rows = np.array(
@@ -56,14 +58,14 @@ class Rounds:
         self._at, self._keep = address_of(program), (addresses, statuses, buffer)
 
     def run(self, on_wait: WaitHook, source: int = 0, target: int = 0) -> bool:
-        """Run them once; return whether the marks were all the same.
+        """Run the rounds once; return whether all marks were equal.
 
-        source, target: contiguous arrays like the buffer, given by their `id`: what is copied to it before, and what
-        from it after, unless marks differed. 0 for none.
-        `on_wait` is called during long waits, and may raise to give up; it cannot run again then.
+        source, target: contiguous arrays of the buffer's dtype and size, given by `id`, or 0: `source` is copied to the
+        buffer first, and the buffer to `target` at the end unless marks differ. `on_wait` is called during long waits,
+        and may raise to give up; the rounds cannot run again then.
         """
-        if self._is_given_up:
-            raise TransportError("these messages were given up on their way, and cannot be sent again")
+        if self._is_cancelled:
+            raise TransportError("these messages were given up in flight, and cannot be sent again")
         try:
             status = _play(self._at, source, target)
             if status == kernels.WAITING:
@@ -78,7 +80,7 @@ class Rounds:
 
     def _wait(self, on_wait: WaitHook, source: int, target: int) -> int:
         program, ended = self._program, list[int]()
-        program[kernels.SPINS], program[kernels.YIELDS] = 0, 0  # `poll` naps between
+        program[kernels.SPINS], program[kernels.YIELDS] = 0, 0  # `poll` sleeps in between
 
         def play() -> bool:
             if (status := _play(self._at, source, target)) != kernels.WAITING:
@@ -92,6 +94,6 @@ class Rounds:
         return ended[0]
 
     def _give_up(self) -> None:
-        self._is_given_up = True
+        self._is_cancelled = True
         if self._program[kernels.STARTED]:
             self._messages[int(self._program[kernels.NEXT])].give_up()

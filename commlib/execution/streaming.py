@@ -1,7 +1,7 @@
-"""Run one rank's program over one transport, on data of any size.
+"""Streaming: run one rank's program over one transport, on data of any size.
 
-Large data is cut into blocks, and the program runs over several of them at once, each at its own round: while one
-block's messages are under way, another's are combined and the next one's leave.
+Large data is cut into blocks, and the program runs over several blocks at once, each at a different round: while
+messages of one block are in flight, another block is combined, and messages of a third are sent.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from commlib.devices.arrays import device_of, empty_like
 from commlib.devices.host import HOST
 from commlib.devices.waiting import wait_for
 from commlib.errors import TransportError
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.schedule.ir import Program, Recv, Round, Span
 from commlib.schedule.layout import Layout, Slices
 from commlib.transport.base import Request, Transport, WaitHook
 
-# Blocks under way at once: one that is sent, one that arrives, one that is combined, and as many more for the jitter of
-# hosts that share their cores (on links of 1 Gbit/s 4 reached 72 to 87 % of the rate, 8 reached 85 to 96 %).
+# Blocks in flight at once: one is sent, one arrives, one is combined, and the others absorb the jitter of hosts that
+# share their cores (on links of 1 Gbit/s, 4 blocks reached 72 to 87 % of the rate, 8 reached 85 to 96 %).
 WINDOW = 8
 
 Hook = Callable[[int], None]
 Posted = Callable[[int, int], None]
-"""Told of each round whose messages have been posted: of which block, and which round, both from 0."""
+"""Called with (block, round), both from 0, once the messages of a round are posted."""
 
 
-def nothing(number: int) -> None:
+def do_nothing(number: int) -> None:
     pass
 
 
 @dataclass(slots=True)
 class Region:
-    """One region of a program's chunks: a contiguous 1-D array of any device, and where each chunk lies in it."""
+    """One region of a program's chunks: a contiguous 1-D array of any device, and the layout of the chunks in it."""
 
     array: Any
     layout: Layout | Slices
@@ -63,8 +63,8 @@ class _Memory:
         return np.empty(0, np.uint8)  # an empty span of a program without data
 
 
-class _Landing:
-    """Memory for what arrives to be combined, used again by block after block."""
+class _ReceiveBuffers:
+    """Receive buffers for data to combine, reused from block to block."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
@@ -86,13 +86,13 @@ class _Landing:
 
 
 def _bytes(array: Any) -> Any:
-    """Return what a transport takes: a memoryview, or a Buffer of a device."""
-    data = array.view(np.uint8)  # bfloat16 has no buffer format of its own
+    """Return an array as a transport accepts it: a memoryview, or a Buffer of a device."""
+    data = array.view(np.uint8)  # bfloat16 has no buffer format
     return data if type(data) is DeviceArray else data.data
 
 
 class _Block:
-    """One block of the data on its way through the program."""
+    """One block of the data that runs through the program."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Block:
         regions: Sequence[Region],
         transport: Transport,
         tag: int,
-        reduce_op: ReduceOp | None,
+        reduce_op: ReduceFunction | None,
         posted: Hook | None,
         on_wait: WaitHook,
     ) -> None:
@@ -111,8 +111,8 @@ class _Block:
         self._arrivals: list[tuple[Recv, Any, Request]] = []
         self.pending: list[Request] = []
 
-    def advance(self, landing: _Landing) -> bool:
-        """Combine what has arrived and post the next round; return whether there is one to wait for."""
+    def advance(self, landing: _ReceiveBuffers) -> bool:
+        """Combine the arrived data and post the next round; return whether there are messages to wait for."""
         self._combine(landing)
         for step in self._rounds:
             self._post(step, landing)
@@ -120,11 +120,11 @@ class _Block:
                 return True
         return False
 
-    def _post(self, step: Round, landing: _Landing) -> None:
+    def _post(self, step: Round, landing: _ReceiveBuffers) -> None:
         memory, transport, tag = self._memory, self._transport, self._tag
         for copy in step.copies:
             memory[copy.target][:] = memory[copy.source]
-        if self._device is not HOST:  # what was queued may still read where messages arrive, or write what they take
+        if self._device is not HOST:  # queued work may still read the receive buffers or write the send buffers
             wait_for(self._device.current().record(), self._on_wait)
         for recv in step.recvs:
             place = memory[recv.span]
@@ -136,14 +136,14 @@ class _Block:
         if self._posted is not None:
             self._posted(next(self._numbers))
 
-    def _combine(self, landing: _Landing) -> None:
+    def _combine(self, landing: _ReceiveBuffers) -> None:
         operands: dict[Span, list[tuple[int, Any]]] = {}
         for recv, incoming, request in self._arrivals:
             if request.nbytes != incoming.nbytes:
                 raise TransportError(
                     f"{self._program.verb} {self._program.algorithm} on rank {self._program.rank}: expected "
                     f"{incoming.nbytes} bytes from rank {recv.peer}, got "
-                    f"{request.nbytes if request.nbytes >= 0 else 'more'}: do the ranks call the same thing? "
+                    f"{request.nbytes if request.nbytes >= 0 else 'more'}: do the ranks make the same calls? "
                     "COMMLIB_CHECK=always compares every call"
                 )
             if recv.reduce and len(incoming):
@@ -151,7 +151,7 @@ class _Block:
         for span, incoming_ones in operands.items():
             assert self._reduce_op is not None
             target = self._memory[span]
-            # By rank, so that the same numbers are added in the same order wherever it is done.
+            # Ordered by rank: every rank adds the same numbers in the same order.
             ordered = sorted([*incoming_ones, (self._program.rank, target)], key=lambda operand: operand[0])
             self._reduce_op.combine([array for _, array in ordered], target)
         for recv, incoming, _ in self._arrivals:
@@ -171,28 +171,28 @@ def execute(
     *,
     tag: int,
     on_wait: WaitHook,
-    reduce_op: ReduceOp | None = None,
-    before: Hook = nothing,
-    after: Hook = nothing,
+    reduce_op: ReduceFunction | None = None,
+    before: Hook = do_nothing,
+    after: Hook = do_nothing,
     posted: Posted | None = None,
 ) -> None:
-    """Run `program` over this rank's `blocks`: for each the regions that hold its chunks.
+    """Run `program` over this rank's `blocks`. Each block is the list of regions that hold its chunks.
 
-    All messages of block i carry `tag + i`; `reduce_op` combines what arrives for reducing receives with what is there
-    (the lowest rank's operand first, so that every rank computes the same bits). `on_wait` is called during long waits
-    and may raise to give up. `before(i)` is called before block i begins, `after(i)` when it and all before it have
-    ended, both in an order that depends on the number of blocks alone: before(0) ... before(WINDOW - 1), after(0),
+    All messages of block i carry `tag + i`. For reducing receives `reduce_op` combines the arrived data with the local
+    data (the lowest rank's operand first, so every rank computes the same bits). `on_wait` is called during long waits
+    and may raise to give up. `before(i)` is called before block i begins, `after(i)` when block i and all earlier
+    blocks have ended. Their order depends only on the number of blocks: before(0) ... before(WINDOW - 1), after(0),
     before(WINDOW), after(1), and so on. So they may be collective.
     """
-    landing = _Landing()
+    landing = _ReceiveBuffers()
     running: dict[int, _Block] = {}
     begun = ended = 0
     try:
         while ended < len(blocks):
             if begun < len(blocks) and begun < ended + WINDOW:
                 before(begun)
-                told = posted and partial(posted, begun)
-                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, told, on_wait)
+                on_posted = posted and partial(posted, begun)
+                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, on_posted, on_wait)
                 running[begun] = block
                 if not block.advance(landing):
                     del running[begun]

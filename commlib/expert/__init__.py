@@ -1,4 +1,4 @@
-"""Mixtures of experts, once for both frameworks: who goes where (`routing`), and the ways there and back."""
+"""Mixtures of experts for both frameworks: `routing` assigns tokens to experts, dispatchers exchange them."""
 
 from commlib.expert.experts import Experts
 

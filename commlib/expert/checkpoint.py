@@ -1,13 +1,13 @@
-"""Checkpoints of mixtures of experts, the same in every framework: whole stacks by the global numbers of experts.
+"""Checkpoints of mixtures of experts, the same in every framework: full stacks by the global numbers of experts.
 
 A layer is a mapping of arrays by names: "router" [experts, width], "experts.0", "experts.1", ... [experts, ...], in the
-order in which one expert has its parameters, matrices as [outputs, inputs]; "shared.0", ...; "expert_bias" [experts].
-Layers are told apart by their order.
+order of the parameters of one expert, matrices as [outputs, inputs]; "shared.0", ...; "expert_bias" [experts].
+Layers are identified by their order.
 
-What an optimizer keeps for one is behind its name, as the optimizer has it. Adam's has the same names in all
-frameworks: "router/first", "router/second", and with amsgrad "router/largest". So has that of SGD, in two forms:
-"router/momentum" is a sum of gradients, as PyTorch keeps it, and "router/update" is Keras': -rate times that. All else
-has the name of its framework and its class, such as "router/keras.RMSprop.velocities", and is of no use to others.
+Optimizer state of a parameter has the parameter's name as prefix. Adam's state has the same names in all frameworks:
+"router/first", "router/second", and with amsgrad "router/largest". SGD's momentum has two forms: "router/momentum" is a
+sum of gradients (PyTorch), and "router/update" is -rate times that sum (Keras). All other state is named after its
+framework and class, such as "router/keras.RMSprop.velocities", and no other framework can load it.
 "router/step" counts updates.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import NUMPY, Array
 from commlib.errors import UsageError
-from commlib.expert.ranks import ExpertRanks
+from commlib.expert.expert_ranks import ExpertRanks
 
 Layer = Mapping[str, Array]
 Path = str | PathLike[str]
@@ -39,7 +39,7 @@ _KINDS = "kinds"
 
 
 def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
-    """Write layers to a file (npz), on the first rank. Collective. Raises what writing raises as UsageError."""
+    """Write layers to a file (npz), on the first rank. Collective. Raises write errors as UsageError."""
 
     def writing() -> None:
         if ranks.data.rank or (ranks.tensor is not None and ranks.tensor.rank):
@@ -52,7 +52,7 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
         try:
             with open(beside, "wb") as file:
                 np.savez(file, **arrays)
-            os.replace(beside, path)  # what was there before is kept until all is written
+            os.replace(beside, path)  # keep the previous file until the new one is complete
         except OSError as error:
             beside.unlink(missing_ok=True)
             raise UsageError(f"save_experts: cannot write {path}: {error}") from error
@@ -61,7 +61,7 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Array]]:
-    """Return the layers in a file. Raises UsageError for what is none."""
+    """Return the layers in a file. Raises UsageError if it is not a file of `write`."""
     try:
         with np.load(path) as found:
             kinds = json.loads(bytes(found[_KINDS]))
@@ -70,42 +70,42 @@ def read(path: Path) -> list[dict[str, Array]]:
                 place, _, own = name.partition("/")
                 layers[int(place)][own] = found[name].view(NUMPY[kind])
     except (OSError, KeyError, ValueError) as error:
-        raise UsageError(f"load_experts: {path} is no file that save_experts has written: {error}") from error
+        raise UsageError(f"load_experts: {path} is not a file written by save_experts: {error}") from error
     return layers
 
 
 def check(layers: Sequence[Layer], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    """Raise UsageError unless layers that were read are those of a model: as many, with these shapes."""
+    """Raise UsageError unless the layers read match the model: the same number, with these shapes."""
     if len(layers) != len(shapes):
         raise UsageError(f"load_experts: the file has {len(layers)} mixtures of experts, the model {len(shapes)}")
     for place, (layer, wanted) in enumerate(zip(layers, shapes, strict=True)):
         for name, shape in wanted.items():
             if name not in layer:
-                raise UsageError(f"load_experts: layer {place}: the file has no {name}: was it another kind of expert?")
+                raise UsageError(f"load_experts: layer {place}: the file has no {name}: it has another kind of expert")
             if layer[name].shape != shape:
                 raise UsageError(
                     f"load_experts: layer {place}: {name} has shape {list(layer[name].shape)}, expected {list(shape)}"
                 )
 
 
-def of_optimizer(layer: Layer, name: str) -> set[str]:
-    """Return the names of what a layer that was read has of an optimizer for `name`, apart from steps."""
+def optimizer_names(layer: Layer, name: str) -> set[str]:
+    """Return the names of the optimizer state of `name` in a layer that was read, except the step count."""
     return {key.removeprefix(f"{name}/") for key in layer if key.startswith(f"{name}/")} - {STEP}
 
 
 def check_states(layers: Sequence[Layer], kept: Sequence[Mapping[str, Collection[str]]], optimizer: str) -> None:
-    """Raise UsageError unless layers that were read have of an optimizer what this one keeps.
+    """Raise UsageError unless the layers read have the optimizer state that this optimizer keeps.
 
-    kept: the names of that, such as "first", for each name of each layer. optimizer: its class, for errors.
+    kept: names of optimizer state, such as "first", for each name of each layer. optimizer: its class, for errors.
     """
     for place, (layer, names) in enumerate(zip(layers, kept, strict=True)):
         for name, wanted in names.items():
-            found = {_one(key) for key in of_optimizer(layer, name)}
+            found = {_one(key) for key in optimizer_names(layer, name)}
             if found != (own := {_one(key) for key in wanted}):
                 raise UsageError(
-                    f"load_experts: layer {place}: for {name} the file has {_listed(found)} of an optimizer, and "
-                    f"{optimizer} keeps {_listed(own)}: give the optimizer that was saved, with the same settings, or "
-                    "none, and begin anew"
+                    f"load_experts: layer {place}: the optimizer state of {name} in the file is {_join_names(found)}, "
+                    f"but {optimizer} keeps {_join_names(own)}. Give the optimizer that was saved, with the same "
+                    "settings, or no optimizer, to start from fresh state"
                 )
 
 
@@ -113,31 +113,31 @@ def _one(key: str) -> str:
     return MOMENTUM if key == UPDATE else key
 
 
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+def _join_names(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def momentum(layer: Layer, name: str, form: str, rate: float) -> Array:
-    """Return SGD's momentum in a form, MOMENTUM or UPDATE, by the rate that it will be used with next.
+    """Return SGD's momentum in a form, MOMENTUM or UPDATE. rate: the learning rate of the next step.
 
-    Raises UsageError where the file has it in the other form, and the rate is 0: nothing would be left of it.
+    Raises UsageError if the file has the other form and the rate is 0, which would erase the momentum.
     """
     if f"{name}/{form}" in layer:
         return layer[f"{name}/{form}"]
     if not rate:
         raise UsageError(
-            f"load_experts: {name}: momentum of another framework goes over by the learning rate, which is 0 now: give "
-            "the optimizer the rate of its next step"
+            f"load_experts: {name}: momentum of another framework is converted with the learning rate, which is 0 now. "
+            "Give the optimizer the rate of its next step"
         )
     found: Array = layer[f"{name}/{UPDATE}"] / -rate if form == MOMENTUM else layer[f"{name}/{MOMENTUM}"] * -rate
     return found
 
 
-def agreed(ranks: ExpertRanks, verb: str, find: Callable[[], Sequence[_Named]]) -> Sequence[_Named]:
-    """Return what `find` finds to write here. Collective.
+def agree_on_layers(ranks: ExpertRanks, verb: str, find: Callable[[], Sequence[_Named]]) -> Sequence[_Named]:
+    """Return the result of `find`: the layers to write here. Collective.
 
-    Raises on all ranks what is wrong on one, and MismatchError unless all have the same names in each layer: these are
-    made of the parts of all of them.
+    Raises an error of one rank on all ranks, and MismatchError unless all ranks have the same names in each layer,
+    because every layer is assembled from the shards of all ranks.
     """
     found = _on_all(ranks, find)
     lines = [f"layer {place}: {name}" for place, layer in enumerate(found) for name in layer]
@@ -148,20 +148,20 @@ def agreed(ranks: ExpertRanks, verb: str, find: Callable[[], Sequence[_Named]]) 
 
 
 def load_together(ranks: ExpertRanks, path: Path, found: Callable[[list[dict[str, Array]]], _T]) -> _T:
-    """Read a file, and return what `found` makes of its layers. Raises on all ranks what is wrong on one. Collective.
+    """Read a file, and return the result of `found` for its layers. Raises an error of one rank on all. Collective.
 
-    Nothing is to be changed before this has returned on all ranks.
+    Change nothing before this has returned on all ranks.
     """
     return _on_all(ranks, lambda: found(read(path)))
 
 
 def _on_all(ranks: ExpertRanks, run: Callable[[], _T]) -> _T:
-    """Run it together on all ranks: also on those among which each expert is divided."""
+    """Run it on all ranks and agree on errors, including the ranks among which each expert is sharded."""
     if ranks.tensor is None:
-        return together(ranks.data, run)
-    return together(ranks.tensor.comm, lambda: together(ranks.data, run))
+        return run_together(ranks.data, run)
+    return run_together(ranks.tensor.comm, lambda: run_together(ranks.data, run))
 
 
 def _bits(array: Array) -> Array:
-    """Return an array whose dtype numpy's files know."""
+    """Return the array with a dtype that numpy's files support."""
     return array.view(np.uint16) if array.dtype.kind == "V" else array

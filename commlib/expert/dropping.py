@@ -1,4 +1,4 @@
-"""Dropping: which tokens an expert takes, if it does not take all: by position, score or chance, or by its choice."""
+"""Capacity: choose the tokens that an expert keeps by position, score or chance, or let experts choose tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.expert.experts import Experts
-from commlib.kernels.host.route import drop_late
+from commlib.kernels.host.token_routing import drop_late
 
 
 def generator(seed: int, rank: int, purpose: str) -> np.random.Generator:
-    """Return what draws for one purpose on one rank."""
+    """Return the random generator for one purpose on one rank."""
     word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
     return np.random.Generator(np.random.SFC64([seed & (1 << 63) - 1, rank, word]))
 
 
 def drop_second(scores: Array, chosen: Array, draw: np.random.Generator) -> None:
-    """Take the second expert from tokens, but with twice the probability of its share in both."""
+    """Drop the second expert of tokens, except with probability 2 * second score / (first + second score)."""
     rows = np.flatnonzero(chosen[:, 1] >= 0)
     first, second = (scores[rows, chosen[rows, place]].astype(np.float64) for place in (0, 1))
     drawn = draw.random(len(chosen))[rows]
@@ -36,9 +36,9 @@ def drop(
     seed: int,
     comm: Communicator | None,
 ) -> int:
-    """Take experts that are full from tokens; return how many assignments were dropped. tokens: that are not masked.
+    """Drop assignments to full experts; return the number dropped. tokens: the number of tokens that are not masked.
 
-    comm: of the ranks whose tokens share the capacity, if that is over all.
+    comm: the ranks whose tokens share the capacity, if it is computed over all ranks.
     """
     together = comm if experts.capacity_over == "all" else None
     k = experts.top_k
@@ -79,8 +79,8 @@ def drop(
     return int((~kept).sum())
 
 
-def chosen_by_experts(experts: Experts, scores: Array, mask: Array, training: bool, comm: Communicator | None) -> Array:
-    """Return the experts that have chosen each token, [tokens, experts]: -1 where they have not."""
+def choose_by_experts(experts: Experts, scores: Array, mask: Array, training: bool, comm: Communicator | None) -> Array:
+    """Return the experts that chose each token, [tokens, experts]; -1 for the others."""
     together = comm if experts.capacity_over == "all" else None
     there = mask if len(mask) else np.ones(len(scores), np.bool_)
     own = scores[there]
@@ -92,7 +92,7 @@ def chosen_by_experts(experts: Experts, scores: Array, mask: Array, training: bo
     capacity = experts.capacity(len(every), training=training)
     assert capacity is not None
     taken = np.zeros((len(every), experts.count), np.bool_)
-    for expert in range(experts.count):  # of equals the first ones
+    for expert in range(experts.count):  # of equal scores, the first ones
         taken[np.argsort(-every[:, expert], kind="stable")[:capacity], expert] = True
     chosen = np.full((len(scores), experts.count), -1, np.int32)
     chosen[there] = np.where(taken[start : start + len(own)], np.arange(experts.count, dtype=np.int32), -1)
@@ -100,7 +100,7 @@ def chosen_by_experts(experts: Experts, scores: Array, mask: Array, training: bo
 
 
 def _highest(wanted: Array, priority: Array, capacity: int | None) -> Array:
-    """Return which assignments are among the first of their expert by priority; of equals, which come first."""
+    """Return which assignments are within the capacity of their expert, by priority; of equal ones, the first."""
     if capacity is None:
         return np.ones(len(wanted), np.bool_)
     order = np.lexsort((np.arange(len(wanted)), -priority, wanted))
@@ -111,7 +111,7 @@ def _highest(wanted: Array, priority: Array, capacity: int | None) -> Array:
 
 
 def _by_chance(seed: int, numbers: Array) -> Array:
-    """Return a number for each number that looks random, and depends on it and the seed alone (splitmix64)."""
+    """Return a pseudo-random value for each number, which depends only on the number and the seed (splitmix64)."""
     with np.errstate(over="ignore"):
         state = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

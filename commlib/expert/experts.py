@@ -1,4 +1,4 @@
-"""Experts: what users say of a mixture of experts. [pure]"""
+"""Experts: the user's settings of a mixture of experts. [pure]"""
 
 from __future__ import annotations
 
@@ -22,38 +22,35 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """So many experts, and how tokens go to them.
+    """A mixture of `count` experts, and how tokens are routed to them.
 
-    Of each token:
-    top_k: how many experts it goes to. scores: how logits become scores. normalise: gates of a token add up to 1, those
-    of the experts that it still has after dropping (GShard); None: if top_k is more than 1, since a router learns
-    nothing from a gate that is always 1 (Switch). scale: gates are multiplied by it. groups, max_groups: experts lie in
-    so many equal groups, such as those of the nodes, and a token has experts in max_groups of them at most: those whose
-    two best scores add up to most (DeepSeek-V3). second="random": the second of two experts is taken with twice the
-    probability of its share in both (GShard), in training. choice="expert": experts choose tokens instead, as many as
-    their capacity is (expert choice). jitter: the router's input is multiplied by a number within 1 -+ jitter; noise:
-    the standard deviation of normal noise on logits; both in training.
+    For each token: top_k: number of experts of a token. scores: how logits become scores. normalise: the gates of a
+    token add up to 1, over the experts that remain after dropping (GShard); None: if top_k is more than 1, since a
+    router learns nothing from a gate that is always 1 (Switch). scale: gates are multiplied by it. groups, max_groups:
+    the experts form `groups` equal groups, such as one for each node, and a token has experts in max_groups of them at
+    most: the groups with the highest sum of two best scores (DeepSeek-V3). second="random": the second of two experts
+    is kept with twice the probability of its share in both (GShard), in training. choice="expert": experts choose
+    tokens instead, as many as their capacity (expert choice). jitter: the router's input is multiplied by a number
+    within 1 -+ jitter; noise: the standard deviation of normal noise on logits; both in training.
 
-    Capacity:
-    capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity; None: all
-    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one; infinite: dropless.
-    capacity_over: of the tokens of each rank by themselves, or of all ranks together. drop: who stays: those that come
-    first (all first choices before all second ones), or have the highest scores, or anyone.
+    Capacity: capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity;
+    None: all its tokens, dropless. eval_capacity_factor: the factor in evaluation, if it differs; infinite: dropless.
+    capacity_over: computed from the tokens of each rank separately, or of all ranks together. drop: the tokens kept:
+    the first ones (all first choices before all second ones), those with the highest scores, or random ones.
 
-    Balance:
-    balance: over what the load-balancing loss (Switch) is taken: "sequence" (the same whatever microbatches, ranks,
-    stages and accumulation steps there are; rows that are no sequences have the global one), "microbatch" (this rank's
-    tokens of one call) or "global" (all ranks' tokens of one call). balance_weight, z_weight: what that loss, and the
-    router's z-loss (ST-MoE), count. bias_rate: balance without a loss: after each step, what is added to scores for
-    choosing alone moves by so much towards even load (DeepSeek-V3). force_balanced: tokens go round robin, for
+    Balance: balance: the tokens of the load-balancing loss (Switch): "sequence" (independent of microbatches, ranks,
+    stages and accumulation steps; rows that are no sequences use "global"), "microbatch" (this rank's tokens of one
+    call) or "global" (all ranks' tokens of one call). balance_weight, z_weight: weights of that loss and of the
+    router's z-loss (ST-MoE). bias_rate: balance without a loss: a bias added to scores, for choosing experts only,
+    moves by this rate towards even load after each step (DeepSeek-V3). force_balanced: tokens go round robin, for
     benchmarks.
 
     The built-in expert is an MLP with `hidden` features, an activation, gated or not, with or without biases. shared:
-    so many more experts, as one MLP that all tokens go to. copy: of a dense MLP that becomes experts, all begin as
-    copies. codec: how tokens travel between nodes, such as "bf16" or "fp8". chunks: tokens are sent in so many parts,
-    the next one while experts compute.
+    number of shared experts, as one MLP applied to all tokens. copy: if a dense MLP becomes experts, all start as
+    copies of it. codec: encoding of tokens between nodes, such as "bf16" or "fp8". chunks: tokens are sent in this many
+    chunks, each while experts compute the previous one.
 
-    Raises UsageError for what makes no sense.
+    Raises UsageError for settings that are invalid or exclude each other.
     """
 
     count: int
@@ -100,10 +97,10 @@ class Experts:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"Experts: {name} is {value!r}, expected a whole number from {least} on")
+                raise UsageError(f"Experts: {name} is {value!r}, expected a whole number, at least {least}")
         for name in ("jitter", "noise", "balance_weight", "z_weight", "bias_rate"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"Experts: {name} is {getattr(self, name)}, expected a number that is not negative")
+                raise UsageError(f"Experts: {name} is {getattr(self, name)}, expected a number of at least 0")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
             if factor is not None and not factor > 0:
@@ -127,17 +124,17 @@ class Experts:
             wrong = {"groups": self.groups > 1, "second": self.second != "all", "bias_rate": self.bias_rate > 0}
             wrong["force_balanced"] = self.force_balanced
             if bad := [name for name, given in wrong.items() if given]:
-                raise UsageError(f"Experts: choice='expert' does not go with {', '.join(bad)}")
+                raise UsageError(f"Experts: choice='expert' cannot be combined with {', '.join(bad)}")
 
     def _check_groups(self) -> None:
         if self.count % self.groups:
-            raise UsageError(f"Experts: {self.count} experts are not {self.groups} equal groups")
+            raise UsageError(f"Experts: {self.count} experts cannot be split into {self.groups} equal groups")
         allowed = self.groups if self.max_groups is None else self.max_groups
         if not 1 <= allowed <= self.groups:
-            raise UsageError(f"Experts: max_groups is {self.max_groups}, expected 1 to {self.groups}, the groups")
+            raise UsageError(f"Experts: max_groups is {self.max_groups}, expected 1 to {self.groups} (groups)")
         reachable = allowed * (self.count // self.groups)
         if self.top_k > reachable:
-            raise UsageError(f"Experts: top_k is {self.top_k}, but a token can have {reachable} experts at most")
+            raise UsageError(f"Experts: top_k is {self.top_k}, but a token can reach at most {reachable} experts")
 
     @property
     def normalises(self) -> bool:
@@ -157,7 +154,7 @@ class Experts:
         return (self.balance != "none" and self.balance_weight > 0) or self.z_weight > 0
 
     def capacity(self, tokens: int, *, training: bool) -> int | None:
-        """Return how many of so many tokens an expert takes at most; None: all."""
+        """Return the maximum number of tokens, of `tokens` in all, that an expert takes; None: all."""
         factor = self.capacity_factor
         if not training and self.eval_capacity_factor is not None:
             factor = self.eval_capacity_factor

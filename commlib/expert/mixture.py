@@ -1,4 +1,4 @@
-"""Mixture: one layer's experts on one rank, without a framework: where tokens go, and what is told of that."""
+"""Mixture: the experts of one layer on one rank, independent of the framework: routing, dispatch and statistics."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import numpy as np
 from commlib.compress.registry import codec_of
 from commlib.dtypes import Array
 from commlib.errors import ShutdownError, line
+from commlib.expert.dispatchers import dispatcher_over, leave
+from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.experts import Experts
-from commlib.expert.placement import Placement
+from commlib.expert.placement import ExpertPlacement
 from commlib.expert.planner import imbalance, plan
-from commlib.expert.ranks import ExpertRanks
-from commlib.expert.routing import Routing, route, updated_bias
-from commlib.expert.same_tokens import check_same_tokens
+from commlib.expert.routing import Routing, route, update_bias
 from commlib.expert.shared_gradients import MIXTURES, is_even
-from commlib.expert.stats import Counted, Stats, gathered
-from commlib.expert.ways import exchange_over, leave
+from commlib.expert.stats import ExpertStats, RoutingCounter, gather_stats
+from commlib.expert.token_check import check_same_tokens
 
 
 class Mixture:
     """The experts of a layer over the ranks of their axis. Collective to make.
 
-    name: the layer's, for errors.
+    name: the layer's name, for errors.
     """
 
     def __init__(self, name: str, experts: Experts, ranks: ExpertRanks) -> None:
         self.name, self.experts, self.ranks = name, experts, ranks
-        self.placement = Placement.even(experts.count, ranks.axis.size)
+        self.placement = ExpertPlacement.even(experts.count, ranks.axis.size)
         self._codec = None if experts.codec is None else codec_of(experts.codec)
-        self.exchange = exchange_over(ranks.axis, self.placement, self._codec)
+        self.exchange = dispatcher_over(ranks.axis, self.placement, self._codec)
         self.has_moved = False
-        """Whether experts have changed places since this was made."""
-        self.counted = Counted(experts.count)
+        """Whether experts have moved between ranks since this mixture was made."""
+        self.counted = RoutingCounter(experts.count)
         self._journal = ranks.axis.comm.group.journal
         self._is_compared = False
         self.was_even = True
-        """Whether the last call sent all tokens to all experts, by one gate."""
+        """Whether the last call sent all tokens to all experts, with equal gates."""
         self._join()
         self.load = np.zeros(experts.count, np.int64)
-        """How often each expert was chosen by tokens of this rank in training, since the last `take_load`."""
+        """How often tokens of this rank chose each expert in training, since the last `take_load`."""
 
     def route(
         self,
@@ -57,11 +57,11 @@ class Mixture:
         sequence: int = 0,
         again: bool = False,
     ) -> Routing:
-        """Return where the tokens of this rank go: see `commlib.expert.routing.route`. Collective if options say so.
+        """Return the routing of this rank's tokens: see `commlib.expert.routing.route`. Collective if options say so.
 
-        again: this was computed before, and is again for a backward that needs it: it does not count.
+        again: recomputation for a backward, which statistics do not count.
         """
-        self.rejoin()
+        self.renew_dispatcher()
         if not self._is_compared:
             self._is_compared = True
             check_same_tokens(self.name, self.ranks.tensor, logits)
@@ -89,48 +89,49 @@ class Mixture:
     def _join(self) -> None:
         self.ranks.axis.comm.kept.setdefault(MIXTURES, weakref.WeakSet()).add(self)
 
-    def rejoin(self) -> None:
-        """Make the ways between ranks anew if one has left them, as `telling` lets it. Collective then, on all."""
-        if self.exchange.is_left:
-            self.exchange = exchange_over(self.ranks.axis, self.placement, self._codec)
+    def renew_dispatcher(self) -> None:
+        """Make a new dispatcher if a rank has left the old one (see `telling`); this is collective on all ranks."""
+        if self.exchange.has_left_rank:
+            self.exchange = dispatcher_over(self.ranks.axis, self.placement, self._codec)
 
     def rebalanced(self, bias: Array) -> Array:
-        """Return what is added to scores for choosing, after a step. Collective over all that train together."""
-        return updated_bias(self.experts, bias, self.take_load())
+        """Return the new bias for choosing experts, after a step. Collective over all ranks that train together."""
+        return update_bias(self.experts, bias, self.take_load())
 
     def __deepcopy__(self, memo: Any) -> Mixture:
-        """Return that of a copied layer: it shares the ways between ranks, and counts anew."""
+        """Return the mixture of a copied layer: it shares the dispatcher, and starts new statistics."""
         found = copy.copy(self)
-        found.counted, found.load = Counted(self.experts.count), np.zeros_like(self.load)
+        found.counted, found.load = RoutingCounter(self.experts.count), np.zeros_like(self.load)
         found._join()
         return found
 
-    def stats(self) -> Stats:
-        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
-        (found,) = gathered([self.counted], self.ranks.data)
+    def stats(self) -> ExpertStats:
+        """Return the statistics of experts since the last call, over the tokens of all ranks. Collective."""
+        (found,) = gather_stats([self.counted], self.ranks.data)
         return found
 
-    def better_placement(self, least: float) -> tuple[Placement, float, float]:
-        """Return where experts had better be, and the imbalance of ranks now and then.
+    def better_placement(self, least: float) -> tuple[ExpertPlacement, float, float]:
+        """Return a better placement of experts, and the imbalance of ranks now and with it.
 
-        By how often they were chosen since `stats` or this was last called, by tokens of all ranks; collective. It is
-        where they are unless the busiest rank gets `least` times less.
+        The plan follows the load since the last call of `stats` or this, over the tokens of all ranks; collective.
+        Returns the current placement unless the plan reduces the load of the busiest rank by a factor of at least
+        `least`.
         """
         load = [max(share, 0.0) for share in self.stats().load]
         found = plan(load, self.placement)
         before, after = imbalance(load, self.placement), imbalance(load, found)
         return (found if before >= least * after else self.placement), before, after
 
-    def place(self, placement: Placement) -> None:
-        """Send tokens by another placement from now on: experts have moved. Collective."""
+    def place(self, placement: ExpertPlacement) -> None:
+        """Send tokens by another placement from now on, after experts have moved. Collective."""
         self.placement, self.has_moved = placement, True
-        self.exchange = exchange_over(self.ranks.axis, placement, self._codec)
+        self.exchange = dispatcher_over(self.ranks.axis, placement, self._codec)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Compute experts within: what comes out of it is told to the ranks that wait for these, and they raise it.
+        """Compute experts within: errors raised inside are reported to the waiting ranks, which raise them too.
 
-        All go on with the next call.
+        All ranks can continue with the next call.
         """
         try:
             yield
@@ -139,9 +140,9 @@ class Mixture:
             raise
 
     def leave(self, why: str) -> None:
-        """Let all ranks that wait for the experts of this one raise PeerError. Not collective; see `rejoin`.
+        """Make all ranks that wait for this rank's experts raise PeerError. Not collective; see `renew_dispatcher`.
 
-        With chunks they wait on the communicator of the experts' ranks, which is given up.
+        With chunks, ranks wait on the communicator of the expert axis, which this call fails.
         """
         comm = self.ranks.axis.comm
         text = f"{self.name}: experts of rank {comm.rank} of {comm.name} {why}"
@@ -150,27 +151,27 @@ class Mixture:
             comm.group.fail(ShutdownError(text))
 
     def follow(self, original: Mixture) -> None:
-        """Send tokens as that of a layer does of which this one's is a copy: experts of both have moved."""
+        """Take over the placement and dispatcher of the original layer of a copy, after experts of both have moved."""
         self.placement, self.exchange, self.has_moved = original.placement, original.exchange, True
 
     def name_among(self, names: Collection[str]) -> str:
-        """Return the layer's name, or one made of it that is not among others."""
+        """Return the layer's name, or a name derived from it that is not in `names`."""
         return self.name if self.name not in names else f"{self.name} ({len(names)})"
 
     def take_load(self) -> Array:
-        """Return how often experts were chosen in training since the last time, by tokens of all ranks. Collective."""
+        """Return how often tokens of all ranks chose each expert in training since the last call. Collective."""
         load: Array = self.ranks.data.all_reduce(self.load)
         self.load[:] = 0
         return load
 
 
-def stats_of(mixtures: Iterable[Mixture]) -> dict[str, Stats]:
-    """Return how the experts of layers were used since the last time, by name. Collective, one message for all."""
+def stats_of(mixtures: Iterable[Mixture]) -> dict[str, ExpertStats]:
+    """Return the statistics of layers since the last call, by name. Collective, one message for all layers."""
     found = list(mixtures)
     data = {id(one.ranks.data): one.ranks.data for one in found}
-    told: dict[str, Stats] = {}
+    told: dict[str, ExpertStats] = {}
     for key, comm in data.items():
         own = [one for one in found if id(one.ranks.data) == key]
-        for one, stats in zip(own, gathered([each.counted for each in own], comm), strict=True):
+        for one, stats in zip(own, gather_stats([each.counted for each in own], comm), strict=True):
             told[one.name_among(told)] = stats
     return told

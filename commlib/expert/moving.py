@@ -1,4 +1,4 @@
-"""Moving experts between ranks: their rows of stacked arrays go from the old owner to the new one."""
+"""Moving experts between ranks: send their rows of stacked arrays from the old owner to the new one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
-from commlib.expert.placement import Placement
+from commlib.expert.placement import ExpertPlacement
 
 
-def moved(arrays: Sequence[Array], old: Placement, new: Placement, comm: Communicator) -> list[Array]:
-    """Return stacks [experts of this rank, ...] as they are once experts have other owners. Collective.
+def move_experts(
+    arrays: Sequence[Array], old: ExpertPlacement, new: ExpertPlacement, comm: Communicator
+) -> list[Array]:
+    """Return the stacks [experts of this rank, ...] for the new placement. Collective.
 
-    All ranks give as many arrays, of the same dtypes and shapes but for how many experts they have. One message goes
-    from each rank to each that takes experts of it.
+    All ranks pass the same number of arrays, with the same dtypes and shapes except for the number of experts. Each
+    rank sends one message to each rank that takes over experts from it.
     """
     rank = comm.rank
     here, then = old.of_rank(rank), new.of_rank(rank)

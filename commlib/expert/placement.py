@@ -1,4 +1,4 @@
-"""Placement: which rank computes which experts. [pure]"""
+"""ExpertPlacement: the rank of each expert. [pure]"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from commlib.schedule.layout import even
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Experts, numbered over all ranks, and the rank of each: `owners[expert]`. A rank has its own in ascending order.
+class ExpertPlacement:
+    """The rank of each expert: `owners[expert]`, with experts numbered over all ranks. A rank orders its own ascending.
 
-    Every rank has at least one.
+    Every rank has at least one expert.
     """
 
     owners: tuple[int, ...]
@@ -22,12 +22,12 @@ class Placement:
         if set(self.owners) != set(range(self.ranks)):
             raise UsageError(
                 f"experts: {len(self.owners)} experts on {self.ranks} ranks, as {list(self.owners)}: every rank needs "
-                "at least one; use a smaller expert axis, or more experts"
+                "at least one. Use a smaller expert axis, or more experts"
             )
 
     @classmethod
-    def even(cls, experts: int, ranks: int) -> Placement:
-        """Return neighbours on one rank; the first ranks have one more where they do not go up. Raises UsageError."""
+    def even(cls, experts: int, ranks: int) -> ExpertPlacement:
+        """Return contiguous blocks of experts; if they are uneven, the first ranks have one more. Raises UsageError."""
         counts = even(experts, ranks).counts
         return cls(tuple(rank for rank, count in enumerate(counts) for _ in range(count)), ranks)
 

@@ -1,4 +1,4 @@
-"""Routing: where tokens go, by the logits of their router, and the gradient of that."""
+"""Routing: experts of each token from the logits of the router, and the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert import dropping
 from commlib.expert.experts import Experts
-from commlib.kernels.host.route import SIGMOID, SOFTMAX, assign, choose, gradient
+from commlib.kernels.host.token_routing import SIGMOID, SOFTMAX, assign, choose, gradient
 
 _NO_MASK, _NO_BIAS = np.zeros(0, np.bool_), np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where the tokens of one rank go. An assignment is a token and one of its experts.
+    """The routing of one rank's tokens. An assignment is a token and one of its experts.
 
     tokens: the token of each assignment, int32 [n], by expert, then by token. gates: float32 [n]. counts: of each
     expert, int64 [experts]. starts, slots: the assignments of token t are slots[starts[t] : starts[t + 1]], int32, in
-    the order of their experts. load: how often each expert was chosen, before any was dropped, int64 [experts].
-    dropped: assignments that were. entropy: the mean of that of tokens' scores, in nats. balance, z: the losses,
-    without their weights.
+    the order of their experts. load: how often each expert was chosen, before dropping, int64 [experts]. dropped:
+    number of dropped assignments. entropy: mean entropy of tokens' scores, in nats. balance, z: the losses, not
+    weighted.
 
     balance is experts / top_k * sum over experts of f P: f is how often an expert was chosen per token, before
-    dropping, and P its mean share in the scores; 1 where both are even. z is the mean over tokens of the square of the
-    logarithm of the sum of exponentials. Masked tokens count nowhere in these. "sequence": each is the mean of that of
-    the sequences, which count alike, however many of their tokens are masked; one without tokens has 0. "global": they
-    are of all ranks' tokens; the mean over ranks is the loss of all of them together. So are those of rows that are no
-    sequences.
+    dropping, and P its mean share in the scores; 1 if both are even. z is the mean over tokens of the square of the
+    logarithm of the sum of exponentials. Masked tokens do not count. "sequence": each loss is the mean over sequences
+    with equal weights, however many tokens are masked; a sequence without tokens has 0. "global": losses use all ranks'
+    tokens; the mean over ranks is the loss of all tokens. Rows that are no sequences use "global", too.
     """
 
     tokens: Array
@@ -45,17 +44,17 @@ class Routing:
     entropy: float
     balance: float
     z: float
-    kept: _Kept
+    kept: _SavedValues
 
     def gradient(self, of_gates: Array, of_balance: float, of_z: float) -> Array:
-        """Return the gradient of the logits, float32 [tokens, experts], of those of gates (float32 [n]) and losses.
+        """Return the gradient of the logits, float32 [tokens, experts], from those of gates (float32 [n]) and losses.
 
-        What was chosen, dropped and counted is constant.
+        Choices, drops and counts are treated as constants.
         """
         kept = self.kept
         out = np.empty_like(kept.scores)
         experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
-        # A loss may be infinite, which scalers of losses look for.
+        # An infinite loss gives an infinite gradient, which loss scalers look for.
         with np.errstate(over="ignore", invalid="ignore"):
             of_shares, of_weights = kept.of_shares * of_balance, of_z * kept.weights
         gradient(
@@ -79,11 +78,11 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What the gradient needs.
+class _SavedValues:
+    """Values saved for the gradient.
 
-    of_shares: of each share in scores, for a gradient of 1 of the balance loss, [sequences, experts]. weights: what a
-    token of each sequence counts in losses.
+    of_shares: gradient of each share in scores, for a gradient of 1 of the balance loss, [sequences, experts]. weights:
+    weight of a token of each sequence in the losses.
     """
 
     clean: Array
@@ -109,13 +108,13 @@ def route(
     sequence: int = 0,
     comm: Communicator | None = None,
 ) -> Routing:
-    """Return where tokens go, by their logits, float32 [tokens, experts].
+    """Return the routing of tokens, from their logits, float32 [tokens, experts].
 
-    seed: all that is drawn follows from it, and from the rank. bias: added to scores for choosing, float32 [experts].
-    mask: False for tokens that go nowhere, bool [tokens]. sequence: tokens of each, one after another; 0: rows are no
-    sequences, and losses of a sequence are those of all ranks' tokens instead. comm: the ranks whose tokens share the
-    capacity of experts, if that is over all, and count in the global loss.
-    Collective where options say so. Raises UsageError for other shapes.
+    seed: determines all random choices, together with the rank. bias: added to scores for choosing, float32 [experts].
+    mask: False for tokens without experts, bool [tokens]. sequence: number of consecutive tokens of each sequence; 0:
+    rows are no sequences, and losses of sequences use all ranks' tokens instead. comm: the ranks whose tokens share the
+    capacity of experts, if it is over all ranks, and count in the global loss. Collective if options require it. Raises
+    UsageError for other shapes.
     """
     tokens = len(logits)
     if logits.ndim != 2 or logits.shape[1] != experts.count:
@@ -125,7 +124,7 @@ def route(
         raise UsageError(f"route: logits of {logits.dtype}{got}, expected float32, and for a mask bool[{tokens}]")
     length = max(sequence or tokens, 1)
     if tokens % length:
-        raise UsageError(f"route: {tokens} tokens are no sequences of {length}")
+        raise UsageError(f"route: {tokens} tokens cannot be split into sequences of {length}")
     comm = None if comm is None or comm.size == 1 else comm
     rank = 0 if comm is None else comm.rank
     clean = logits
@@ -157,11 +156,11 @@ def route(
         sums_of,
     )
     if experts.choice == "expert":
-        chosen = dropping.chosen_by_experts(experts, scores, given, training, comm)
-        chosen_in = _counted(chosen, length, sequences, experts.count)
+        chosen = dropping.choose_by_experts(experts, scores, given, training, comm)
+        chosen_in = _count_choices(chosen, length, sequences, experts.count)
     elif training and experts.second == "random":
         dropping.drop_second(scores, chosen, dropping.generator(seed, rank, "second"))
-        chosen_in = _counted(chosen, length, sequences, experts.count)
+        chosen_in = _count_choices(chosen, length, sequences, experts.count)
     load = chosen_in.sum(0)
     dropped = 0
     if experts.choice == "token" and (experts.capacity_factor or experts.eval_capacity_factor):
@@ -175,7 +174,7 @@ def route(
         experts, chosen_in, shares, lengths, bool(sequence), comm if training else None
     )
     entropy, z = float(sums_of[:, 0].sum()) / max(int(lengths.sum()), 1), float(weights @ sums_of[:, 1])
-    kept = _Kept(
+    kept = _SavedValues(
         clean,
         scores,
         given,
@@ -190,8 +189,8 @@ def route(
     return Routing(found, gates, counts, starts, slots, load, dropped, entropy, balance, z, kept)
 
 
-def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
-    """Return the bias after a step in which experts were chosen so often: those below the mean get more."""
+def update_bias(experts: Experts, bias: Array, load: Array) -> Array:
+    """Return the bias after a step with this load: experts below the mean get more, the others less."""
     found: Array = (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
     return found
 
@@ -199,9 +198,9 @@ def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
 def _balance(
     experts: Experts, chosen: Array, shares: Array, lengths: Array, are_sequences: bool, comm: Communicator | None
 ) -> tuple[float, Array, Array]:
-    """Return the loss, the gradient of each token's share, and what a token counts in losses, by sequence.
+    """Return the loss, the gradient of each token's share, and the weight of a token in losses, by sequence.
 
-    chosen: how often, [sequences, experts]. shares: summed over tokens, [sequences, experts]. lengths: in tokens.
+    chosen: counts of choices, [sequences, experts]. shares: sums over tokens, [sequences, experts]. lengths: in tokens.
     """
     over = experts.balance
     if over in ("sequence", "none"):
@@ -223,7 +222,7 @@ def _balance(
     return float((of_shares * shares).sum()), np.ascontiguousarray(of_shares, np.float64), weights
 
 
-def _counted(chosen: Array, length: int, sequences: int, experts: int) -> Array:
+def _count_choices(chosen: Array, length: int, sequences: int, experts: int) -> Array:
     counts = np.zeros((sequences, experts), np.int64)
     rows, columns = np.nonzero(chosen >= 0)
     np.add.at(counts, (rows // length, chosen[rows, columns]), 1)

@@ -1,4 +1,4 @@
-"""Stats: how evenly experts are used, added up over calls and ranks, and drawn as bars."""
+"""ExpertStats: the load of experts, added up over calls and ranks, and drawn as bars."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BAR = "▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
-    """What became of so many tokens. load: what share of all choices each expert had, before dropping.
+class ExpertStats:
+    """Statistics of the routing of `tokens` tokens. load: the share of each expert in all choices, before dropping.
 
-    drop_rate: the share of choices that were dropped. imbalance: the load of the busiest expert by the mean one: 1 is
-    even. entropy: the mean of that of tokens' scores, in nats; even scores have the logarithm of the experts' number.
+    drop_rate: the share of choices that were dropped. imbalance: the load of the busiest expert divided by the mean; 1
+    is even. entropy: mean entropy of tokens' scores, in nats; even scores have the logarithm of the number of experts.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Stats:
         )
 
     def bars(self, width: int = 40) -> str:
-        """Draw the load, a line for each expert; a full bar is that of the busiest one."""
+        """Draw the load, a line for each expert; a full bar is the load of the busiest one."""
         most = max(self.load, default=0.0) or 1.0
         return "\n".join(
             f"{number:>4} {_bar(share / most, width)} {share:6.1%}" for number, share in enumerate(self.load)
@@ -49,21 +49,21 @@ def _bar(share: float, width: int) -> str:
     return drawn.ljust(width)
 
 
-class Counted:
+class RoutingCounter:
     """Adds up the routings of one layer on one rank."""
 
     def __init__(self, experts: int) -> None:
         self.numbers = np.zeros(experts + 3)
-        """How often each was chosen, then tokens, dropped choices, and entropies added up."""
+        """How often each expert was chosen, then the sums of tokens, dropped choices, and entropies."""
 
     def add(self, routing: Routing, tokens: int) -> None:
-        """Count the routing of so many tokens."""
+        """Add the routing of `tokens` tokens."""
         self.numbers[:-3] += routing.load
         self.numbers[-3:] += tokens, routing.dropped, routing.entropy * tokens
 
 
-def gathered(counted: Sequence[Counted], comm: Communicator) -> list[Stats]:
-    """Return what layers counted on all ranks since the last time. Collective, one small message."""
+def gather_stats(counted: Sequence[RoutingCounter], comm: Communicator) -> list[ExpertStats]:
+    """Return the statistics of layers over all ranks since the last call. Collective, one small message."""
     together: Array = comm.all_reduce(np.concatenate([one.numbers for one in counted]))
     found = []
     for one in counted:
@@ -73,10 +73,10 @@ def gathered(counted: Sequence[Counted], comm: Communicator) -> list[Stats]:
     return found
 
 
-def _stats(numbers: Array) -> Stats:
+def _stats(numbers: Array) -> ExpertStats:
     load, (tokens, dropped, entropy) = numbers[:-3], numbers[-3:]
     choices = float(load.sum())
-    return Stats(
+    return ExpertStats(
         int(tokens),
         tuple(float(each) / (choices or 1.0) for each in load),
         float(dropped) / (choices or 1.0),
@@ -85,6 +85,6 @@ def _stats(numbers: Array) -> Stats:
     )
 
 
-def drawn(stats: Mapping[str, Stats], width: int = 40) -> str:
+def draw_stats(stats: Mapping[str, ExpertStats], width: int = 40) -> str:
     """Draw the stats of layers, by name."""
     return "\n".join(f"{name}: {each}\n{each.bars(width)}" for name, each in stats.items())

@@ -1,4 +1,4 @@
-"""Verify: hold what experts among ranks compute against a dense mixture, without any exchange, of the gathered ones."""
+"""Verification: compare experts sharded among ranks with a dense mixture of the gathered experts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.dtypes import Array
-from commlib.expert.ranks import ExpertRanks
+from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.routing import Routing
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.shards import Shard
-from commlib.tensor_parallel.checks.differences import TOLERANCES, Pair, compare
+from commlib.tensor_parallel.checks.compare import TOLERANCES, ComparedPair, compare
 
 ROUTERS = TOLERANCES["float32"]
-"""Routers compute in float32 whatever else is computed in."""
+"""Tolerance of routers, which compute in float32 whatever the dtype of the model."""
 
 
 @dataclass(slots=True)
 class DenseRun:
-    """One forward and backward of a model: outputs of its mixtures and its own, in order, and gradients by name.
+    """One forward and backward of a model: outputs of its mixtures and of the model, in order, and gradients by name.
 
-    experts: gradients of stacks: of this rank's experts, or of all experts by this rank's tokens. scale: of the terms
-    of a router's gradient, which cancel where all experts are the same; 0 if all gradients are there.
+    experts: gradients of stacks: of this rank's experts, or of all experts from this rank's tokens. scale: of the terms
+    of a router's gradient, which cancel if all experts are the same; 0 if gradients are complete.
     """
 
     values: list[tuple[str, Array]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class DenseRun:
     scale: float = 0.0
 
     def scale_by(self, inputs: Array, outputs: Array, gradients: Array) -> None:
-        """Take it from what a mixture was given and gave, and the gradients of that."""
+        """Set the scale from the inputs and outputs of a mixture and the gradients of the outputs."""
         own = np.abs((np.asarray(outputs, np.float64) * gradients).sum(-1))
         self.scale = float((own * np.abs(np.asarray(inputs, np.float64)).max(-1, initial=0.0)).sum())
 
@@ -45,35 +45,38 @@ def compare_dense(
     shards: Mapping[str, tuple[Shard, ExpertRanks]],
     tolerance: float | None = None,
 ) -> None:
-    """Raise UsageError on all ranks if experts among ranks computed something else than all of them on each rank.
+    """Raise UsageError on all ranks if the sharded experts differ from a dense mixture on each rank.
 
-    ranks: of the first mixture. shards: of the stacks of experts by their names, and who shares them. Collective.
+    ranks: of the first mixture. shards: by the names of the stacks of experts, with the ranks that share them.
+    Collective.
     """
-    pairs = [Pair(what, value, whole) for (what, value), (_, whole) in zip(own.values, dense.values, strict=True)]
+    pairs = [
+        ComparedPair(what, value, whole) for (what, value), (_, whole) in zip(own.values, dense.values, strict=True)
+    ]
     every = [*dense.gradients.values(), *dense.experts.values()]
     largest = max((float(np.abs(one).max()) for one in every if one.size), default=0.0)
     floor = max(largest, dense.scale) / 100
     for name, gradient in own.gradients.items():
-        pairs.append(Pair(f"the gradient of {name}", gradient, dense.gradients[name], floor=floor))
+        pairs.append(ComparedPair(f"the gradient of {name}", gradient, dense.gradients[name], floor=floor))
     for name, gradient in own.experts.items():
         shard, among = shards[name]
-        whole: Array = among.axis.comm.all_reduce(dense.experts[name])  # by the tokens of all of them
-        pairs.append(Pair(f"the gradient of {name}", gradient, whole, shard=shard, floor=floor))
+        whole: Array = among.axis.comm.all_reduce(dense.experts[name])  # over the tokens of all ranks
+        pairs.append(ComparedPair(f"the gradient of {name}", gradient, whole, shard=shard, floor=floor))
     if tolerance is None:
         names = {pair.own.dtype.name for pair in pairs}
         tolerance = max(ROUTERS, *(TOLERANCES.get(name, 0.0) for name in names))
 
     def compared() -> None:
-        compare(Axis(ranks.data), pairs, tolerance, against="a dense mixture's")
+        compare(ParallelAxis(ranks.data), pairs, tolerance, against="a dense mixture's")
 
     if ranks.tensor is None:
         compared()
     else:
-        together(ranks.tensor.comm, compared)
+        run_together(ranks.tensor.comm, compared)
 
 
 def mask_of(routing: Routing, tokens: int) -> Array:
-    """Return which token has which expert, bool [tokens, experts]."""
+    """Return a mask of the assignments, bool [tokens, experts]."""
     found = np.zeros((tokens, len(routing.counts)), np.bool_)
     found[routing.tokens, np.repeat(np.arange(len(routing.counts)), routing.counts)] = True
     return found

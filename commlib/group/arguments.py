@@ -1,4 +1,4 @@
-"""Arguments: check what all verbs ask of them."""
+"""Arguments: checks shared by all verbs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlib.errors import UsageError
 
 
 def integer(verb: str, name: str, value: Any) -> int:
-    """Return an argument that must be a whole number, of Python's or numpy's kind. Raises UsageError for others."""
+    """Return an argument as an int. Raises UsageError unless it is a Python or numpy integer."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)

@@ -1,8 +1,8 @@
 """Call check: compare the calls of all ranks before data moves.
 
-Within a node the board answers at the price of one meeting. Across nodes the ranks gather a number each, which costs
-some network latencies, so 'auto' does it for a group's first calls only; after that the signature is part of every
-message's tag, so that different calls can never take each other's data.
+Within a node a comparison costs one synchronisation on the board. Across nodes the ranks all-gather a hash each, which
+costs some network latencies, so 'auto' does it only for a group's first calls. After that the hash is part of every
+message's tag, so different calls never receive each other's data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def mismatch(
     *,
     by_all: bool = True,
 ) -> MismatchError:
-    """Return the error that says who called what. `texts[i]` is that of rank `members[i]` (default: of rank i).
+    """Return the error that lists the ranks' calls. `texts[i]` is the call of rank `members[i]` (default: rank i).
 
-    by_all: all ranks of the group have it, before they have sent anything.
+    by_all: all ranks of the group raise it, before any data is sent.
     """
     callers: dict[str, list[int]] = {}
     for caller, text in zip(members or range(len(texts)), texts, strict=True):
@@ -49,12 +49,12 @@ def mismatch(
         f"{group}: the ranks do not make the same call (call number {sequence}; this is rank {rank}):\n"
         + "\n".join(lines)
         + "\nAll ranks of a group must make the same calls in the same order. "
-        + ("Nothing was sent; the group stays usable." if by_all else "The group cannot be used any more.")
+        + ("No data was sent; the group stays usable." if by_all else "The group cannot be used any more.")
     )
 
 
 def compare_messages(transport: Transport, sequence: int, text: str, on_wait: WaitHook) -> list[str] | None:
-    """Return None if all ranks have the same text, else all texts. All ranks must call it as often."""
+    """Return None if all ranks have the same text, else all texts. Collective."""
 
     def gather(own: Any, tag: str) -> Any:
         gathered = np.zeros((transport.size, own.size), own.dtype)
@@ -73,23 +73,23 @@ def compare_messages(transport: Transport, sequence: int, text: str, on_wait: Wa
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather(own, "texts")]
 
 
-_EXPLAINING = 5.0  # seconds in which to learn from the others what they called instead
+_EXPLAINING = 5.0  # seconds to wait for the calls of the other ranks
 
 
 def explain_difference(
     group: str, text: str, rank: int, sequence: int, stall_check: StallCheck | None
 ) -> MismatchError:
-    """Return the error of ranks whose calls so far were not the same, as a message with another history told."""
+    """Return the error for a message whose history hash shows that the sender's calls so far differ."""
     general = MismatchError(
-        f"{group}: {text}: rank {rank}: another rank has called something else in this group, now or before (this is "
+        f"{group}: {text}: rank {rank}: another rank has made a different call in this group, now or earlier (this is "
         f"call number {sequence}). All ranks of a group must make the same calls in the same order. The group cannot "
-        "be used any more; COMMLIB_CHECK=always finds the call that differs before anything is sent."
+        "be used any more; COMMLIB_CHECK=always finds the different call before any data is sent."
     )
     if stall_check is None:
         return general
     deadline = time.monotonic() + _EXPLAINING
     try:
-        while time.monotonic() < deadline:  # until the other rank comes to compare its calls too
+        while time.monotonic() < deadline:  # until the other rank compares its calls too
             stall_check.look()
             if stall_check.absent():
                 break
@@ -99,14 +99,14 @@ def explain_difference(
     return general
 
 
-# How many past calls a rank still answers for.
+# The number of past calls that a rank keeps for comparison.
 _REMEMBERED = 16
-_LAST_WORDS = 0  # the tag of them; those of calls are their numbers, from 1 on
+_LAST_WORDS = 0  # tag of final messages; calls use their numbers, from 1
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """A text to another rank and a text from it. `send` or `receive` is None where there is none."""
+    """A text sent to another rank and a text received from it. `send` or `receive` may be None."""
 
     peer: int
     send: Request | None
@@ -114,7 +114,7 @@ class _Exchange:
     theirs: Array
 
     def text(self) -> str | None:
-        """Return what has come, or None."""
+        """Return the received text, or None if it has not arrived."""
         if self.receive is None or not self.receive.test():
             return None
         return bytes(self.theirs).rstrip(b"\0").decode(errors="replace")
@@ -123,89 +123,89 @@ class _Exchange:
 class StallCheck:
     """Compares calls once a wait is long, for groups whose ranks do not share memory.
 
-    A rank that has waited long sends each other rank its last calls, by number, and posts a receive for theirs. Ranks
-    that disagree are stuck, or will be, so both sides come to this sooner or later. A rank says so in last words when
-    it leaves or its group has failed. Nothing is sent as long as all waits are short.
+    A rank that has waited long sends its last calls, by number, to each other rank and posts receives for theirs. Ranks
+    that disagree are stuck sooner or later, so both sides reach this point. A rank that leaves, or whose group has
+    failed, sends a final message. While all waits are short, no message is sent.
     """
 
     def __init__(self, transport: Transport, group: str) -> None:
         self._transport, self._group = transport, group
         self._calls: dict[int, str] = {}
-        self._posted: dict[int, list[_Exchange]] = {}  # by number
-        self._parting: list[_Exchange] = []
-        self._said: _Words | None = None  # as it left
+        self._posted: dict[int, list[_Exchange]] = {}  # by call number
+        self._finals: list[_Exchange] = []
+        self._final: _FinalMessage | None = None  # this rank's final message
         self.has_spoken = False
-        """Whether this rank has sent, or was sent, what may never be taken."""
+        """Whether this rank has sent, or was sent, messages that may never be received."""
 
     def note(self, sequence: int, text: str) -> None:
-        """Remember a call."""
+        """Record a call."""
         self._calls[sequence] = text
         self._calls.pop(sequence - _REMEMBERED, None)
         if self._posted:
             for exchange in self._posted.pop(sequence - 2 * _REMEMBERED, []):
                 if exchange.receive is not None:
-                    exchange.receive.cancel()  # before its array goes
+                    exchange.receive.cancel()  # before its array is freed
 
     def tell(self) -> None:
-        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
+        """Send this rank's calls to the other ranks without receives: it has found a mismatch that they may not see."""
         self._post(listen=False)
 
     def leave(self, reason: str, *, finished: bool, history: int = -1) -> None:
-        """Tell those who wait, or will, that this rank makes no further call, and why. Never blocks.
+        """Send the other ranks the final message: this rank makes no further call, with the reason. Never blocks.
 
-        finished: it has also done its part in its last one. history: a hash of its calls, -1 for none.
+        finished: this rank has also completed its part of its last call. history: a hash of its calls, -1: none.
         """
         self.has_spoken |= not finished
-        if self._said is None:  # the first reason counts
-            self._said = _Words(max(self._calls, default=0) - (not finished), history, reason)
-            self._say(self._said)
+        if self._final is None:  # the first reason counts
+            self._final = _FinalMessage(max(self._calls, default=0) - (not finished), history, reason)
+            self._send_final(self._final)
 
     def part(self, deadline: float) -> str:
-        """Wait for the last words of ranks that leave with this one, then let go of all messages.
+        """Wait for the final messages of ranks that leave with this one, then complete or cancel all messages.
 
-        deadline: at most until then (`time.monotonic`). Returns which ranks left as well after other calls, or more or
-        fewer, as their histories show, or "".
+        deadline: waits at most until this time (`time.monotonic`). Returns the ranks that also left, but after
+        different calls according to their history hashes, as text, or "".
         """
-        # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
-        # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
-        exchanges = [*self._parting, *itertools.chain.from_iterable(self._posted.values())]
-        said: set[int] = set()  # who has said its last words: what it said before them is there
+        # Ranks that leave together receive each other's final messages: some MPI libraries complain of unreceived ones.
+        # And MPI may outlive these arrays, so it must not access them any more.
+        exchanges = [*self._finals, *itertools.chain.from_iterable(self._posted.values())]
+        final: set[int] = set()  # ranks with a final message: their earlier messages have arrived
         for exchange in exchanges:
-            awaited = [exchange.send] if exchange.peer in said else [exchange.send, exchange.receive]
+            awaited = [exchange.send] if exchange.peer in final else [exchange.send, exchange.receive]
             for request in awaited:
                 while request is not None and not request.test() and time.monotonic() < deadline:
                     time.sleep(1e-4)
             if exchange.receive is not None and exchange.receive.test():
-                said.add(exchange.peer)
+                final.add(exchange.peer)
             for request in (exchange.send, exchange.receive):
                 self.has_spoken |= request is not None and not request.test()
-        words = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
+        words = {exchange.peer: _FinalMessage.read(text) for exchange in self._finals if (text := exchange.text())}
         for exchange in exchanges:
             if exchange.receive is not None and not exchange.receive.test():
                 exchange.receive.cancel()
         self._posted.clear()
-        self._parting.clear()
-        self._transport.discard()  # what those said that waited long in calls in which this rank did not
-        odd = [peer for peer, said in words.items() if self._said is not None and said.contradicts(self._said)]
+        self._finals.clear()
+        self._transport.discard()  # messages of ranks that waited long in calls in which this rank did not
+        odd = [peer for peer, final in words.items() if self._final is not None and final.contradicts(self._final)]
         return f"rank {', '.join(map(str, odd))}" if odd else ""
 
     def look(self) -> None:
-        """Tell the others that this rank waits. Raises MismatchError if one of them made another call than this one."""
+        """Send this rank's calls to the other ranks. Raises MismatchError if one of them made a different call."""
         self._post()
-        self._listen()
+        self._receive_finals()
         for sequence, exchanges in self._posted.items():
             for exchange in exchanges:
                 if sequence in self._calls and (theirs := exchange.text()) is not None:
                     self._compare(sequence, exchange.peer, theirs)
 
     def absent(self) -> dict[int, str]:
-        """Return the ranks that have said that they will not come to this rank's call, each with the reason."""
-        said = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
+        """Return the ranks that have reported that they will never reach this rank's call, each with the reason."""
+        final = {exchange.peer: _FinalMessage.read(text) for exchange in self._finals if (text := exchange.text())}
         current = max(self._calls, default=0)
-        return {peer: words.why for peer, words in said.items() if words.done < current}
+        return {peer: words.why for peer, words in final.items() if words.done < current}
 
     def late(self) -> list[int]:
-        """Return the ranks that have not said that they wait in this rank's call too, though it has waited long."""
+        """Return the ranks that have not reported, after this rank's long wait, that they wait in its call too."""
         waited_for = self._posted.get(max(self._calls, default=0), [])
         return [exchange.peer for exchange in waited_for if exchange.text() is None]
 
@@ -214,17 +214,17 @@ class StallCheck:
             self.has_spoken = True
             self._posted[sequence] = self._to_all(sequence, self._calls[sequence], listen=listen)
 
-    def _say(self, words: _Words) -> None:
-        receives = {exchange.peer: exchange for exchange in self._parting}
+    def _send_final(self, words: _FinalMessage) -> None:
+        receives = {exchange.peer: exchange for exchange in self._finals}
         spoken = self._to_all(_LAST_WORDS, words.written(), listen=not receives)
         for exchange in spoken:
             if (before := receives.get(exchange.peer)) is not None:
                 exchange.receive, exchange.theirs = before.receive, before.theirs
-        self._parting = spoken
+        self._finals = spoken
 
-    def _listen(self) -> None:
-        if not self._parting:
-            self._parting = self._to_all(_LAST_WORDS, None)
+    def _receive_finals(self) -> None:
+        if not self._finals:
+            self._finals = self._to_all(_LAST_WORDS, None)
 
     def _to_all(self, tag: int, text: str | None, *, listen: bool = True) -> list[_Exchange]:
         own = np.zeros(_TEXT_BYTES, np.uint8)
@@ -244,29 +244,29 @@ class StallCheck:
         if theirs == mine:
             return
         raise MismatchError(
-            f"{self._group}: the ranks do not make the same call (call number {sequence}; found after a long wait):\n"
+            f"{self._group}: the ranks do not make the same call (call number {sequence}; found in a long wait):\n"
             f"  rank {rank}: {mine}\n  rank {peer}: {theirs}\n"
             "All ranks of a group must make the same calls in the same order. The group cannot be used any more: its "
-            "messages are out of step. COMMLIB_CHECK=always finds this before anything is sent."
+            "messages are out of step. COMMLIB_CHECK=always finds this before any data is sent."
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """Last words: how many calls a rank has done, a hash of them or -1, and why it does no other."""
+class _FinalMessage:
+    """A final message: the number of calls that a rank completed, their hash or -1, and why it makes no more."""
 
     done: int
     history: int
     why: str
 
-    def contradicts(self, other: _Words) -> bool:
-        """Return whether both ranks ended well, and did not do the same calls."""
+    def contradicts(self, other: _FinalMessage) -> bool:
+        """Return whether both ranks ended successfully, but with different calls."""
         return -1 not in (self.history, other.history) and (self.done, self.history) != (other.done, other.history)
 
     def written(self) -> str:
         return f"{self.done} {self.history} {self.why}"
 
     @classmethod
-    def read(cls, text: str) -> _Words:
+    def read(cls, text: str) -> _FinalMessage:
         done, history, why = text.split(" ", 2)
         return cls(int(done), int(history), why)

@@ -1,4 +1,4 @@
-"""Completion: finish kernels of a node that did not end well at once, or tell the ranks who called what."""
+"""Completion: finish a node's kernels that must wait, or raise the mismatch that they found."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 from commlib.group.call_check import mismatch
 from commlib.group.call_sequence import CallSequence
-from commlib.group.standing import Standing
-from commlib.group.waits import Watching
+from commlib.group.group_status import GroupStatus
+from commlib.group.waiting import WaitWatcher
 from commlib.kernels.host.node import BROKEN, MISMATCH
-from commlib.node.board import Call, Kernel
+from commlib.node.board import Kernel, KernelCall
 from commlib.runtime.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Finish kernels of one group, and watch its waits."""
+    """Finishes kernels of one group, and watches their waits."""
 
     name: str
     rank: int
     one_node: bool
-    standing: Standing
+    standing: GroupStatus
     calls: CallSequence
     progress: Progress
-    group: Watching
+    group: WaitWatcher
 
-    def complete(self, kernel: Kernel, argument: int, calls: Call, status: int, text: str) -> int:
-        """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
+    def complete(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, text: str) -> int:
+        """Finish a kernel that did not complete at once: keep waiting, or raise a mismatch. Return its status."""
         board, standing, journal = self.standing.board, self.standing, self.progress.journal
         assert board is not None
         if standing.failure is not None:
             standing.raise_failure(text)
         try:
-            with self.progress.set_aside():
+            with self.progress.refuse_others():
                 if journal.current is not None:
                     journal.current.round("waits on its node")
                 watch = self.group.watch(text)
@@ -42,7 +42,7 @@ class Completion:
                     number, by_all = self.calls.number, self.one_node
                     raise mismatch(self.name, number, self.rank, texts, board.members, by_all=by_all)
         except BaseException as error:
-            standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
+            standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know of it
             raise
         if status == BROKEN:  # another thread's call has failed meanwhile
             standing.raise_failure(text)

@@ -1,4 +1,4 @@
-"""Gathering: tell all ranks what each says of itself. It needs messages, and nothing else of a group."""
+"""Gathering: all-gather objects of the ranks, and find the topology, with a transport only."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from commlib.topology import Topology
 from commlib.transport.base import Transport
 
 
-class Execute(Protocol):
-    """Runs a program over blocks of the data, by messages of a transport: see `Group.execute`."""
+class ProgramRunner(Protocol):
+    """A function that runs a program over blocks of the data, by messages of a transport: see `Group.execute`."""
 
     def __call__(
         self, program: Program, blocks: Sequence[Sequence[Region]], text: str, *, transport: Transport
     ) -> None: ...
 
 
-def execute_alone(program: Program, blocks: Sequence[Sequence[Region]], text: str, *, transport: Transport) -> None:
-    """Run a program where no group watches its waits."""
+def execute_unwatched(program: Program, blocks: Sequence[Sequence[Region]], text: str, *, transport: Transport) -> None:
+    """Run a program without a group that watches its waits."""
     execute(program, blocks, transport, tag=signature(text), on_wait=lambda: None)
 
 
-def gather_objects(value: Any, transport: Transport, execute: Execute = execute_alone) -> list[Any]:
+def gather_objects(value: Any, transport: Transport, execute: ProgramRunner = execute_unwatched) -> list[Any]:
     """Return the picklable objects of all ranks. Collective."""
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     gather = partial(_gather, transport=transport, execute=execute)
@@ -42,14 +42,14 @@ def gather_objects(value: Any, transport: Transport, execute: Execute = execute_
 
 
 def find_topology(transport: Transport) -> Topology:
-    """Return which ranks share a node. Collective."""
+    """Return the ranks by node. Collective."""
     node = transport.split_node()
     leader = min(_gather_integers(node, transport.rank))
     node.close()
     return Topology.of(_gather_integers(transport, leader))
 
 
-def _gather(own: Array, counts: Sequence[int], text: str, *, transport: Transport, execute: Execute) -> Array:
+def _gather(own: Array, counts: Sequence[int], text: str, *, transport: Transport, execute: ProgramRunner) -> Array:
     layout = uneven(counts)
     whole = np.empty(layout.count, own.dtype)
     start, stop = layout.slice_of(transport.rank)
@@ -64,5 +64,5 @@ def _gather_integers(transport: Transport, value: int) -> list[int]:
     gathered[transport.rank] = value
     bruck = program("all_gather", "bruck", transport.rank, transport.size)
     region = Region(gathered, even(transport.size, transport.size))
-    execute_alone(bruck, [[region]], "topology", transport=transport)
+    execute_unwatched(bruck, [[region]], "topology", transport=transport)
     return [int(number) for number in gathered]

@@ -1,7 +1,7 @@
-"""Hierarchy: split a group on several nodes into two groups for this rank, its node and its rail.
+"""Hierarchy: for a group on several nodes, this rank's transports to its node and to its rail.
 
-Rail r joins the r-th rank of every node (see `topology`). Both are used within operations of the whole group alone, so
-that nothing can come between; what users do on a node of their own has groups of its own.
+Rail r connects the r-th rank of every node (see `topology`). Only operations of the group itself use the two
+transports, so other messages never interleave. Groups that users make of a node are separate.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from commlib.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Hold this rank's groups. place: its number on its node, and that of its rail; `rail` is None beyond the rails."""
+    """This rank's node and rail. place: its index in the node and the number of its rail; rail: None without one."""
 
     topology: Topology
-    number: int  # of this rank's node
+    number: int  # index of this rank's node
     place: int
     node: Transport
     rail: Transport | None
 
     @classmethod
     def of(cls, transport: Transport, topology: Topology) -> Hierarchy:
-        """Return that of one rank. It costs no message: both parts send over the transport of the whole."""
+        """Return the hierarchy of one rank. It sends no messages: both parts use the transport of the group."""
         number = topology.node(transport.rank)
         ranks = topology.nodes[number]
         place = ranks.index(transport.rank)
@@ -33,5 +33,5 @@ class Hierarchy:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, by their places."""
+        """The ranks of this rank's node, by place."""
         return self.topology.nodes[self.number]

@@ -1,4 +1,4 @@
-"""Operation: hold one call that is checked and ready to run once."""
+"""Operation: one checked call, ready to run once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(slots=True)  # not frozen: that would triple the price of making one, for each call
+@dataclass(slots=True)  # not frozen: that would triple the cost of creating one, in each call
 class Operation:
-    """Hold a call: `text` says what is called, the same on all ranks that call the same thing. `run` does it.
+    """A call. text: describes it, the same on all ranks that make the same call. run: executes it.
 
-    It holds the arrays that it reads and writes, so that they stay alive while it is queued.
+    It holds the arrays that it reads and writes, which keeps them alive while it is queued.
 
-    meets: ranks compare it always, because `run` blocks in MPI: none goes there before all have come, and all that
-    have come do.
-    finish: makes of `run`'s value what is returned. What it raises concerns this rank alone: its part is done.
+    meets: the ranks always compare it, because `run` blocks in MPI: it runs after all ranks have arrived, on all of
+    them. finish: converts `run`'s value to the result. Its exceptions affect this rank only: the call itself is done.
     """
 
     text: str

@@ -1,16 +1,16 @@
-"""Programs: run rounds of messages within a group's operations. By them its ranks also tell each other things."""
+"""Programs: run rounds of messages within a group's operations, and all-gather objects with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.execution.reduce_op import ReduceOp
-from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
+from commlib.execution.reduce_function import ReduceFunction
+from commlib.execution.streaming import Hook, Posted, Region, do_nothing, execute
 from commlib.group.call_sequence import CallSequence
 from commlib.group.gathering import gather_objects
 from commlib.group.hierarchy import Hierarchy
-from commlib.group.waits import Watching
+from commlib.group.waiting import WaitWatcher
 from commlib.node.signature import signature
 from commlib.observe.journal import Journal
 from commlib.schedule.ir import Program
@@ -18,7 +18,7 @@ from commlib.transport.base import Transport
 
 
 class Programs:
-    """Run programs of one group, and watch their waits."""
+    """Runs programs of one group, and watches their waits."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Programs:
         hierarchy: Hierarchy,
         calls: CallSequence,
         journal: Journal,
-        group: Watching,
+        group: WaitWatcher,
     ) -> None:
         self._transport, self._hierarchy = transport, hierarchy
         self._calls, self._journal, self._group = calls, journal, group
@@ -36,12 +36,12 @@ class Programs:
         program: Program,
         blocks: Sequence[Sequence[Region]],
         text: str,
-        reduce_op: ReduceOp | None = None,
+        reduce_op: ReduceFunction | None = None,
         *,
         part: int = 0,
         transport: Transport | None = None,
-        before: Hook = nothing,
-        after: Hook = nothing,
+        before: Hook = do_nothing,
+        after: Hook = do_nothing,
     ) -> None:
         """Run a program over blocks of the data, by messages of the group or of `transport`: see `streaming.execute`.
 
@@ -61,7 +61,7 @@ class Programs:
 
     @property
     def posted(self) -> Posted | None:
-        """What is to be told of each round of messages; None if the operation is not recorded."""
+        """A callback for each posted round of messages; None if the operation is not recorded."""
         record = self._journal.current
         if record is None:
             return None
@@ -72,5 +72,5 @@ class Programs:
         return gather_objects(value, self._transport, self.execute)
 
     def gather_in_node(self, value: Any) -> list[Any]:
-        """Return those of the ranks of this node."""
+        """Return the picklable objects of this node's ranks."""
         return gather_objects(value, self._hierarchy.node, self.execute)

@@ -1,4 +1,4 @@
-"""Root: check the rank that a verb names against its group."""
+"""Root: check the root argument of a verb."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlib.group.arguments import integer
 from commlib.group.group import Group
 
 
-def checked_root(group: Group, verb: str, root: Any) -> int:
+def check_root(group: Group, verb: str, root: Any) -> int:
     """Return `root` as an int. Raises UsageError unless it is a rank of the group."""
     rank = integer(verb, "root", root)
     if not 0 <= rank < group.size:

@@ -1,4 +1,4 @@
-"""Alone: let a rank train by itself while others train together, for example outside their process set."""
+"""SingleRank: a communicator of one rank, for ranks that train by themselves, for example outside their process set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from commlib.devices.protocol import Device
 from commlib.dtypes import numpy_dtype
 
 
-class Alone:
-    """Stand for a communicator where a rank has no other to reduce with. Making it is not collective."""
+class SingleRank:
+    """Communicator of one rank, which has no other rank to reduce with. Its construction is not collective."""
 
     rank, size = 0, 1
     is_hierarchical = False
 
     def empty(self, shape: Any, dtype: Any = "float32", device: Device = HOST) -> Any:
-        """Return a zeroed array."""
+        """Return an array of zeros."""
         if device is HOST:
             return np.zeros(shape, numpy_dtype(dtype))
         made = device.empty(shape, numpy_dtype(dtype))
@@ -27,9 +27,9 @@ class Alone:
         return made
 
     def watch(self, text: str) -> Callable[[], None]:
-        """Return what to call in a wait: nothing ends it."""
+        """Return a callback for use during a wait. It never interrupts the wait."""
         return lambda: None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return what all ranks have."""
+        """Return the object of every rank: a list with this rank's object only."""
         return [obj]

@@ -1,4 +1,4 @@
-"""Make arrays in symmetric memory: memory that all ranks of a node map."""
+"""Symmetric arrays: create arrays in symmetric memory, which all ranks of a node map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from commlib.buffers.views import address_of
 from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
-from commlib.devices.protocol import Device, OutOfReachError
+from commlib.devices.protocol import Device, UnreachableMemoryError
 from commlib.dtypes import name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group.arguments import integer
@@ -22,9 +22,9 @@ log = logging.getLogger("commlib")
 
 
 def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device | str) -> Operation:
-    """Return what makes a zeroed array, on all ranks. Raises UsageError for a shape that none can have, and a device.
+    """Return the operation that creates a zeroed array on all ranks. Raises UsageError for a bad shape or device.
 
-    device: or its kind, "host" or "cuda".
+    device: a device, or its kind: "host" or "cuda".
     """
     place: Device = device_named("" if device == "host" else device, "empty") if isinstance(device, str) else device
     kind = numpy_dtype(dtype)
@@ -33,7 +33,7 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
     if min(dimensions, default=0) < 0:
         raise UsageError(f"empty: shape {dimensions} has a negative length")
     if math.prod(length or 1 for length in dimensions) * kind.itemsize > sys.maxsize:
-        raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} is more than can have addresses")
+        raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} exceeds the address space")
     nbytes = math.prod(dimensions) * kind.itemsize
 
     def run() -> Any:
@@ -41,23 +41,23 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
             return None
         try:
             memory = group.symmetric_on(place).allocate(nbytes)
-        except OutOfReachError as error:
+        except UnreachableMemoryError as error:
             level = logging.WARNING if group.rank == 0 else logging.DEBUG
-            log.log(level, "%s: %s: each rank has memory of its own for that: %s", group.name, text, str(error))
+            log.log(level, "%s: %s: each rank uses private memory instead: %s", group.name, text, str(error))
             return None
         return place.at(address_of(memory), dimensions, kind, memory)
 
     def finish(found: Any) -> Any:
-        return _own(place, dimensions, kind) if found is None else found
+        return _private_zeros(place, dimensions, kind) if found is None else found
 
     text = f"empty of shape {dimensions} {name_of(kind)}"
     if place is not HOST:
-        text += f" on {place.name}" + ", each rank's own" * (not group.config.device_ipc)
+        text += f" on {place.name}" + ", private to each rank" * (not group.config.device_ipc)
     return Operation(text, run, finish=finish, meets=True)
 
 
-def _own(place: Device, shape: tuple[int, ...], kind: Any) -> Any:
-    """Return a zeroed array that this rank alone can address."""
+def _private_zeros(place: Device, shape: tuple[int, ...], kind: Any) -> Any:
+    """Return a zeroed array in private memory of this rank."""
     made = place.empty(shape, kind)
     place.kernels.fill(place.wrap(made, "empty").reshape(-1), 0)
     return made

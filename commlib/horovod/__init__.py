@@ -1,9 +1,9 @@
-"""Horovod's API without a framework: what `commlib_torch` and `commlib_tensorflow` say in the same words.
+"""Horovod's API without a framework, shared by `commlib_torch` and `commlib_tensorflow`.
 
-`__all__` names what both adapters take over as it is. They make verbs on tensors of the other names here.
+Both adapters export the names in `__all__` unchanged. They build verbs on tensors from the other names.
 """
 
-from commlib.buffers.aligned import aligned_empty
+from commlib.buffers.aligned_arrays import aligned_empty
 from commlib.horovod import elastic as elastic
 from commlib.horovod.basics import (
     ccl_built,
@@ -67,7 +67,7 @@ from commlib.horovod.process_sets import (
     remove_process_set,
 )
 from commlib.horovod.process_sets import process_set_of as process_set_of
-from commlib.horovod.process_sets import running as running
+from commlib.horovod.process_sets import require_world as require_world
 from commlib.horovod.reductions import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from commlib.horovod.reductions import Reduction as Reduction
 from commlib.horovod.reductions import resolve_op as resolve_op

@@ -1,4 +1,4 @@
-"""init, ranks and what is built in: Horovod's module-level functions."""
+"""Horovod's module-level functions: init, ranks and the built-in features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import commlib
 from commlib.errors import TransportError, UsageError
 from commlib.horovod import environment
-from commlib.horovod.process_sets import ProcessSet, global_process_set, registry, running
+from commlib.horovod.process_sets import ProcessSet, global_process_set, registry, require_world
 from commlib.launch.mpi_start import load_mpi
 
 log = logging.getLogger("commlib")
@@ -20,13 +20,14 @@ log = logging.getLogger("commlib")
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
-    comm: ranks of MPI's world that join each other (the others must not call this with these ranks), or an mpi4py
-    communicator. process_sets: those to register, all or, if one is refused, none; of communicators that a split made
-    each rank gives its own. "dynamic" is accepted, because they may always be added later. Sets whose ranks are
-    registered already, by an earlier call, stand for those. Raises UsageError (a ValueError) for ranks that there are
-    not and where two sets have the same ranks or one has all, MismatchError where ranks give different sets; commlib is
-    then initialised nevertheless. Of the HOROVOD_* environment variables those are taken
-    that have a meaning here, when commlib is initialised: see `environment`.
+    comm: the ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an mpi4py
+    communicator. process_sets: sets to register, all of them or, if one is refused, none; of communicators from a split
+    each rank passes only its own. "dynamic" is accepted, because sets may always be added later. A set whose ranks an
+    earlier call has registered becomes an alias of that set.
+
+    Raises UsageError (a ValueError) for ranks outside the world, and if two sets have the same ranks or one has all
+    ranks; MismatchError if ranks pass different sets. commlib is initialised even then. Initialisation also reads the
+    HOROVOD_* environment variables that commlib supports: see `environment`.
     """
     if commlib.is_initialized():
         world = commlib.init()
@@ -45,29 +46,29 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
 
 def _start(comm: Any) -> Any:
-    said = environment.read(os.environ)
-    world = commlib.init(_native(comm), defaults=said.settings)
+    variables = environment.read(os.environ)
+    world = commlib.init(_native(comm), defaults=variables.settings)
     try:
         environment.check_launcher(os.environ, world.size)
     except TransportError:
         commlib.shutdown()
         raise
-    if said.ignored and world.rank == 0:
-        _say_ignored(said.ignored)
-    if said.timeline and not world.config.timeline:
-        commlib.start_timeline(said.timeline, mark_cycles=said.mark_cycles)
+    if variables.ignored and world.rank == 0:
+        _warn_ignored(variables.ignored)
+    if variables.timeline and not world.config.timeline:
+        commlib.start_timeline(variables.timeline, mark_cycles=variables.mark_cycles)
     registry()
     return world
 
 
 @cache
-def _say_ignored(names: tuple[str, ...]) -> None:
-    """Warn once, however often commlib is initialised."""
-    log.warning("these variables mean nothing to commlib, and are ignored: %s", ", ".join(names))
+def _warn_ignored(names: tuple[str, ...]) -> None:
+    """Warn once per process, even if commlib is initialised several times."""
+    log.warning("commlib does not support these variables and ignores them: %s", ", ".join(names))
 
 
 def shutdown() -> None:
-    """Finish what is in flight, and leave the other processes. `init` may be called again."""
+    """Finish work in flight, and leave the job. `init` may be called again."""
     commlib.shutdown()
 
 
@@ -77,119 +78,119 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's number among all, from 0. Raises UsageError (a ValueError) before `init`."""
-    return running().rank
+    """Return this process's rank in the job, from 0. Raises UsageError (a ValueError) before `init`."""
+    return require_world().rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return running().size
+    return require_world().size
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its node, from 0."""
-    return _node(running().rank).index(running().rank)
+    """Return this process's rank within its node, from 0."""
+    return _node(require_world().rank).index(require_world().rank)
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
-    return len(_node(running().rank))
+    return len(_node(require_world().rank))
 
 
 def cross_rank() -> int:
-    """Return the number of this node among those that have a rank of this local rank."""
-    return _peers().index(running().rank)
+    """Return the index of this node among the nodes that have this local rank."""
+    return _peers().index(require_world().rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank of this local rank."""
+    """Return the number of nodes that have this local rank."""
     return len(_peers())
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have as many ranks."""
-    return len({len(ranks) for ranks in running().topology.nodes}) == 1
+    """Return whether all nodes have the same number of ranks."""
+    return len({len(ranks) for ranks in require_world().topology.nodes}) == 1
 
 
 def _node(number: int) -> tuple[int, ...]:
-    topology = running().topology
+    topology = require_world().topology
     return topology.nodes[topology.node(number)]
 
 
 def _peers() -> list[int]:
     place = local_rank()
-    return [ranks[place] for ranks in running().topology.nodes if len(ranks) > place]
+    return [ranks[place] for ranks in require_world().topology.nodes if len(ranks) > place]
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: commlib starts on no other MPI. Raises UsageError before `init`."""
-    running()
+    """Return True: commlib requires MPI_THREAD_MULTIPLE. Raises UsageError before `init`."""
+    require_world()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Return True: MPI is the way between processes."""
+    """Return True: processes communicate through MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Return True: MPI is the way between processes."""
+    """Return True: processes communicate through MPI."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return False: there is no gloo."""
+    """Return False: commlib does not use gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return False: there is no gloo."""
+    """Return False: commlib does not use gloo."""
     return False
 
 
 def nccl_built() -> int:
-    """Return 0: there is no NCCL yet."""
+    """Return 0: NCCL is not compiled in. commlib loads it at run time, through CuPy."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Return False: there is no DDL."""
+    """Return False: commlib does not use DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: there is no oneCCL."""
+    """Return False: commlib does not use oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Return False: tensors on a GPU are staged through the host."""
+    """Return False: CUDA is not compiled in. commlib uses GPUs at run time, through CuPy."""
     return False
 
 
 def rocm_built() -> bool:
-    """Return False: there is no ROCm."""
+    """Return False: commlib does not use ROCm."""
     return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what operations do, from now on, to a Chrome trace (chrome://tracing, Perfetto). Rank 0 writes.
+    """Start to write a Chrome trace of all operations (chrome://tracing, Perfetto). Rank 0 writes it.
 
-    It is that of `commlib.start_timeline`, so other operations are in it too. mark_cycles: also say when ranks
-    negotiate. Raises UsageError if one is being written.
+    The trace is that of `commlib.start_timeline`, so it includes other operations too. mark_cycles: also mark the
+    negotiations of ranks. Raises UsageError if a trace is being written already.
     """
-    running()
+    require_world()
     commlib.start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Finish the trace that `start_timeline` began."""
-    running()
+    """Finish the trace started by `start_timeline`."""
+    require_world()
     commlib.stop_timeline()
 
 
 def _native(comm: Any) -> Any:
-    """Return the mpi4py communicator that `init` is to use, or None for all."""
+    """Return the mpi4py communicator for `init`, or None for all ranks."""
     if comm is None or hasattr(comm, "Get_group"):
         return comm
     if not isinstance(comm, Sequence) or isinstance(comm, str):
@@ -201,14 +202,14 @@ def _native(comm: Any) -> Any:
     everyone = MPI.COMM_WORLD
     if everyone.rank not in ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < everyone.size:
         raise UsageError(
-            f"init: comm is {ranks}: expected different ranks of the {everyone.size} of MPI's world, among them this "
-            f"one, {everyone.rank}"
+            f"init: comm is {ranks}: expected distinct ranks of MPI's world (size {everyone.size}) that include this "
+            f"rank, {everyone.rank}"
         )
     return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
 def _check_same(comm: Any, world: Any) -> None:
-    """Raise UsageError unless `comm` means the ranks that are there already."""
+    """Raise UsageError unless `comm` has the ranks of the running job."""
     from mpi4py import MPI
 
     if hasattr(comm, "Get_group"):
@@ -216,4 +217,4 @@ def _check_same(comm: Any, world: Any) -> None:
     else:
         group = MPI.COMM_WORLD.Get_group().Incl([int(number) for number in comm]) if comm else world.native.Get_group()
     if MPI.Group.Compare(group, world.native.Get_group()) != MPI.IDENT:
-        raise UsageError("init: commlib is initialised already, with other ranks: call shutdown first")
+        raise UsageError("init: commlib is already initialised with other ranks: call shutdown first")

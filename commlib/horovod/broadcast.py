@@ -1,4 +1,4 @@
-"""Broadcast: give every rank the tensors of one rank, under names, in few messages."""
+"""Broadcast: send the tensors of one rank to all, under names, in few messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.horovod.operations import allgather_object, broadcast_object, start_broadcast
-from commlib.horovod.process_sets import ProcessSet, process_set_of, running
+from commlib.horovod.process_sets import ProcessSet, process_set_of, require_world
 
 PACK_BYTES = 8 * 2**20
-"""Smaller tensors travel together in messages of up to this size."""
+"""Smaller tensors are packed into messages of up to this size."""
 
 
-class Ranks(Protocol):
-    """Broadcast tensors among ranks: a Communicator, or `NamedRanks`."""
+class BroadcastRanks(Protocol):
+    """Broadcasts tensors among ranks: a Communicator, or `NamedRanks`."""
 
     @property
     def rank(self) -> int: ...
@@ -33,12 +33,12 @@ class Ranks(Protocol):
 
 
 class NamedRanks:
-    """The ranks of a process set, and operations by name; roots are numbers among all ranks."""
+    """The ranks of a process set, with operations by name; roots are ranks of the world."""
 
     def __init__(self, name: str, process_set: ProcessSet | None) -> None:
         self._name, self._process_set = name, process_set_of(process_set)
-        self._process_set.coordinator(name)  # raises on ranks that are not in it
-        self.rank: int = running().rank
+        self._process_set.coordinator(name)  # raises on ranks outside the set
+        self.rank: int = require_world().rank
         self.size: int = self._process_set.size() or 1
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -50,20 +50,20 @@ class NamedRanks:
         return broadcast_object(obj, root, f"{self._name}.object", self._process_set)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Overwrite an array by the root's."""
+        """Overwrite an array with the root's."""
         name = f"{self._name}.values"
         return start_broadcast([x], root, name, process_set=self._process_set, blocking=True).wait()
 
 
-def named(values: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return pairs of names and values of a mapping, of pairs, or of values, whose names are "tensor 0" and so on."""
+def name_values(values: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return pairs (name, value) from a mapping, from pairs, or from values, which are named "tensor 0" and so on."""
     if isinstance(values, Mapping):
         return list(values.items())
     return [item if isinstance(item, tuple) else (f"tensor {n}", item) for n, item in enumerate(values)]
 
 
-def packs(sizes: Iterable[int], limit: int = PACK_BYTES) -> Iterator[list[int]]:
-    """Yield the numbers of the tensors of each message, in order. `sizes` are bytes; one above `limit` goes alone."""
+def plan_packs(sizes: Iterable[int], limit: int = PACK_BYTES) -> Iterator[list[int]]:
+    """Yield the indices of each message's tensors, in order. `sizes` are bytes; one above `limit` is sent alone."""
     pack: list[int] = []
     total = 0
     for number, nbytes in enumerate(sizes):
@@ -76,8 +76,8 @@ def packs(sizes: Iterable[int], limit: int = PACK_BYTES) -> Iterator[list[int]]:
         yield pack
 
 
-def broadcast_pack(arrays: Sequence[Array], root: int, ranks: Ranks) -> None:
-    """Overwrite contiguous arrays by the root's, as one message of bytes. They are of any dtypes. Collective."""
+def broadcast_pack(arrays: Sequence[Array], root: int, ranks: BroadcastRanks) -> None:
+    """Overwrite contiguous arrays of any dtypes with the root's, as one message of bytes. Collective."""
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     if len(views) == 1:
         ranks.broadcast(views[0], root)

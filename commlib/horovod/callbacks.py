@@ -1,7 +1,7 @@
-"""Callbacks of Horovod for a training loop like Keras' `fit`, without a framework.
+"""Horovod's callbacks for a training loop such as Keras' `fit`, without a framework.
 
-The classes here have no base. An adapter derives from them and from its framework's Callback, in this order, which
-`super()` then means; they rely on nothing of it but `model` and `params`.
+These classes have no base. An adapter's class derives from one of them and then from its framework's Callback, so that
+`super()` calls the framework's method. They rely only on the attributes `model` and `params`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from commlib.horovod.basics import rank
 from commlib.horovod.operations import allgather_object
 
 
-def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of `logs` that can be averaged."""
+def extract_numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries of `logs` that can be averaged."""
     found = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError, ValueError):
@@ -25,7 +25,7 @@ def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def average_metrics(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over ranks. Raises MismatchError if they do not have the same ones."""
+    """Return the mean of each metric over ranks. Raises MismatchError if ranks have different metrics."""
     for number, theirs in enumerate(everyone):
         if theirs.keys() != everyone[0].keys():
             raise MismatchError(
@@ -36,10 +36,10 @@ def average_metrics(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 class MetricAverage:
-    """Replace each metric by its average over ranks at the end of every epoch, for the callbacks that come after.
+    """Replace each metric by its average over ranks at the end of every epoch, for the callbacks after this one.
 
-    So it belongs before callbacks that decide by metrics, such as ReduceLROnPlateau or EarlyStopping: ranks then decide
-    alike. Every rank counts the same, whatever its number of samples. Collective. `device` means nothing here.
+    Put it before callbacks that decide by metrics, such as ReduceLROnPlateau or EarlyStopping: all ranks then decide
+    the same. Every rank has equal weight, regardless of its number of samples. Collective. `device` has no effect.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -47,16 +47,16 @@ class MetricAverage:
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average the numbers in `logs`. Raises MismatchError on every rank if they are not the same ones."""
+        """Average the numbers in `logs`. Raises MismatchError on every rank if ranks have different metrics."""
         logs = {} if logs is None else logs
-        everyone = allgather_object(numbers_in(logs), "MetricAverage", self._process_set)
+        everyone = allgather_object(extract_numbers(logs), "MetricAverage", self._process_set)
         logs.update(average_metrics(everyone))
 
 
 class BestModel:
-    """Save the model, to `filepath`, whenever `monitor` is better than ever before. Rank 0 writes, the others do not.
+    """Save the model to `filepath` whenever `monitor` reaches a new best value. Only rank 0 writes.
 
-    All ranks have the same model, but `monitor` is rank 0's own unless a MetricAverageCallback comes before.
+    All ranks have the same model, but `monitor` is rank 0's local value unless a MetricAverageCallback comes first.
     `filepath` may be set later, but before `fit`.
     """
 
@@ -83,18 +83,18 @@ class BestModel:
             self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that it is known where to save."""
+        """Check that `filepath` is set."""
         if self.filepath is None:
             raise UsageError("BestModelCheckpoint: pass filepath, or set the attribute before fit()")
         super().on_train_begin(logs)  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save on rank 0, if it is time."""
+        """Save on rank 0, if a save is due."""
         if rank() == 0:
             super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save on rank 0, if it is time."""
+        """Save on rank 0, if a save is due."""
         if rank() == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
 
@@ -108,17 +108,17 @@ class CommitState:
         self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count anew: all ranks must commit at the same time."""
+        """Restart the count: all ranks must commit at the same time."""
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit if it is time."""
+        """Commit if a commit is due."""
         self._batches += 1
         if self._batches >= self.batches_per_commit:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit: another epoch has ended, whatever was committed before."""
+        """Commit at the end of an epoch, regardless of earlier commits."""
         self._commit()
 
     def _commit(self) -> None:
@@ -127,9 +127,9 @@ class CommitState:
 
 
 class UpdateBatchState:
-    """Keep `state.batch` the number of batches of this epoch that are done; 0 when it has ended.
+    """Set `state.batch` to the number of finished batches of this epoch; 0 when the epoch has ended.
 
-    After a restart within an epoch `fit` counts from 0 again: what was done before is added. Put it before
+    After a restart within an epoch `fit` counts from 0 again: the batches finished before are added. Put it before
     CommitStateCallback.
     """
 
@@ -141,20 +141,20 @@ class UpdateBatchState:
         self._done = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note what was done of this epoch before."""
+        """Remember the batches finished before the restart."""
         self._done = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+        """Count the batch."""
         self.state.batch = self._done + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Begin anew."""
+        """Reset the count."""
         self.state.batch = 0
 
 
 class UpdateEpochState:
-    """Keep `state.epoch` the number of epochs that are done, however often `fit` was restarted.
+    """Set `state.epoch` to the number of finished epochs, over all restarts of `fit`.
 
     Works where `fit` counts from 0 after a restart, with `epochs=total - state.epoch`, and where it gets
     `initial_epoch=state.epoch`. Put it before CommitStateCallback.
@@ -167,15 +167,15 @@ class UpdateEpochState:
         self._first = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note what was done before."""
+        """Forget the epochs of an earlier run."""
         self._before = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note from where `fit` counts."""
+        """Remember the first epoch of `fit`."""
         if self._before is None:
             self._before, self._first = self.state.epoch, epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count."""
+        """Count the epoch."""
         assert self._before is not None
         self.state.epoch = self._before + (epoch - self._first) + 1

@@ -1,7 +1,8 @@
-"""ComputedGradients: keep `apply_gradients` from reducing again what `compute_gradients` has reduced.
+"""ComputedGradients: keep `apply_gradients` from reducing the result of `compute_gradients` a second time.
 
-Which gradients those are is known by the objects. Where others come instead, they may be what the caller made of them,
-clipped say: to average what is equal on all ranks changes nothing, so then they are reduced again; to add it up would.
+Gradients are recognised by object identity. The caller may pass others that it made of them, by clipping for instance.
+These are reduced again if that is harmless: an average of values that are equal on all ranks changes nothing, but a sum
+would.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from commlib.errors import UsageError
 
 
 class ComputedGradients:
-    """Remember the gradients that were reduced and given to the caller."""
+    """Remembers the reduced gradients that were returned to the caller."""
 
     def __init__(self) -> None:
         self._given: list[Any] | None = None
 
     def note(self, gradients: Sequence[Any]) -> None:
-        """Remember gradients that are reduced."""
+        """Remember reduced gradients."""
         self._given = [gradient for gradient in gradients if gradient is not None]
 
     def are(self, gradients: Sequence[Any], *, else_averaged: bool) -> bool:
-        """Return whether gradients that are to be applied are those that were noted; forget these.
+        """Return whether these gradients are the remembered ones; forget those.
 
-        else_averaged: to reduce them again would change nothing. Raises UsageError where it would, and they might be.
+        else_averaged: a second reduction would change nothing. Raises UsageError if it would, and the gradients may be
+        reduced already.
         """
         given, self._given = self._given, None
         if given is None:
@@ -36,7 +38,7 @@ class ComputedGradients:
         if else_averaged:
             return False
         raise UsageError(
-            "apply_gradients() got other gradients than compute_gradients() returned. If they were made of those, they "
-            "are reduced already, and another sum would be too large: hand over what compute_gradients() returned, "
-            "use op=Average, or take gradients from a tf.GradientTape, to be reduced when they are applied"
+            "apply_gradients() got other gradients than compute_gradients() returned. If they are derived from those, "
+            "they are already reduced, and another sum would be too large: pass the result of compute_gradients(), "
+            "use op=Average, or take gradients from a tf.GradientTape, which apply_gradients() reduces"
         )

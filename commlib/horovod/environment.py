@@ -1,9 +1,9 @@
-"""Environment: read those of Horovod's variables that have a meaning here.
+"""Environment: read the HOROVOD_* variables that commlib supports.
 
     HOROVOD_FUSION_THRESHOLD=33554432    is    COMMLIB_FUSION_MIB=32
 
-They are read by `init`. A COMMLIB_* variable wins over the one of Horovod that it stands for. Those that mean nothing
-here are named in one warning; who sets them expects something of them.
+`init` reads them. A COMMLIB_* variable wins over its counterpart of Horovod. One warning names the variables that
+commlib ignores, because a user who sets one expects an effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEVELS = {
 
 _TAKEN_BY_INIT = ("HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES", "HOROVOD_STALL_CHECK_DISABLE")
 
-# What a launcher of Horovod's tells the processes that it starts. Ranks come from MPI here.
+# Set by Horovod's launchers for their processes. commlib gets ranks from MPI.
 _OF_LAUNCHERS = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
@@ -45,7 +45,7 @@ _OF_LAUNCHERS = (
     "HOROVOD_GLOO_",
 )
 
-# What is so here anyway, with these values; an empty one stands for all.
+# Variables whose listed values describe commlib's behaviour; an empty value matches any.
 _IS_SO = {
     "HOROVOD_CONTROLLER": ("mpi",),
     "HOROVOD_CPU_OPERATIONS": ("mpi",),
@@ -63,11 +63,13 @@ _IS_SO = {
 
 
 def _mib(text: str) -> str:
-    return str(max(1, math.ceil(_not_negative(float(text)) / 2**20)))  # 0 is no fusion in Horovod; 1 MiB is the least
+    return str(
+        max(1, math.ceil(_not_negative(float(text)) / 2**20))
+    )  # 0 disables fusion in Horovod; 1 MiB is the minimum
 
 
 def _names(text: str) -> str:
-    return str(max(1, _not_negative(int(text))))  # 0 is no cache in Horovod
+    return str(max(1, _not_negative(int(text))))  # 0 disables the cache in Horovod
 
 
 def _not_negative(number: Number) -> Number:
@@ -95,19 +97,19 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Hold what Horovod's variables say."""
+    """The settings from Horovod's variables."""
 
     settings: Mapping[str, str]
-    """COMMLIB_* variables, where they are not set themselves."""
+    """COMMLIB_* variables, unless they are set themselves."""
     timeline: str
-    """Where to write a trace to; "" for nowhere."""
+    """The file of a trace; "" for none."""
     mark_cycles: bool
     ignored: tuple[str, ...]
-    """Variables that mean nothing here."""
+    """Variables that commlib does not support."""
 
 
 def read(environment: Mapping[str, str]) -> Environment:
-    """Return what Horovod's variables of `environment` say. Raises UsageError for values that they cannot have."""
+    """Return the settings from Horovod's variables in `environment`. Raises UsageError for invalid values."""
     given = {name: text.strip() for name, text in environment.items() if name.startswith("HOROVOD_")}
     settings: dict[str, str] = {}
     for name, (setting, convert, expected) in _SETTINGS.items():
@@ -119,31 +121,31 @@ def read(environment: Mapping[str, str]) -> Environment:
             raise _unexpected(name, given[name], expected) from None
         try:
             load({setting: settings[setting]})
-        except UsageError as error:  # it names a variable that the user has not set
+        except UsageError as error:  # it names a variable that the user did not set
             raise _unexpected(name, given[name], f"{expected} ({str(error).rpartition('expected ')[2]})") from None
-    if _is_on(given, "HOROVOD_STALL_CHECK_DISABLE"):  # then there is no shutdown either
+    if _is_on(given, "HOROVOD_STALL_CHECK_DISABLE"):  # this also disables the timeout
         settings |= {"COMMLIB_STALL_WARNING": _NEVER, "COMMLIB_TIMEOUT": "0"}
     timeline = given.get("HOROVOD_TIMELINE", "")
     return Environment(
         settings,
-        "" if timeline == "DYNAMIC" else timeline,  # which only allows start_timeline
+        "" if timeline == "DYNAMIC" else timeline,  # DYNAMIC only allows start_timeline
         _is_on(given, "HOROVOD_TIMELINE_MARK_CYCLES"),
         tuple(sorted(name for name, text in given.items() if not _means_something(name, text))),
     )
 
 
 def check_launcher(environment: Mapping[str, str], size: int) -> None:
-    """Raise TransportError where a launcher that knows no MPI started several processes, each a world of its own."""
+    """Raise TransportError if a launcher without MPI started several processes, each a world of size 1."""
     started = environment.get("HOROVOD_SIZE", "")
     if started.isdecimal() and int(started) > 1 and size == 1:
         raise TransportError(
-            f"a launcher of Horovod started {started} processes (HOROVOD_SIZE), but MPI sees one: start them by "
+            f"a launcher of Horovod started {started} processes (HOROVOD_SIZE), but MPI sees one: start them with "
             f"mpirun -n {started}, srun or horovodrun --mpi, not through gloo"
         )
 
 
 def _is_on(given: Mapping[str, str], name: str) -> bool:
-    """Tell whether a flag is a positive number, as Horovod reads them. Raises UsageError for what is no number."""
+    """Return whether a flag is a positive number, as in Horovod. Raises UsageError if it is not a number."""
     text = given.get(name, "")
     try:
         return bool(text) and int(text) > 0

@@ -1,17 +1,17 @@
-"""Exceptions: define those of Horovod, as far as scripts catch them."""
+"""Exceptions: define those of Horovod that scripts catch."""
 
 from __future__ import annotations
 
 from commlib.errors import CommlibError
 
 HorovodInternalError = CommlibError
-"""What scripts catch when an operation failed: everything that commlib raises."""
+"""The error that scripts catch when an operation failed: the base of all commlib errors."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of the job have changed. Only a program raises it: a job keeps its ranks.
+    """The hosts of the job have changed. Only a program raises it: the ranks of a job do not change.
 
-    skip_sync: the state need not be taken from rank 0 before training goes on.
+    skip_sync: continue training without taking the state from rank 0.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -20,4 +20,4 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The core and an adapter do not fit. Never raised: they are installed as one."""
+    """The core and an adapter do not match. Never raised: they are installed together."""

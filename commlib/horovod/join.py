@@ -1,4 +1,4 @@
-"""join: let the other ranks go on when a rank has run out of data."""
+"""join: let the other ranks continue when a rank has run out of data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from commlib.errors import MismatchError
 from commlib.horovod.operations import allgather_object, start_join
 
 
-class StandIn(Protocol):
-    """Reduces gradients in order on a communicator, so that a rank which has joined must take part in it.
+class JoinableReducer(Protocol):
+    """Reduces gradients in program order on a communicator, so that a joined rank must take part.
 
-    number: its place among those on this communicator, from 1. takes_turns: there are, or were, others on it.
+    number: its number among those on this communicator, from 1. takes_turns: the communicator has or had several.
     """
 
     number: int
@@ -32,15 +32,15 @@ class StandIn(Protocol):
     def end_backward(self) -> None: ...
 
 
-def join(reducers: Sequence[StandIn] = ()) -> int:
-    """Wait until all ranks have called this; return the rank that did so last.
+def join(reducers: Sequence[JoinableReducer] = ()) -> int:
+    """Wait until all ranks have joined; return the last rank to join.
 
-    Until then this rank takes part with nothing in what the others do by name, and in the reductions of `reducers`: it
-    adds zeros, and an average is still over all ranks. Its own parameters stay what they are; broadcast them from the
-    rank that is returned. Ordered verbs (`all_reduce` and so on) are not covered.
+    Until then this rank takes part, without data, in the others' operations by name and in the reductions of
+    `reducers`: it adds zeros, and an average still divides by all ranks. Its parameters do not change; broadcast them
+    from the returned rank. Ordered verbs (`all_reduce` and so on) are not covered.
     """
     pending = start_join(blocking=not reducers)
-    on_comm = defaultdict[int, list[StandIn]](list)
+    on_comm = defaultdict[int, list[JoinableReducer]](list)
     for reducer in reducers:
         on_comm[id(reducer.comm)].append(reducer)
     groups = list(on_comm.values())
@@ -54,39 +54,40 @@ def join(reducers: Sequence[StandIn] = ()) -> int:
     return _last(by_name, allgather_object(sum(times) if times else None, "join.stood_in"))
 
 
-def say_turn(comm: Any, number: int) -> int:
+def announce_turn(comm: Any, number: int) -> int:
     """Return the number of the reducer on `comm` that reduces next; 0 if all ranks have joined. Collective.
 
-    number: that of this rank's own, 0 on a rank that has joined. Raises MismatchError if ranks are at several.
+    number: this rank's reducer, 0 on a joined rank. Raises MismatchError if ranks run different reducers.
     """
-    said = comm.all_reduce(np.array([number, -number if number else np.iinfo(np.int64).min], np.int64), "max")
-    highest, lowest = int(said[0]), -int(said[1])
+    bounds = comm.all_reduce(np.array([number, -number if number else np.iinfo(np.int64).min], np.int64), "max")
+    highest, lowest = int(bounds[0]), -int(bounds[1])
     if highest and lowest != highest:
         raise MismatchError(
             f"ranks reduce the gradients of different optimizers at the same time, numbers {lowest} and {highest} on "
-            f"this communicator (this is rank {comm.rank} of {comm.size}): run their backwards in one order everywhere"
+            f"this communicator (this is rank {comm.rank} of {comm.size}): run their backwards in the same order on "
+            "all ranks"
         )
     return highest
 
 
-def _stand_in(reducers: Sequence[StandIn]) -> int | None:
-    """Take part with nothing in the reductions of those on one communicator; return how often, None if there is none.
+def _stand_in(reducers: Sequence[JoinableReducer]) -> int | None:
+    """Take part without data in the reductions on one communicator; return their number, None if there is no reducer.
 
-    One alone knows that it is next. Of several, the ranks that have data say it.
+    A single reducer is always next. Of several, the ranks with data announce the next one.
     """
     comm = reducers[0].comm
     if not any(reducer.takes_turns for reducer in reducers) or comm.size == 1:
         counts = [count for reducer in reducers if (count := reducer.contribute_nothing()) is not None]
         return sum(counts) if counts else None
     for reducer in reducers:
-        reducer.end_backward()  # one that raised and was caught
+        reducer.end_backward()  # a backward that raised, and was caught
     numbered = {reducer.number: reducer for reducer in reducers}
     times = 0
-    while number := say_turn(comm, 0):
+    while number := announce_turn(comm, 0):
         if number not in numbered:
             raise MismatchError(
-                f"ranks reduce the gradients of optimizer {number} on this communicator, which is no more on rank "
-                f"{comm.rank}: keep it until all ranks have joined"
+                f"ranks reduce the gradients of optimizer {number} on this communicator, which no longer exists on "
+                f"rank {comm.rank}: keep it until all ranks have joined"
             )
         numbered[number].stand_in()
         times += 1
@@ -94,9 +95,9 @@ def _stand_in(reducers: Sequence[StandIn]) -> int | None:
 
 
 def _last(by_name: int, counts: Sequence[int | None]) -> int:
-    """Return the rank that came last: it took part in reductions of others least often, if they tell.
+    """Return the last rank to join: the one that took part in the fewest reductions of others, if counts are known.
 
-    Named operations alone cannot: ranks that only reduce gradients hear of all joins at once, when the last one comes.
+    Named operations alone cannot tell: ranks that only reduce gradients learn of all joins at once, with the last one.
     """
     times = {rank: number for rank, number in enumerate(counts) if number is not None}
     last = [rank for rank, number in times.items() if number == min(times.values())]

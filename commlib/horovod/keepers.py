@@ -1,4 +1,4 @@
-"""Keepers: save and restore one object of a state that is no plain value, such as a model."""
+"""Keepers: save and restore one object of a state that is not a plain value, such as a model."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ class Keeper(Protocol):
     """Keeps a copy of the state of one object."""
 
     def save(self) -> None:
-        """Keep a copy of what it is now."""
+        """Save a copy of the current state."""
         ...
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the copy."""
         ...
 
     def sync(self) -> None:
-        """Take it from rank 0, and keep a copy. Collective."""
+        """Take the state from rank 0, and save a copy. Collective."""
         ...
 
     def reset(self) -> None:
-        """Do what is needed before training starts again."""
+        """Prepare for a restart of training."""
         ...
 
 
 class StateKeeper:
-    """Keeps an object that has `state_dict` and `load_state_dict`; a scheduler, say."""
+    """Keeps an object with `state_dict` and `load_state_dict`, such as a scheduler."""
 
     def __init__(self, value: Any) -> None:
         self.value: Any = value
         self._saved = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Keep a copy of its state."""
+        """Save a copy of the object's state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load a copy of the copy: a framework may go on with the very tensors that it loads."""
+        """Load a copy of the copy: a framework may keep using the tensors that it loads."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take the state of rank 0, and keep a copy. Collective."""
+        """Take the state of rank 0, and save a copy. Collective."""
         self.give()
         self.save()
 
@@ -58,21 +58,21 @@ class StateKeeper:
 
 
 class SamplerKeeper(StateKeeper):
-    """Keeps an ElasticSampler. `save` is collective: it puts together what the ranks have processed."""
+    """Keeps an ElasticSampler. `save` is collective: it combines the processed indices of the ranks."""
 
     value: ElasticSampler
 
     def save(self) -> None:
-        """Put together what was processed, and keep a copy."""
+        """Combine the processed indices, and save a copy."""
         self.value.put_together()
         super().save()
 
     def sync(self) -> None:
-        """Take the epoch of rank 0, put together what was processed, and share the rest anew."""
+        """Take the epoch of rank 0, combine the processed indices, and shard the rest again."""
         self.value.sync()
         super().save()
         self.value.reset()
 
     def reset(self) -> None:
-        """Share what is left anew."""
+        """Shard the remaining indices again."""
         self.value.reset()

@@ -1,4 +1,4 @@
-"""Learning rates: follow a schedule or warm up, in a training loop like Keras' `fit`. See `callbacks`."""
+"""Learning rates: follow a schedule or warm up, in a training loop such as Keras' `fit`. See `callbacks`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from commlib.horovod.basics import rank, size
 
 
 class Optimizers(Protocol):
-    """Reach a framework's optimizers. A learning rate is set as the attribute `learning_rate`."""
+    """Access to a framework's optimizers. A learning rate is set as the attribute `learning_rate`."""
 
     def learning_rate_of(self, optimizer: Any) -> float:
-        """Return it as a number."""
+        """Return the learning rate as a number."""
         ...
 
     def momentum_of(self, optimizer: Any) -> list[Any]:
-        """Return the variables that hold past gradients times past learning rates; they have `assign`."""
+        """Return the variables of momentum, which hold past gradients times past learning rates; they have `assign`."""
         ...
 
 
 def warmup_factor(done: float, warmup_epochs: float, ranks: int) -> float:
-    """Return which part of all ranks' learning rate is used after `done` epochs: from 1 / `ranks` up to 1.
+    """Return the fraction of the full learning rate after `done` epochs: from 1 / `ranks` up to 1.
 
-    The batch that is about to run counts as done, so that each epoch ends with a round number.
+    The batch about to run counts as done, so that each epoch ends with a round number.
     """
     return (1 + min(1.0, done / warmup_epochs) * (ranks - 1)) / ranks
 
@@ -32,16 +32,16 @@ def warmup_factor(done: float, warmup_epochs: float, ranks: int) -> float:
 class LearningRateSchedule:
     """Set the learning rate to `initial_lr * multiplier(epoch)` in epochs from `start_epoch` to before `end_epoch`.
 
-    With `staircase` at the beginning of each epoch, else in each batch, with fractions of epochs of `steps_per_epoch`
-    batches (found out if None). `multiplier` may be a number. With `momentum_correction` the momentum of SGD and
-    RMSprop, which holds past gradients times past learning rates, is scaled along (Goyal et al., 2017). `fit` reports
-    the learning rate as "lr".
+    With `staircase` it is set at the beginning of each epoch, else in each batch, with fractions of epochs of
+    `steps_per_epoch` batches (determined automatically if None). `multiplier` may be a number. `momentum_correction`
+    scales the momentum of SGD and RMSprop, which holds past gradients times past learning rates, with the learning rate
+    (Goyal et al., 2017). `fit` reports the learning rate as "lr".
     """
 
     model: Any
     params: dict[str, Any]
     optimizers: Optimizers
-    """To be set by the adapter's class."""
+    """Set by the adapter's class."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LearningRateSchedule:
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise UsageError("initial_lr is needed: the learning rate that the multiplier multiplies")
+            raise UsageError("initial_lr is missing: the learning rate that the multiplier multiplies")
         self.initial_lr = float(initial_lr)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.momentum_correction = momentum_correction
@@ -68,7 +68,7 @@ class LearningRateSchedule:
             self.staircase, self.multiplier = True, lambda epoch: constant
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out the number of batches in an epoch, where that is needed."""
+        """Determine the number of batches in an epoch, if it is needed."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
@@ -78,7 +78,7 @@ class LearningRateSchedule:
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Remember the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -115,8 +115,8 @@ class LearningRateSchedule:
 class LearningRateWarmup(LearningRateSchedule):
     """Raise the learning rate from `initial_lr / size` to `initial_lr` over the first `warmup_epochs`, batch by batch.
 
-    `initial_lr` is that for all ranks together. `steps_per_epoch` is found out if None. With `verbose` rank 0 prints
-    when it is done.
+    `initial_lr` is the rate for all ranks together. `steps_per_epoch` is determined automatically if None. With
+    `verbose` rank 0 prints the end of the warm-up.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Operations: run named operations on arrays, with Horovod's meaning. Both adapters convert tensors for them.
 
-Every `start_*` asks for an operation and returns a `Pending` at once; it runs when all ranks of the process set have
-asked for it under the same name, in whatever order. `name=None` makes a name of a counter of the process set and the
-verb, so operations without names match in the order in which they are asked for. Arrays are contiguous and must not be
-touched until the operation is done. They are numpy's, or of a device that is registered (`commlib.devices`), where
-results then are too. With numpy arrays `device` says on which kind of device, "cpu" or "gpu", the user's tensors are.
-`blocking` says that the caller is about to wait.
+Every `start_*` requests an operation and returns a `PendingOp` at once. The operation runs when all ranks of the
+process set have requested it under the same name, in any order. `name=None` makes a name from the verb and a counter of
+the process set, so unnamed operations match in program order. Arrays are contiguous; do not touch them until the
+operation is done. They are numpy arrays, or arrays of a registered device (`commlib.devices`), whose results stay on
+that device. For numpy arrays, `device` names the kind of device of the user's tensors, "cpu" or "gpu". `blocking`: the
+caller waits immediately.
 
-All raise UsageError (a ValueError) for a bad argument here, such as a name that is pending already; MismatchError from
-`wait`, on every rank, where ranks disagree; the operations after it are not disturbed.
+All raise UsageError (a ValueError) for a bad argument on this rank, such as a name that is already pending. If ranks
+disagree, `wait` raises MismatchError on every rank; later operations are not affected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from commlib.coordinator import Coordinator, Pending, Request
+from commlib.coordinator import Coordinator, OpRequest, PendingOp
 from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
-from commlib.coordinator.on_device import placed
-from commlib.coordinator.request import Shape
+from commlib.coordinator.device_operands import wrap_operands
+from commlib.coordinator.op_request import Shape
 from commlib.dtypes import FLOATS, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, coordinator_of, process_set_of
@@ -43,11 +43,11 @@ def start_allreduce(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
-    """Combine arrays of all ranks element by element; the result is `outputs`, which may be the inputs themselves.
+) -> PendingOp:
+    """Combine arrays of all ranks element by element; the results go to `outputs`, which may be the inputs themselves.
 
-    Several arrays are one group: it runs when all ranks have asked for all of it. Their dtypes may differ.
-    The factors multiply before and after: half precision in float32, integers in float64, truncated.
+    Several arrays form one group: it runs when all ranks have requested all of it. Their dtypes may differ. The factors
+    multiply before and after: half precision in float32; integers in float64, truncated.
     """
     coordinator, name = _prepare("allreduce", name, process_set)
     if not (len(inputs) == len(outputs) == 1 and type(inputs[0]) is type(outputs[0]) is np.ndarray):
@@ -61,7 +61,7 @@ def start_allreduce(
     if request is None:
         request = _allreduce(name, inputs, op, prescale_factor, postscale_factor, device)
         _keep(coordinator, key, request)
-    # One array, reduced in place, is what most calls are.
+    # Most calls reduce one array in place.
     if not (len(inputs) == len(outputs) == 1 and outputs[0] is inputs[0] and inputs[0].flags.carray):
         for array in inputs:
             if not array.flags.c_contiguous:
@@ -77,7 +77,7 @@ def _allreduce(
     prescale: float,
     postscale: float,
     device: str,
-) -> Request:
+) -> OpRequest:
     options = _reduction("allreduce", name, inputs, resolve_op(op), prescale, postscale, device)
     return _request("allreduce", name, inputs, options, free_rows=False)
 
@@ -95,10 +95,10 @@ def start_compressed_allreduce(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
-    """Combine floating-point arrays as one group, compressed as `commlib.compress.scheme_of(compression)` says.
+) -> PendingOp:
+    """Combine floating-point arrays as one group, with compression `commlib.compress.scheme_of(compression)`.
 
-    What is lost is added to what is given next under this name. Within a node nothing is compressed unless
+    The compression error is added to the next arrays under this name. Data within a node is not compressed unless
     `within_node`. Average and Sum only.
     """
     coordinator, name = _prepare(COMPRESSED, name, process_set)
@@ -126,8 +126,8 @@ def start_allgather(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
-    """Gather arrays of all ranks, one after another along dimension 0, whose lengths may differ: new arrays."""
+) -> PendingOp:
+    """Gather arrays of all ranks along dimension 0 into new arrays. Lengths of dimension 0 may differ among ranks."""
     coordinator, name = _prepare("allgather", name, process_set)
     inputs, _, device = _placed(coordinator, "allgather", name, inputs, (), device)
     _check_rows("allgather", name, inputs)
@@ -143,8 +143,8 @@ def start_broadcast(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
-    """Overwrite arrays by those of the root, which is a rank of the world, also in a process set."""
+) -> PendingOp:
+    """Overwrite arrays with the root's. The root is a rank of the world, also in a process set."""
     coordinator, name = _prepare("broadcast", name, process_set)
     root = _root("broadcast", name, root_rank, process_set)
     arrays, _, device = _placed(coordinator, "broadcast", name, arrays, arrays, device)
@@ -161,10 +161,10 @@ def start_alltoall(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
+) -> PendingOp:
     """Send `splits[i]` rows to the i-th rank of the set; without splits, equal parts.
 
-    The result is (what the ranks sent here, in a new array; how many rows each of them sent, int64).
+    The result is (received rows, in a new array; number of rows from each rank, int64).
     """
     coordinator, name = _prepare("alltoall", name, process_set)
     (array,), _, device = _placed(coordinator, "alltoall", name, [array], (), device)
@@ -173,7 +173,7 @@ def start_alltoall(
     if splits is None:
         if rows % size:
             raise UsageError(
-                f"alltoall {name!r}: dimension 0 has length {rows}, which {size} ranks cannot share: give splits"
+                f"alltoall {name!r}: dimension 0 has length {rows}, not divisible by {size} ranks: pass splits"
             )
         numbers = [rows // size] * size
     else:
@@ -186,7 +186,7 @@ def start_alltoall(
         numbers = [int(number) for number in given]
         if min(numbers) < 0 or sum(numbers) > rows:
             raise UsageError(
-                f"alltoall {name!r}: splits {numbers} must not be negative, nor more than the {rows} rows together"
+                f"alltoall {name!r}: splits {numbers}: expected no negative number, and a sum of at most {rows} rows"
             )
         array = array[: sum(numbers)]
     request = _request("alltoall", name, [array], (("device", device),), free_rows=True)
@@ -203,10 +203,10 @@ def start_reducescatter(
     process_set: ProcessSet | None = None,
     device: str = "cpu",
     blocking: bool = False,
-) -> Pending:
-    """Combine arrays of all ranks, and give each rank its rows of the results: new arrays.
+) -> PendingOp:
+    """Combine arrays of all ranks, and return each rank's rows of the results in new arrays.
 
-    If the rows cannot be shared equally, the first ranks get one more. Average and Sum only.
+    If the rows cannot be divided equally, the first ranks get one more. Average and Sum only.
     """
     coordinator, name = _prepare("reducescatter", name, process_set)
     inputs, _, device = _placed(coordinator, "reducescatter", name, inputs, (), device)
@@ -219,21 +219,23 @@ def start_reducescatter(
     return coordinator.submit(request, inputs, blocking=blocking)
 
 
-def start_barrier(process_set: ProcessSet | None = None, name: str | None = None, *, blocking: bool = False) -> Pending:
-    """Meet all ranks of the set. It may overtake operations that are still waiting for ranks."""
+def start_barrier(
+    process_set: ProcessSet | None = None, name: str | None = None, *, blocking: bool = False
+) -> PendingOp:
+    """Synchronise all ranks of the set. It may overtake operations that still wait for ranks."""
     coordinator, name = _prepare("barrier", name, process_set)
-    return coordinator.submit(Request("barrier", name), blocking=blocking)
+    return coordinator.submit(OpRequest("barrier", name), blocking=blocking)
 
 
-def start_join(process_set: ProcessSet | None = None, *, blocking: bool = False) -> Pending:
-    """Say that this rank has no more data; done when all ranks have. The result is the rank that did so last.
+def start_join(process_set: ProcessSet | None = None, *, blocking: bool = False) -> PendingOp:
+    """Announce that this rank has no more data; done when all ranks have joined. The result is the last rank to join.
 
-    Until then it takes part in what the others ask for, with nothing: it adds zeros to a sum (an Average still divides
-    by all ranks), leaves a minimum, maximum or product what it is, gives no rows to a gather or an exchange and drops
-    what it gets. A broadcast from a rank that has joined is an error on all ranks.
+    Until then this rank takes part in the others' operations without data: it adds zeros to a sum (an Average still
+    divides by all ranks), does not change a minimum, maximum or product, contributes no rows to a gather or an exchange
+    and drops received rows. A broadcast from a joined rank is an error on all ranks.
     """
     coordinator = coordinator_of(process_set, "join")
-    return coordinator.submit(Request("join", "join", repeats=False), blocking=blocking)
+    return coordinator.submit(OpRequest("join", "join", repeats=False), blocking=blocking)
 
 
 def broadcast_object(
@@ -243,24 +245,24 @@ def broadcast_object(
     coordinator, name = _prepare("broadcast_object", name, process_set)
     root = _root("broadcast_object", name, root_rank, process_set)
     here = root == coordinator.members[coordinator.comm.rank]
-    data = pickle.dumps(obj) if here else None  # what cannot be pickled must fail before ranks meet
-    request = Request("broadcast_object", name, (), (("root", root),))
+    data = pickle.dumps(obj) if here else None  # an object that cannot be pickled must raise before any communication
+    request = OpRequest("broadcast_object", name, (), (("root", root),))
     received = coordinator.submit(request, extra=data, blocking=True).wait()
     return obj if here else pickle.loads(received)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
-    """Return the picklable objects of all ranks of the set, in rank order; of ranks that have joined, none.
+    """Return the picklable objects of all ranks of the set that have not joined, in rank order.
 
     Unpickling runs code: trust your ranks.
     """
     coordinator, name = _prepare("allgather_object", name, process_set)
-    request = Request("allgather_object", name)
+    request = OpRequest("allgather_object", name)
     received = coordinator.submit(request, extra=pickle.dumps(obj), blocking=True).wait()
     return [pickle.loads(data) for data in received if data is not None]
 
 
-# What they share
+# Shared helpers
 
 
 _MOST_KEPT = 1 << 14  # requests of a process set
@@ -281,14 +283,14 @@ _HOST = {np.ndarray}
 def _placed(
     coordinator: Coordinator, verb: str, name: str, inputs: Sequence[Any], outputs: Sequence[Any], device: str
 ) -> tuple[Sequence[Any], Sequence[Any], str]:
-    """Return the arrays as operations take them, and the kind of device that they are on."""
+    """Return the arrays as operations take them, and the kind of their device."""
     if set(map(type, (*inputs, *outputs))) <= _HOST:
         return inputs, outputs, device
     coordinator.take_devices()
-    return placed(verb, name, inputs, outputs, device)
+    return wrap_operands(verb, name, inputs, outputs, device)
 
 
-def _keep(coordinator: Coordinator, key: Hashable, request: Request) -> None:
+def _keep(coordinator: Coordinator, key: Hashable, request: OpRequest) -> None:
     if len(coordinator.requests) >= _MOST_KEPT:
         coordinator.requests.clear()
     coordinator.requests[key] = request
@@ -301,14 +303,14 @@ def _root(verb: str, name: str, root_rank: int, process_set: ProcessSet | None) 
     except TypeError:
         raise UsageError(f"{verb} {name!r}: root_rank is a {type(root_rank).__name__}: expected a rank") from None
     if members is None or root not in members:
-        raise UsageError(f"{verb} {name!r}: root_rank is {root}, which is none of the ranks {members}")
+        raise UsageError(f"{verb} {name!r}: root_rank is {root}, expected one of the ranks {members}")
     return root
 
 
 def _reduction(
     verb: str, name: str, arrays: Sequence[Any], op: ReduceOp, prescale: float, postscale: float, device: str
 ) -> Options:
-    """Check a reduction's arguments; return those that ranks must agree on."""
+    """Check the arguments of a reduction; return the options that ranks must agree on."""
     for array in arrays:
         dtype = name_of(array.dtype)
         if op is ReduceOp.ADASUM:
@@ -335,8 +337,8 @@ def _check_rows(verb: str, name: str, arrays: Sequence[Any]) -> None:
             raise UsageError(f"{verb} {name!r}: a 0-dimensional tensor has no rows: reshape it to (1,)")
 
 
-def _check_outputs(request: Request, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise UsageError unless results fit: found later, on one rank, it would put the ranks out of step."""
+def _check_outputs(request: OpRequest, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise UsageError unless results fit. A later error, on one rank, would put the ranks out of step."""
     if len(outputs) != len(inputs):
         raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
     for array, output in zip(inputs, outputs, strict=False):
@@ -354,14 +356,14 @@ def _check_outputs(request: Request, inputs: Sequence[Any], outputs: Sequence[An
             raise UsageError(f"{request}: the output of shape {output.shape} is not contiguous")
 
 
-def _request(verb: str, name: str, arrays: Sequence[Any], options: Options, *, free_rows: bool) -> Request:
+def _request(verb: str, name: str, arrays: Sequence[Any], options: Options, *, free_rows: bool) -> OpRequest:
     if not arrays:
         raise UsageError(f"{verb} {name!r}: no tensors were given")
     for array in arrays:
         if not array.flags.c_contiguous:
             raise UsageError(f"{verb} {name!r}: the array of shape {array.shape} is not contiguous")
     tensors = tuple((name_of(array.dtype), _shape(array.shape) if free_rows else array.shape) for array in arrays)
-    return Request(verb, name, tensors, options)
+    return OpRequest(verb, name, tensors, options)
 
 
 def _shape(shape: tuple[int, ...]) -> Shape:

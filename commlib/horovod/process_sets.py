@@ -1,4 +1,4 @@
-"""Process sets: let groups of ranks run named operations of their own, each by a coordinator of its own."""
+"""Process sets: let groups of ranks run separate named operations, each set with its own coordinator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import commlib
-from commlib.coordinator import Coordinator, Request
+from commlib.coordinator import Coordinator, OpRequest
 from commlib.errors import MismatchError, UsageError
-from commlib.horovod.memberships import Ranks, all_sets, who_differs
+from commlib.horovod.memberships import Ranks, all_sets, find_difference
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
 
 
 class ProcessSet:
-    """Group some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
+    """A group of ranks. It can run operations once it is registered, by `init` or `add_process_set`.
 
-    Made of ranks of the world, or of an mpi4py communicator over them, `mpi_comm`. Registered sets have a
-    `process_set_id`; several objects may be given to `init` that stand for one set.
+    It is made from ranks of the world, or from an mpi4py communicator over them, `mpi_comm`. Registered sets have a
+    `process_set_id`; several objects passed to `init` may be aliases of one set.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -35,69 +35,69 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self._coordinator: Coordinator | None = None
         self._communicator: Any = None
-        self._first: ProcessSet | None = None  # what was registered with these ranks before this
+        self._first: ProcessSet | None = None  # the set registered earlier with these ranks
         self.is_implied = False
-        """Registered by something else than the user, who may add and remove a set of these ranks all the same."""
+        """Registered by commlib, not by the user, who may still add and remove a set of these ranks."""
 
     def size(self) -> int | None:
-        """Return the number of ranks, or None while it is not registered."""
+        """Return the number of ranks, or None if the set is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's place among the ranks of the set, or None while it is not registered.
+        """Return this process's rank within the set, or None if the set is not registered.
 
-        Raises UsageError where this process is not one of them.
+        Raises UsageError if this process is not in the set.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
         if not self.included():
-            raise UsageError(f"{self}: rank {running().rank} is not in it")
-        return self.ranks.index(running().rank)
+            raise UsageError(f"{self}: rank {require_world().rank} is not in it")
+        return self.ranks.index(require_world().rank)
 
     def included(self) -> bool | None:
-        """Return whether this process is one of the ranks, or None while it is not registered."""
-        return None if self.process_set_id is None or self.ranks is None else running().rank in self.ranks
+        """Return whether this process is in the set, or None if the set is not registered."""
+        return None if self.process_set_id is None or self.ranks is None else require_world().rank in self.ranks
 
     def coordinator(self, verb: str) -> Coordinator:
-        """Return what runs the operations of this set. Raises UsageError unless this process is in it."""
+        """Return the coordinator of this set's operations. Raises UsageError unless this process is in the set."""
         if self._coordinator is None:
             if self.process_set_id is None:
-                raise UsageError(f"{verb}: {self} is not registered: call add_process_set, or give it to init")
-            raise UsageError(f"{verb}: rank {running().rank} is not in {self}: only its ranks may call this")
+                raise UsageError(f"{verb}: {self} is not registered: call add_process_set, or pass it to init")
+            raise UsageError(f"{verb}: rank {require_world().rank} is not in {self}: only its ranks may call this")
         return self._coordinator
 
     def communicator(self, verb: str) -> Any:
-        """Return a Communicator of the ranks of the set, for collectives in a fixed order; of all ranks the world.
+        """Return a Communicator of the set's ranks, for collectives in program order; for all ranks, the world.
 
-        Collective over those ranks when first called. Raises UsageError on other ranks.
+        The first call is collective over those ranks. Raises UsageError on other ranks.
         """
         coordinator = self.coordinator(verb)
         if self.process_set_id == 0:
-            return running()
+            return require_world()
         if self._first is not None:
             return self._first.communicator(verb)
         if self._communicator is None:
-            # Made from the group of the operations by name, so in turn with them.
-            request = Request("process_set", "communicator", repeats=False)
+            # Split from the group of the operations by name, so in order with them.
+            request = OpRequest("process_set", "communicator", repeats=False)
             split = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
             self._communicator = split.wait()
         return self._communicator
 
     def forget(self) -> None:
-        """Become what it was before it was registered."""
+        """Return to the unregistered state."""
         self.process_set_id = self._coordinator = self._communicator = self._first = None
 
     @property
     def is_nothing(self) -> bool:
-        """Made of no communicator: that of a rank that a split left out."""
+        """Made from a null communicator, as a split returns on ranks that it leaves out."""
         return self.mpi_comm is not None and not self.mpi_comm
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        """Return the set itself: it stands for ranks, and a copy of what refers to it means the same ones."""
+        """Return the set itself: it names ranks, and copies of objects that refer to it mean the same ranks."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle the ranks; what comes of it is not registered."""
+        """Pickle the ranks; the unpickled set is not registered."""
         return ProcessSet, (self.ranks or [],)
 
     def __repr__(self) -> str:
@@ -113,23 +113,23 @@ class ProcessSet:
 
 
 class Registry:
-    """Keep the process sets of one world. All ranks have the same, because adding and removing is agreed on."""
+    """The process sets of one world. All ranks have the same sets, because adding and removing is collective."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
         self.sets: dict[int, ProcessSet] = {}
         self._others: dict[int, list[ProcessSet]] = {}
-        """Objects beside those in `sets` that stand for the same ones."""
+        """Aliases of the objects in `sets`."""
         self._register(global_process_set, tuple(range(world.size)), world.split(0))
 
     def add(self, process_set: ProcessSet) -> None:
-        """Register a set. Collective over all ranks. Raises UsageError if its ranks are registered already."""
+        """Register a set. Collective over all ranks. Raises UsageError if its ranks are already registered."""
         if process_set.process_set_id is not None:
-            raise UsageError(f"add_process_set: {process_set} is registered already")
+            raise UsageError(f"add_process_set: {process_set} is already registered")
         ranks = self._ranks_of(process_set, "add_process_set")
         known = self._find(ranks)
         if known is not None and (users := [each for each in self._alike(known) if not each.is_implied]):
-            raise UsageError(f"add_process_set: {users[0]} has these ranks already")
+            raise UsageError(f"add_process_set: {users[0]} already has these ranks")
         make = None if known else ranks
         group = self._agreed("add_process_set", list(ranks), lambda comm: make and _split(comm, make))
         if known is None:
@@ -138,16 +138,16 @@ class Registry:
             self._stand_for(process_set, known)
 
     def add_missing(self, process_sets: Sequence[ProcessSet], what: str, *, distinct: bool = False) -> None:
-        """Register sets, or let them stand for those that are registered with their ranks: all of them, or none.
+        """Register sets, or make them aliases of registered sets with the same ranks: all of them, or none.
 
-        Collective. Ranks must give the same sets, but of those made of communicators each only its own. distinct: no
-        two of them have the same ranks, and none has all, as the global one has. Raises UsageError for ranks that are
-        none of the world's, or not distinct, MismatchError on every rank where ranks differ.
+        Collective. Ranks must pass the same sets; of sets made from communicators, each rank passes only its own.
+        distinct: no two sets have the same ranks, and none has all, which the global set has. Raises UsageError for
+        ranks outside the world, or sets that are not distinct; MismatchError on every rank if ranks differ.
         """
         given: list[tuple[Ranks, ProcessSet]] = []
         refused = ""
         try:
-            # Where a split left this rank out, there is no communicator.
+            # A rank that a split left out has no communicator.
             given = [(self._ranks_of(each, what), each) for each in process_sets if not each.is_nothing]
         except UsageError as error:
             refused = str(error)
@@ -157,7 +157,7 @@ class Registry:
         def run(comm: Any) -> Any:
             refusals, duplicates, everyone = zip(*comm.all_gather_object(mine), strict=True)
             refusal = next(filter(None, refusals), "")
-            wrong = "" if refusal else who_differs(everyone)
+            wrong = "" if refusal else find_difference(everyone)
             refusal = refusal or ("" if wrong else twice or next(filter(None, duplicates), ""))
             wrong = wrong or refusal
             new = [] if wrong else [each for each in dict.fromkeys(all_sets(everyone)) if self._find(each) is None]
@@ -169,7 +169,7 @@ class Registry:
         if wrong:
             raise MismatchError(f"{what}: {wrong} (this is rank {self.world.rank} of {self.world.size})")
         unnumbered = [(members, each) for members, each in given if each.process_set_id is None]
-        own = dict(reversed(unnumbered))  # of equal ones the first
+        own = dict(reversed(unnumbered))  # of equal sets the first
         for members, group in groups:
             self._register(own.get(members) or ProcessSet(members), members, group)
         for members, process_set in unnumbered:
@@ -178,7 +178,7 @@ class Registry:
                 self._stand_for(process_set, known)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Remove a set once its operations are done; return False if it is not registered, or all ranks.
+        """Remove a set once its operations are done; return False if it is not registered or is the global set.
 
         Collective over all ranks.
         """
@@ -208,7 +208,7 @@ class Registry:
         return True
 
     def forget(self, process_set: ProcessSet) -> None:
-        """Make a set what it was before it was registered, and whatever stands for it."""
+        """Return a set and its aliases to the unregistered state."""
         assert process_set.process_set_id is not None
         del self.sets[process_set.process_set_id]
         for each in (process_set, *self._others.pop(process_set.process_set_id, ())):
@@ -217,9 +217,9 @@ class Registry:
             process_set.ranks = process_set.mpi_comm = None
 
     def close(self) -> str:
-        """End all operations; what has not run ends with ShutdownError.
+        """End all operations; pending ones end with ShutdownError.
 
-        Returns the first failure that was never asked for, or "".
+        Returns the first failure that no caller has seen, or "".
         """
         failures = [coordinator.unseen_failure() for coordinator in self.coordinators()]
         for coordinator in self.coordinators():
@@ -229,21 +229,21 @@ class Registry:
         return next(filter(None, failures), "")
 
     def drain(self, timeout: float) -> str:
-        """Wait until nothing is pending; return "" or what is after `timeout` s."""
+        """Wait until nothing is pending; return "" or the operations still pending after `timeout` s."""
         return next(filter(None, [each.drain(timeout) for each in self.coordinators()]), "")
 
     def coordinators(self) -> list[Coordinator]:
-        """Return those of the sets that this process is in."""
+        """Return the coordinators of the sets that include this process."""
         found = [process_set._coordinator for process_set in self.sets.values()]
         return [coordinator for coordinator in found if coordinator is not None]
 
     def _agreed(self, what: str, ranks: Any, run: Any) -> Any:
-        """Run something in turn with the operations of all ranks, once all have asked for it for these ranks."""
-        request = Request("process_set", what, (), (("ranks", str(ranks)),), repeats=False)
+        """Run a function in order with the operations of all ranks, once all have requested it for these ranks."""
+        request = OpRequest("process_set", what, (), (("ranks", str(ranks)),), repeats=False)
         return global_process_set.coordinator(what).submit(request, extra=run, blocking=True).wait()
 
     def _ranks_of(self, process_set: ProcessSet, what: str) -> Ranks:
-        """Return the ranks of a set that is not registered. Raises UsageError unless they are some of the world's."""
+        """Return the ranks of an unregistered set. Raises UsageError unless they are ranks of the world."""
         size = self.world.size
         if process_set.ranks is None:
             ranks = _ranks_of(process_set.mpi_comm, self.world) if process_set.mpi_comm else ()
@@ -252,23 +252,23 @@ class Registry:
         if not ranks:
             raise UsageError(f"{what}: a process set needs at least one rank")
         if ranks[-1] >= size or ranks[0] < 0:
-            raise UsageError(f"{what}: ranks {list(ranks)}, but there are the ranks 0 to {size - 1}")
+            raise UsageError(f"{what}: ranks {list(ranks)}: expected ranks from 0 to {size - 1}")
         return ranks
 
     def _duplicate(self, given: Sequence[Ranks], what: str) -> str:
-        """Return in words which ranks another set of these has, too, or the global one; "" if there are none."""
+        """Return an error text for ranks that are given twice or are all ranks; "" if there are none."""
         for ranks in given:
             if len(ranks) == self.world.size:
-                return f"{what}: the ranks {list(ranks)} are all there are: that is the global process set"
+                return f"{what}: the ranks {list(ranks)} are all ranks: they already are the global process set"
             if given.count(ranks) > 1:
-                return f"{what}: the ranks {list(ranks)} are given twice: one process set has them"
+                return f"{what}: the ranks {list(ranks)} are given twice: pass one process set for them"
         return ""
 
     def _find(self, ranks: Ranks) -> ProcessSet | None:
         return next((known for known in self.sets.values() if tuple(known.ranks or ()) == ranks), None)
 
     def _alike(self, known: ProcessSet) -> list[ProcessSet]:
-        """Return a set that is registered, and whatever stands for it."""
+        """Return a registered set and its aliases."""
         assert known.process_set_id is not None
         return [known, *self._others.get(known.process_set_id, ())]
 
@@ -292,7 +292,7 @@ global_process_set.ranks = None
 """All ranks."""
 
 
-def running() -> Communicator:
+def require_world() -> Communicator:
     """Return the Communicator of all ranks. Raises UsageError (a ValueError) before `init` and after `shutdown`."""
     if not commlib.is_initialized():
         raise UsageError("commlib is not initialised: call hvd.init() first (hvd: commlib_torch or commlib_tensorflow)")
@@ -300,8 +300,8 @@ def running() -> Communicator:
 
 
 def registry() -> Registry:
-    """Return the process sets of the world; made, collectively, when first asked for. Raises as `running` does."""
-    world = running()
+    """Return the process sets of the world; the first call is collective. Raises as `require_world` does."""
+    world = require_world()
     if world.runtime.services is None:
         world.runtime.services = Registry(world)
     found: Registry = world.runtime.services
@@ -309,9 +309,9 @@ def registry() -> Registry:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or one made of these ranks, and return it. Collective over all ranks.
+    """Register a process set, or a new one of these ranks, and return it. Collective over all ranks.
 
-    Raises UsageError (a ValueError) if its ranks are registered already, or are none of the world's.
+    Raises UsageError (a ValueError) if its ranks are already registered, or are not ranks of the world.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry().add(added)
@@ -319,14 +319,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; return False if it is not registered or the global one. Collective over all ranks."""
+    """Remove a process set; return False if it is not registered or is the global set. Collective over all ranks."""
     return registry().remove(process_set)
 
 
 def process_set_of(process_set: Any = None) -> ProcessSet:
-    """Return the set that an argument `process_set` means: None is that of all ranks.
+    """Return the set of an argument `process_set`: None means all ranks.
 
-    Raises UsageError for something else.
+    Raises UsageError for any other type.
     """
     if process_set is None or process_set is global_process_set:
         registry()
@@ -337,7 +337,7 @@ def process_set_of(process_set: Any = None) -> ProcessSet:
 
 
 def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
-    """Return what runs the operations of a set, None being all ranks. Raises UsageError as `process_set_of` does."""
+    """Return the coordinator of a set; None means all ranks. Raises UsageError as `process_set_of` does."""
     if process_set is None:
         process_set = global_process_set
     found = process_set._coordinator if isinstance(process_set, ProcessSet) else None
@@ -345,13 +345,13 @@ def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
 
 
 def _split(comm: Any, members: Ranks) -> Any:
-    """Return a group of these ranks on each of them, else None. Collective over all."""
+    """Return a group of these ranks on its members, else None. Collective over all ranks."""
     return comm.split(0 if comm.rank in members else -1)
 
 
 def _ranks_of(comm: Any, world: Any) -> Ranks:
-    """Return the ranks in the world of the ranks of an mpi4py communicator; negative where one is not in it."""
+    """Return the world ranks of an mpi4py communicator's ranks; negative for a rank outside the world."""
     if world.native is None:
-        raise UsageError("ProcessSet: an MPI communicator was given, but there is no MPI here")
+        raise UsageError("ProcessSet: an MPI communicator was given, but commlib runs without MPI")
     group = comm.Get_group()
     return tuple(sorted(group.Translate_ranks(list(range(group.Get_size())), world.native.Get_group())))

@@ -1,4 +1,4 @@
-"""Reductions: translate Horovod's reduce operations, given by its numbers, into the core's."""
+"""Reductions: translate Horovod's reduce operations, numbered as in Horovod, into the core's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.horovod.process_sets import ProcessSet, process_set_of
 
 
 class ReduceOp(enum.IntEnum):
-    """Name what a reduction does with the values of the ranks. Average divides by the number of ranks."""
+    """The operation of a reduction. Average divides by the number of ranks."""
 
     AVERAGE = 0
     SUM = 1
@@ -23,7 +23,7 @@ class ReduceOp(enum.IntEnum):
 
     @property
     def core(self) -> str:
-        """The core's name of it."""
+        """The core's name of the operation."""
         return _CORE[self]
 
 
@@ -34,9 +34,9 @@ _BY_NAME = {name: op for op, name in _CORE.items()}
 
 
 def resolve_op(op: Any = None, average: bool | None = None, default: ReduceOp = ReduceOp.AVERAGE) -> ReduceOp:
-    """Return the operation that `op` (a ReduceOp, its number, or a name of the core such as "mean") stands for.
+    """Return the operation of `op` (a ReduceOp, its number, or a name of the core such as "mean").
 
-    `average` is Horovod's older way to say Average or Sum. Raises UsageError if both are given, or neither is known.
+    `average` is Horovod's older form of Average or Sum. Raises UsageError if both are given, or if `op` is unknown.
     """
     if average is not None:
         if op is not None:
@@ -52,7 +52,7 @@ def resolve_op(op: Any = None, average: bool | None = None, default: ReduceOp = 
 
 
 def reduction_name(op: Any) -> str:
-    """Return "mean" or "sum" for what `op=` of an optimizer takes. Raises UsageError for others."""
+    """Return "mean" or "sum" for the `op=` of an optimizer. Raises UsageError for others."""
     names = {Average: "mean", Sum: "sum"}
     try:
         return names[resolve_op(op)]
@@ -62,7 +62,7 @@ def reduction_name(op: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Say how values are combined, under which name, and by which ranks. None as `process_set` is all ranks."""
+    """A reduction: operation, name, factors and process set. None as `process_set` means all ranks."""
 
     op: ReduceOp
     name: str | None
@@ -80,16 +80,16 @@ class Reduction:
         postscale_factor: float,
         process_set: ProcessSet | None,
     ) -> Reduction:
-        """Return it for the arguments of a verb; `average` is the old form of `op`."""
+        """Return the reduction for the arguments of a verb; `average` is the old form of `op`."""
         return cls(resolve_op(op, average), name, prescale_factor, postscale_factor, process_set)
 
     @classmethod
     def of_gradients(cls, verb: str, name: str | None, process_set: ProcessSet | None) -> Reduction:
-        """Return how backward of a gather or a broadcast, a verb of the core, combines the gradients of all ranks."""
+        """Return the reduction of gradients in the backward of `verb`, a gather or a broadcast of the core."""
         return cls(resolve_op(find_rule(verb, rules=HOROVOD).op), name, process_set=process_set)
 
     def options(self) -> dict[str, Any]:
-        """Return it as arguments of `start_allreduce` and `start_reducescatter`."""
+        """Return the arguments of `start_allreduce` and `start_reducescatter`."""
         return {
             "name": self.name,
             "op": self.op,
@@ -99,16 +99,16 @@ class Reduction:
         }
 
     def called(self, name: str | None) -> Reduction:
-        """Return the same under another name."""
+        """Return the same reduction under another name."""
         return replace(self, name=name)
 
     def check_linear(self, said: str) -> None:
-        """Raise UsageError unless there is a gradient with this operation; `said` is the verb with it, in words."""
+        """Raise UsageError unless the operation has a gradient; `said` names the verb and the operation."""
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise UsageError(f"{said} has no gradient: only Average and Sum have one")
 
     @property
     def gathered_factor(self) -> float:
-        """The number that backward of a reducescatter multiplies the gathered gradients by."""
+        """The factor by which backward of a reducescatter multiplies the gathered gradients."""
         factor = find_rule("reduce_scatter", self.op.core, HOROVOD).factor(process_set_of(self.process_set).size() or 1)
         return self.prescale_factor * self.postscale_factor * factor

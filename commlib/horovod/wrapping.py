@@ -1,4 +1,4 @@
-"""Wrapping: change the class of a user's object, so that every reference to it goes on working."""
+"""Wrapping: change the class of a user's object, so that every reference to it stays valid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def change_class(wrapped: Any, mixin: type, **more: Any) -> None:
-    """Make an object an instance of `mixin` and of its own class, under the name of that. `more` are attributes."""
+    """Make an object an instance of `mixin` and its current class, under that class's name. `more` are attributes."""
     plain = type(wrapped)
     names: dict[str, Any] = {
         "__module__": plain.__module__,
@@ -15,16 +15,19 @@ def change_class(wrapped: Any, mixin: type, **more: Any) -> None:
     }
     names |= {"plain_class": plain, **more}
     changed = type(plain.__name__, (mixin, plain), names)
-    vars(object)["__class__"].__set__(wrapped, changed)  # past a property, by which it says that it is another one
+    vars(object)["__class__"].__set__(wrapped, changed)  # bypasses a `__class__` property that names another class
 
 
-class PicklesAsPlain:
-    """Makes pickles and copies be of the plain class: a communicator belongs to this process."""
+class PlainPickling:
+    """Makes pickles and copies of the plain class, because a communicator belongs to this process."""
 
     plain_class: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle asks for. Later protocols insist on the class that the object has."""
+        """Return pickle's reduction of the object, as an instance of the plain class.
+
+        Protocol 0, because later protocols insist on the current class of the object.
+        """
         reduced: Any = super().__reduce_ex__(0)
         arguments = tuple(self.plain_class if item is type(self) else item for item in reduced[1])
         function = reduced[0]

@@ -1,8 +1,8 @@
-"""Kernels: what a device computes, on arrays of its own memory. Each device has one such table.
+"""Kernels: the computations of a device, on arrays in its memory. Each device has one such table.
 
-Arrays are contiguous and 1-D: numpy's on the host, DeviceArray elsewhere; only their addresses and lengths count. All
-calls are queued on the current stream but those that return a number, which wait for it. `before` and `after` are the
-residuals of error feedback, None without; `after` may be `before`.
+Arrays are contiguous and 1-D: numpy arrays on the host, DeviceArrays elsewhere; only their addresses and lengths count.
+All calls are queued on the current stream, except those that return a number, which wait for it. `before` and `after`
+are the residuals of error feedback, or None; `after` may be `before`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 Code = Literal["int8", "int4", "e4m3", "e5m2"]
-"""A quantised value: an integer of 8 or 4 bits, a float with 4 bits of exponent and 3 of mantissa, or 5 and 2."""
+"""A quantized value: an integer of 8 or 4 bits, a float with 4 bits of exponent and 3 of mantissa, or 5 and 2."""
 
 Value = str
-"""How the values of a sparse payload travel: "float32", "float16" or "bfloat16"."""
+"""The dtype of a sparse payload's values: "float32", "float16" or "bfloat16"."""
 
 Fault = Literal["", "too short", "outside", "other kind"]
-"""What is wrong with a sparse payload: nothing; it is cut off, of a longer array, or written by another codec."""
+"""The fault in a sparse payload: none; truncated; from a longer array; or from another codec."""
 
-SPARSE_HEADER = 8  # bytes that every sparse payload has
+SPARSE_HEADER = 8  # bytes at the beginning of every sparse payload
 
 
-class Blocks(NamedTuple):
-    """Say where rows x columns of runs lie in two arrays: how many elements apart, from either's first one on."""
+class BlockLayout(NamedTuple):
+    """The layout of rows x columns of runs in two arrays, as distances in elements from the first element of each."""
 
     rows: int
     columns: int
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
 
 
 class Kernels(Protocol):
-    """One device's kernels."""
+    """The kernels of one device."""
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
         """target = the first (operation) the second ..., in this order; the target may be one of them."""
@@ -44,27 +44,27 @@ class Kernels(Protocol):
     def reduce_to(
         self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
     ) -> None:
-        """Write the same to several targets, which other devices may have; they may be among the operands."""
+        """Write the result of `reduce` to several targets, even of other devices; they may be among the operands."""
         ...
 
     def cast(self, source: Any, target: Any) -> None:
-        """Convert numbers to the target's dtype, rounding to nearest even; what is too large becomes infinite."""
+        """Convert numbers to the target's dtype, to nearest even; values that are too large become infinite."""
         ...
 
     def fill(self, target: Any, value: int) -> None:
-        """Write a small whole number to all elements."""
+        """Set all elements to a small integer."""
         ...
 
     def scale(self, target: Any, factor: float) -> None:
-        """Multiply all elements by a number, rounded to their dtype first."""
+        """Multiply all elements by a number, which is rounded to their dtype first."""
         ...
 
     def pack(self, sources: Sequence[Any], target: Any) -> None:
-        """Copy arrays one after another to `target` (uint8)."""
+        """Copy arrays to consecutive bytes of `target` (uint8)."""
         ...
 
     def unpack(self, source: Any, targets: Sequence[Any]) -> None:
-        """Undo `pack`."""
+        """Copy consecutive bytes of `source` to arrays, the inverse of `pack`."""
         ...
 
     def squares(self, x: Any) -> float:
@@ -80,7 +80,7 @@ class Kernels(Protocol):
         ...
 
     def widen(self, payload: Any, out: Any, bfloat: bool, add: bool) -> None:
-        """Write float16 or bfloat16 as float32, or add them."""
+        """Write float16 or bfloat16 values as float32, or add them."""
         ...
 
     def quantise(
@@ -96,68 +96,70 @@ class Kernels(Protocol):
         at_random: bool,
         seed: int,
     ) -> None:
-        """Write float32 as codes, multiples of a unit that each block has; `top` is the greatest code."""
+        """Write float32 values as codes, which are multiples of a unit per block; `top` is the greatest code."""
         ...
 
     def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
-        """Write what `quantise` has written as float32, or add it."""
+        """Decode the codes of `quantise` as float32, or add the values."""
         ...
 
     def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
-        """Write the signs of float32, and the mean magnitude of each block."""
+        """Write the signs of float32 values, and the mean magnitude of each block."""
         ...
 
     def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
-        """Write what `signs` has written as float32, or add it."""
+        """Decode the payload of `signs` as float32, or add the values."""
         ...
 
     def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
-        """Write the k largest of float32 and where they are, and return how many bytes that took."""
+        """Write the k largest float32 elements and their positions, and return the payload's length in bytes."""
         ...
 
     def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
-        """Write k elements that `seed` chooses, and return how many bytes that took."""
+        """Write k elements that `seed` chooses, and return the payload's length in bytes."""
         ...
 
     def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
-        """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
+        """Decode a payload of `largest` or `random` as float32, or add its values; return the fault in it."""
         ...
 
     def draw(self, count: int, seed: int, places: Any) -> None:
-        """Fill `places` (uint32) with the numbers below `count`, ascending, that `random` would choose by `seed`."""
+        """Fill `places` (uint32) with the numbers below `count`, ascending, that `random` would choose for `seed`."""
         ...
 
     def take(self, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
-        """Write what float32 have at the places to `values`, times `scale`; NaNs if one anywhere is not finite."""
+        """Write the float32 elements at the places to `values`, times `scale`; NaNs if any element is not finite."""
         ...
 
     def place(self, values: Any, places: Any, out: Any) -> None:
-        """Write float32 values to the places."""
+        """Write float32 values to the places of `out`."""
         ...
 
-    def copy_blocks(self, source: Any, target: Any, blocks: Blocks) -> None:
+    def copy_blocks(self, source: Any, target: Any, blocks: BlockLayout) -> None:
         """Copy blocks of elements of one dtype between arrays that do not overlap."""
         ...
 
-    # Rows are of floats, and lie in two arrays: place p >= 0 (int32) is row p of `there`, another one row ~p of `here`,
-    # times factors[~p] (float32; None: 1). Sums are made in float32 (float64 of float64), in the order of places, and
+    # Rows of floats come from two arrays: place p >= 0 (int32) is row p of `there`, and p < 0 is row ~p of `here`,
+    # times factors[~p] (float32; None: 1). Sums are taken in float32 (float64 for float64), in the order of places, and
     # rounded once.
 
     def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
-        """Let row i of `target`, of `width` elements, be the one at places[i]."""
+        """Set row i of `target`, of `width` elements, to the row at places[i]."""
         ...
 
     def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places: Any, width: int, target: Any) -> None:
-        """Let row t of `target` be the sum of those at places[starts[t] : starts[t + 1]], 0 if there are none."""
+        """Set row t of `target` to the sum of the rows at places[starts[t] : starts[t + 1]], 0 if there are none."""
         ...
 
     def multiply_rows(self, rows: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
-        """Let `scaled`, which may be `rows`, be rows times factors (float32), and `products` (float32) the scalar
-        product of each row with its other, added up as `commlib.kernels.host.rows` says."""
+        """Set `scaled` to rows times factors, and `products` to the dot product of each row with its counterpart.
+
+        scaled: may be `rows`. factors, products: float32. Sums are in the order of `commlib.kernels.host.rows`.
+        """
         ...
 
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
-        """Replace a gradient (float32), times `scale`, by its sum with the momentum; `u_after` is what u becomes."""
+        """Replace a gradient (float32), times `scale`, by its sum with the momentum; `u_after` gets the momentum."""
         ...
 
     def accumulate(
@@ -174,8 +176,10 @@ class Kernels(Protocol):
         value: Value,
         payload: Any,
     ) -> int:
-        """Do a step of Deep Gradient Compression (`commlib.compress.schemes.dgc`) on a parameter: write the k largest
-        elements as `largest` does, and return how many bytes that took."""
+        """Run a step of Deep Gradient Compression on a parameter; return the payload's length in bytes.
+
+        It writes the k largest elements as `largest` does. See `commlib.compress.schemes.dgc`.
+        """
         ...
 
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:

@@ -1,7 +1,7 @@
-"""Launcher and library: find out whether they belong together, and say what to type if they do not.
+"""Launcher match: check that the launcher and the MPI library belong together, and suggest a command if they do not.
 
-Where they speak different protocols every process is rank 0 of 1, all looks fine, and the exit code is 0. Some
-libraries end the process when they are started so; those are told before.
+With different protocols every process becomes rank 0 of 1, no error appears, and the exit code is 0. Some libraries end
+the process at their start instead; `check_before_start` catches those.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from commlib.errors import TransportError
-from commlib.launch.launchers import Launched, find_launcher
+from commlib.launch.launchers import LaunchInfo, find_launcher
 
-_ALONE = "a process that is meant to be alone: commlib.init(MPI.COMM_SELF)"
+_ALONE = "to run this process on its own: commlib.init(MPI.COMM_SELF)"
 
-# How srun is told to start the processes of a library, by what stands in the library's name: the first that fits.
+# The srun command for each library, by a part of the library's name: the first match counts.
 _SRUN = (
     ("Open MPI", "srun --mpi=pmix"),
     ("CRAY MPICH", "srun --mpi=cray_shasta"),
@@ -28,22 +28,22 @@ _SRUN = (
 
 
 def check_launcher(MPI: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if a launcher has started several processes, but MPI's world is this one alone.
+    """Raise TransportError if a launcher started several processes, but MPI's world is only this process.
 
-    The launcher and the library speak different protocols then, and every process looks fine.
+    The launcher and the library then speak different protocols, without any other error.
     """
     launched = find_launcher(environment)
     if launched is None or launched.processes == 1 or MPI.COMM_WORLD.Get_size() > 1:
         return
     if launched.launcher.is_srun and "SLURM_PTY_PORT" in environment:
-        return  # a shell of srun's, in which processes are started alone
-    raise TransportError(f"{_what(launched)}{explain(launched, library_name(MPI))} ({_ALONE})")
+        return  # an interactive shell of srun, which starts single processes
+    raise TransportError(f"{_describe(launched)}{explain(launched, library_name(MPI))} ({_ALONE})")
 
 
 def check_before_start(library: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if a library cannot know the launcher: some end the process when they are started.
+    """Raise TransportError if the library cannot work with the launcher: some end the process at their start.
 
-    library: what `library_name` says of the one that is loaded.
+    library: the `library_name` of the loaded library.
     """
     launched = find_launcher(environment)
     if launched is None or launched.processes == 1 or mapped_libraries("libpmix"):
@@ -51,11 +51,11 @@ def check_before_start(library: str, environment: Mapping[str, str] = os.environ
     by_mpirun = launched.launcher.command == "mpirun" and "Open MPI" not in library
     by_pmix = launched.launcher.protocol == "PMIx" and "MPICH" in library and "CRAY" not in library
     if by_mpirun or by_pmix:
-        raise TransportError(f"{_what(launched)}{explain(launched, library)} ({_ALONE})")
+        raise TransportError(f"{_describe(launched)}{explain(launched, library)} ({_ALONE})")
 
 
-def explain(launched: Launched, library: str) -> str:
-    """Return why a launcher and a library (its name) do not find each other, and what to type."""
+def explain(launched: LaunchInfo, library: str) -> str:
+    """Explain why a launcher and a library, given by name, do not work together, and which command to use."""
     command = f"{_mpiexec()} -n {launched.processes} {shlex.join(sys.orig_argv)}"
     if not launched.launcher.is_srun:
         return (
@@ -66,17 +66,17 @@ def explain(launched: Launched, library: str) -> str:
     by_srun = "" if wanted == launched.launcher.command else f"{wanted}, or "
     return (
         f", but MPI sees one process: {launched.launcher.command} and this MPI ({library}) do not speak the same "
-        f"protocol. Type {by_srun}{command} inside an allocation (salloc, sbatch); 'srun --mpi=list' shows what there "
-        "is"
+        f"protocol. Type {by_srun}{command} inside an allocation (salloc, sbatch); 'srun --mpi=list' lists the "
+        "protocols"
     )
 
 
 def srun_command(library: str) -> str:
-    """Return how srun is told to start the processes of a library, by its name."""
+    """Return the srun command that starts processes of a library, by the library's name."""
     return next(typed for part, typed in _SRUN if part in library)
 
 
-def _what(launched: Launched) -> str:
+def _describe(launched: LaunchInfo) -> str:
     more = "" if launched.size else " or more"
     if launched.launcher.is_srun:
         return f"Slurm started {launched.processes} tasks{more}"
@@ -84,18 +84,18 @@ def _what(launched: Launched) -> str:
 
 
 def library_name(MPI: Any) -> str:
-    """Return what the library calls itself, in a few words."""
+    """Return the library's own name and version, shortened."""
     return " ".join(str(MPI.Get_library_version()).split("\n")[0].split(",")[0].replace(":", " ").split())
 
 
 def mapped_libraries(name: str) -> list[Path]:
-    """Return the files of the libraries in this process whose names begin so."""
+    """Return the files of this process's loaded libraries whose names begin with `name`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({Path(line.split(maxsplit=5)[5]) for line in lines if f"/{name}" in line})
 
 
 def _mpiexec() -> str:
-    """Return the launcher beside the MPI library of this process."""
+    """Return the mpiexec that is installed with this process's MPI library."""
     for library in mapped_libraries("libmpi"):
         for folder in library.parents[:4]:
             for place in (folder / "mpiexec", folder / "bin" / "mpiexec"):

@@ -1,9 +1,9 @@
-"""Launchers as a table: what each tells the processes that it starts, and what it is called.
+"""Launchers: a table of launchers, with the environment variables that each sets for its processes.
 
-Inside an allocation of Slurm, mpirun and mpiexec start a daemon on each node by srun, and the processes inherit its
-SLURM_* variables: they count the daemons. So Slurm's are looked at last. Sources: Open MPI's documentation
+Inside a Slurm allocation, mpirun and mpiexec start a daemon on each node by srun, and the processes inherit the
+daemons' SLURM_* variables, which count daemons. So the rows of Slurm come last. Sources: Open MPI's documentation
 ("Environment variables set for MPI applications"), Slurm's manual of srun and its plugin mpi/cray_shasta, Flux' RFC 13,
-and what MPICH, Intel MPI, MVAPICH, PALS and jsrun were seen to set.
+and variables observed under MPICH, Intel MPI, MVAPICH, PALS and jsrun.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Name the variables in which a launcher tells things; "" where it does not.
+    """A launcher and the names of its environment variables; "" for a variable that it does not set.
 
-    name: in an error, at the start of a sentence. command: what was typed. protocol: how MPI finds its peers: "PMIx",
-    "PMI", or "" if this launcher does not help it. where: variables that must be there, each with how it begins.
-    unless: variables that must not.
+    name: its name in an error, at the start of a sentence. command: the command that the user typed. protocol: the
+    protocol by which MPI finds its peers: "PMIx", "PMI", or "" if the launcher offers none. where: variables that must
+    be set, each with the beginning of its value. unless: variables that must not be set.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Launcher:
 
     @property
     def is_srun(self) -> bool:
-        """Return whether it is Slurm's."""
+        """Whether it is Slurm's srun."""
         return self.command.startswith("srun")
 
 
 def _srun(kind: str, protocol: str, rank: str, size: str = "SLURM_STEP_NUM_TASKS", **more: Any) -> Launcher:
-    """Return a row of srun's, which counts ranks in a node by variables of its own whatever speaks to MPI."""
+    """Return a row for srun, which sets its own variables for local ranks with every MPI protocol."""
     command = f"srun --mpi={kind}" if kind else "srun"
     counted = (("SLURM_PROCID", ""), (rank, "")) if kind else ()
     step = (("SLURM_STEP_ID", ""), *counted, *more.pop("where", ()))
@@ -49,7 +49,7 @@ def _srun(kind: str, protocol: str, rank: str, size: str = "SLURM_STEP_NUM_TASKS
     return Launcher(f"Slurm's {command}", command, protocol, rank, size, *local, where=step, **more)
 
 
-# The first that fits counts: who sets another one's variables too stands before it.
+# The first match counts: a launcher that also sets another one's variables comes before it.
 LAUNCHERS = (
     Launcher(
         "IBM's launcher (jsrun)", "jsrun", "PMIx",
@@ -85,8 +85,8 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """Hold what a launcher has told this process; None for what it has not."""
+class LaunchInfo:
+    """The values that a launcher has set for this process; None for values that it does not set."""
 
     launcher: Launcher
     rank: int
@@ -97,17 +97,17 @@ class Launched:
 
     @property
     def processes(self) -> int:
-        """Return how many processes it has started, or how many at least."""
+        """The number of processes that it started, or a lower bound."""
         return self.size or self.rank + 1
 
 
-def find_launcher(environment: Mapping[str, str]) -> Launched | None:
-    """Return who has started this process by the environment's word, and as which; None: nobody who counts them."""
+def find_launcher(environment: Mapping[str, str]) -> LaunchInfo | None:
+    """Find the launcher of this process, and its rank there, in the environment; None without a known launcher."""
     for launcher in LAUNCHERS:
         rank, node = _number(environment, launcher.rank), _number(environment, launcher.node)
         if not _fits(launcher, environment) or (rank is None and not launcher.where):
             continue
-        return Launched(
+        return LaunchInfo(
             launcher,
             rank or 0,
             _number(environment, launcher.size),
@@ -119,8 +119,8 @@ def find_launcher(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _fits(launcher: Launcher, environment: Mapping[str, str]) -> bool:
-    there = all(name in environment and environment[name].startswith(start) for name, start in launcher.where)
-    return there and not any(name in environment for name in launcher.unless)
+    fits = all(name in environment and environment[name].startswith(start) for name, start in launcher.where)
+    return fits and not any(name in environment for name in launcher.unless)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -129,7 +129,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _tasks_on(text: str, node: int) -> int | None:
-    """Return a number, or of Slurm's "4(x2),1" what it says of that node."""
+    """Return the tasks on a node from a plain number, or from Slurm's list "4(x2),1"."""
     if text.isdecimal():
         return int(text)
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

@@ -1,4 +1,4 @@
-"""Another name for a shared library: a library without content that needs it."""
+"""Library alias: load a shared library under another name, by an empty library that depends on it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _END, _NEEDED, _HASH, _STRINGS, _SYMBOLS, _STRINGS_BYTES, _SYMBOL_BYTES, _SONAME
 
 
 def load_as(name: str, library: str) -> None:
-    """Load `library` so that others, which were linked with `name`, find it. Raises OSError if it cannot be loaded.
+    """Load `library` for other libraries that were linked against `name`. Raises OSError if it cannot be loaded.
 
-    The loader goes by the name that stands in a library, so neither a link nor loading it under another path helps.
+    The loader compares the name stored inside a library (SONAME), so neither a symlink nor another path helps.
     """
     with tempfile.NamedTemporaryFile(suffix=name) as file:
         file.write(_empty_library(name, library))
@@ -25,7 +25,7 @@ def load_as(name: str, library: str) -> None:
 
 
 def _empty_library(name: str, needed: str) -> bytes:
-    """Return an ELF file with a dynamic section and nothing that it could describe."""
+    """Return an ELF file with a dynamic section and no other content."""
     machine, flags = struct.unpack_from("<18xH28xI", Path("/proc/self/exe").read_bytes()[:64])
     strings = f"\0{name}\0{needed}\0".encode()
     dynamic_at = 64 + 3 * 56
@@ -50,7 +50,7 @@ def _empty_library(name: str, needed: str) -> bytes:
             struct.pack(_PROGRAM, _DYNAMIC, _READ_WRITE, *[dynamic_at] * 3, 8 * 16, 8 * 16, 8),
             struct.pack(_PROGRAM, _STACK, _READ_WRITE, 0, 0, 0, 0, 0, 16),
             *(struct.pack("<QQ", *entry) for entry in dynamic),
-            struct.pack("<4I", 1, 1, 0, 0),  # one bucket, one symbol, and that is none
+            struct.pack("<4I", 1, 1, 0, 0),  # one bucket and one symbol, the null symbol
             bytes(24),
             strings,
         ]

@@ -1,4 +1,4 @@
-"""Named axes and the ranks along them: pure arithmetic, nothing is sent. `commlib.Mesh` makes communicators of it."""
+"""Mesh shapes: named axes and the ranks along them, pure arithmetic. `commlib.Mesh` makes communicators of them."""
 
 from __future__ import annotations
 

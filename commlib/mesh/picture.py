@@ -1,6 +1,6 @@
-"""Draw a mesh as text: which rank is where, and the groups along each axis.
+"""Mesh picture: draw a mesh as text, with its ranks and the groups along each axis.
 
-The last axis runs to the right, all others run down. Large meshes are abridged: "…" stands for what is left out.
+The last axis runs to the right, all others run down. Large meshes are abridged: "…" marks omitted rows and columns.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Protocol, TypeVar
 
 from commlib.topology import Topology
 
-_WHOLE = 32  # ranks of the largest mesh of which nothing is left out
-_MOST = 16  # rows or columns of a larger one that are all drawn
-_HEAD, _TAIL = 6, 2  # what is drawn of more
-_SOME = 4  # groups of an axis, and ranks of a group, of a larger one
+_WHOLE = 32  # ranks of the largest mesh that is drawn in full
+_MOST = 16  # up to so many rows or columns of a larger mesh are all drawn
+_HEAD, _TAIL = 6, 2  # the first and last ones drawn if there are more
+_SOME = 4  # groups per axis, and ranks per group, drawn of a larger mesh
 _GAP = "…"
 
 T = TypeVar("T")
 
 
-class Drawn(Protocol):
-    """Give the picture what it needs of a `MeshShape`."""
+class DrawableMesh(Protocol):
+    """The interface of `MeshShape` that the picture needs."""
 
     @property
     def ranks(self) -> int: ...
@@ -41,8 +41,8 @@ class Drawn(Protocol):
 _Nodes = dict[int, int]  # the node of each rank
 
 
-def draw(mesh: Drawn, topology: Topology | None) -> str:
-    """Return the picture of a mesh; where its nodes are known, with what stays inside one and what crosses."""
+def draw(mesh: DrawableMesh, topology: Topology | None) -> str:
+    """Return the picture of a mesh; if its nodes are known, it marks the groups within a node and across nodes."""
     nodes = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks} if topology else {}
     title = f"{mesh}: {mesh.ranks} rank{'s' * (mesh.ranks != 1)}{_on(topology)}"
     grid, groups = _table(_grid(mesh, nodes)), _table(_groups(mesh, nodes))
@@ -62,16 +62,16 @@ def _table(rows: Iterator[list[str]]) -> str:
     return "\n".join(" │ ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
-def _grid(mesh: Drawn, nodes: _Nodes) -> Iterator[list[str]]:
-    """Yield the heading, and a row for each place along all axes but the last."""
+def _grid(mesh: DrawableMesh, nodes: _Nodes) -> Iterator[list[str]]:
+    """Yield the heading, and a row for each coordinate along all axes except the last."""
     *down, last = mesh.axes
     width = mesh.size(last)
     most = max(_MOST, _WHOLE if mesh.ranks <= _WHOLE else 0)
-    columns = _abridged(range(width), most, _HEAD, _TAIL)
+    columns = _abridge(range(width), most, _HEAD, _TAIL)
     titles = [_GAP if column is None else f"{last} {column}" for column in columns]
     yield [*down, *titles, *["node"] * bool(nodes)]
     before: list[str] = [""] * len(down)
-    for row in _abridged(range(mesh.ranks // width), most, _HEAD, _TAIL):
+    for row in _abridge(range(mesh.ranks // width), most, _HEAD, _TAIL):
         if row is None:
             before = [""] * len(down)
             yield [_GAP] * (len(down) + len(columns) + bool(nodes))
@@ -85,19 +85,19 @@ def _grid(mesh: Drawn, nodes: _Nodes) -> Iterator[list[str]]:
         before = places
 
 
-def _groups(mesh: Drawn, nodes: _Nodes) -> Iterator[list[str]]:
-    """Yield the heading, and a row for each axis, those of former views last."""
+def _groups(mesh: DrawableMesh, nodes: _Nodes) -> Iterator[list[str]]:
+    """Yield the heading, and a row for each axis; axes of former views come last."""
     yield ["axis", "size", "groups", *["node"] * bool(nodes), "ranks"]
     for axis in mesh.names:
         groups = mesh.groups(axis)
         most = mesh.ranks if mesh.ranks <= _WHOLE else _SOME
-        shown = [_GAP if group is None else _members(group, most) for group in _abridged(groups, most, _SOME - 1, 1)]
+        shown = [_GAP if group is None else _members(group, most) for group in _abridge(groups, most, _SOME - 1, 1)]
         where = [_crossing([len({nodes[rank] for rank in group}) for group in groups])] if nodes else []
         yield [axis, str(mesh.size(axis)), str(len(groups)), *where, ", ".join(shown)]
 
 
 def _crossing(counts: list[int]) -> str:
-    """Say whether groups stay inside a node, from how many nodes each is on."""
+    """Describe whether groups stay within a node, from each group's number of nodes."""
     inside = counts.count(1)
     if inside == len(counts):
         return "inside"
@@ -111,15 +111,15 @@ def _between(least: int, most: int) -> str:
 
 
 def _members(group: tuple[int, ...], most: int) -> str:
-    return " ".join(_GAP if rank is None else str(rank) for rank in _abridged(group, most, _SOME - 1, 1))
+    return " ".join(_GAP if rank is None else str(rank) for rank in _abridge(group, most, _SOME - 1, 1))
 
 
-def _abridged(items: Sequence[T], most: int, head: int, tail: int) -> list[T | None]:
+def _abridge(items: Sequence[T], most: int, head: int, tail: int) -> list[T | None]:
     return [*items] if len(items) <= most else [*items[:head], None, *items[-tail:]]
 
 
 def _runs(numbers: set[int]) -> str:
-    """Return "0-2,5"."""
+    """Format numbers as ranges: "0-2,5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

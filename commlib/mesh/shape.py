@@ -1,4 +1,4 @@
-"""MeshShape: the axes of a mesh, and which ranks are neighbours along them."""
+"""MeshShape: the axes of a mesh, and the ranks' coordinates and groups along them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from commlib.mesh.sizes import INFERRED, Axis, Sizes, make_axes, text_of
 from commlib.topology import Topology
 
 Factors = Mapping[str | tuple[str, ...], Mapping[str, int] | Sequence[str]]
-"""What axes, or products of axes, are refactored into: {"dp": {"edp": -1, "ep": 4}}, or {"dp": ("edp", "ep")}."""
+"""Axes, or products of axes, and the new axes of each: {"dp": {"edp": -1, "ep": 4}}, or {"dp": ("edp", "ep")}."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Named axes over the ranks 0, 1, ...; the last axis is the fastest, so its neighbours are neighbouring ranks.
+    """Named axes over the ranks 0, 1, ...; the last axis is the fastest: neighbours along it are consecutive ranks.
 
     Each view is a list of axes, slowest first, that covers all ranks. A new mesh has one view; each refactoring adds
-    views over the same ranks, and the last view is the current one. Names of former axes go on working.
+    views over the same ranks, and the last view is the current one. Names of former axes stay valid.
     """
 
     ranks: int
@@ -32,7 +32,7 @@ class MeshShape:
     def of(cls, sizes: Mapping[str, int] | Sizes, ranks: int) -> MeshShape:
         """Return the mesh of axes such as `{"pp": 2, "dp": -1, "tp": 2}`, slowest first; one -1 is inferred.
 
-        Raises UsageError for names that are no identifiers, and for sizes that do not multiply up to `ranks`.
+        Raises UsageError for names that are not identifiers, and for sizes whose product is not `ranks`.
         """
         wanted = tuple(sizes.items() if isinstance(sizes, Mapping) else sizes)
         if ranks < 1:
@@ -46,7 +46,7 @@ class MeshShape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all axes: the current ones, then those that they came from."""
+        """The names of all axes: the current axes, then the former ones."""
         return tuple(dict.fromkeys(axis.name for view in reversed(self.views) for axis in view))
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class MeshShape:
         return prod(axis.size for axis in self.find(*axes))
 
     def coordinate(self, rank: int, *axes: str) -> int:
-        """Return where a rank is along an axis, or in its group of a product of axes (the last one is fastest)."""
+        """Return a rank's coordinate along an axis, or its index along a product of axes (last one fastest)."""
         self._check_rank(rank)
         place = 0
         for axis in self.find(*axes):
@@ -67,7 +67,7 @@ class MeshShape:
         return place
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is along each current axis."""
+        """Return a rank's coordinate along each current axis."""
         self._check_rank(rank)
         return {axis.name: axis.coordinate(rank) for axis in self.views[-1]}
 
@@ -84,12 +84,12 @@ class MeshShape:
         return sum(axis.stride * coordinates[axis.name] for axis in view)
 
     def first(self, rank: int, *axes: str) -> int:
-        """Return the lowest rank of the group that a rank is in: a number of the group."""
+        """Return the lowest rank of a rank's group; it identifies the group."""
         self._check_rank(rank)
         return rank - sum(axis.stride * axis.coordinate(rank) for axis in self.find(*axes))
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from a rank along these axes only, itself included, the last axis fastest."""
+        """Return a rank's group along these axes, itself included, the last axis fastest."""
         first, found = self.first(rank, *axes), self.find(*axes)
         steps = product(*(range(0, axis.stride * axis.size, axis.stride) for axis in found))
         return tuple(first + sum(step) for step in steps)
@@ -100,11 +100,12 @@ class MeshShape:
         return tuple(self.group(first, *axes) for first in firsts)
 
     def refactor(self, factors: Factors, /, **sizes: int) -> MeshShape:
-        """Return a mesh of the same ranks with other axes in place of some: {"dp": {"edp": -1, "ep": 4}}.
+        """Return a mesh of the same ranks with some axes replaced by others: {"dp": {"edp": -1, "ep": 4}}.
 
-        A key is an axis, or a tuple of axes that are neighbours in this order. Sizes stand beside the new names, or,
-        where only names do, are keywords: `refactor({"dp": ("edp", "ep")}, ep=4)`. In both forms one is inferred.
-        The old names go on working, alone and together with axes of which they are no part. Raises UsageError.
+        A key is an axis, or a tuple of axes that follow each other in this order. The value maps the new names to their
+        sizes, or lists names whose sizes are keywords: `refactor({"dp": ("edp", "ep")}, ep=4)`. Both forms infer one
+        missing size. The old names stay valid, alone and together with axes that do not overlap them. Raises
+        UsageError.
         """
         mesh, left = self, dict(sizes)
         for key, value in factors.items():
@@ -112,18 +113,20 @@ class MeshShape:
             if isinstance(value, str) or not isinstance(value, Mapping | Sequence):
                 raise UsageError(f"refactor of {', '.join(old)}: expected names, or names with sizes, got {value!r}")
             named = value.items() if isinstance(value, Mapping) else [(name, left.pop(name, None)) for name in value]
-            mesh = mesh._refactored(old, tuple(named))
+            mesh = mesh._refactor_axis(old, tuple(named))
         if left:
-            raise UsageError(f"{self}: refactor: {text_of(tuple(left.items()))}: not among the new names without sizes")
+            raise UsageError(
+                f"{self}: refactor: {text_of(tuple(left.items()))}: keywords must be new names without sizes"
+            )
         return mesh
 
-    def _refactored(self, old: tuple[str, ...], new: tuple[tuple[str, Any], ...]) -> MeshShape:
+    def _refactor_axis(self, old: tuple[str, ...], new: tuple[tuple[str, Any], ...]) -> MeshShape:
         found = self.find(*old)
         known = tuple((name, INFERRED if size is None else size) for name, size in new)
         what = f"{self}: refactor of {' x '.join(old)} into {text_of(known)}"
         for name, _ in known:
             if name in self.names:
-                raise UsageError(f"{what}: there is an axis {name} already; names are used once, former ones included")
+                raise UsageError(f"{what}: there is already an axis {name}; names must be new, also among former axes")
         places = [(view, at) for view in self.views if (at := _find_run(view, found)) is not None]
         if not places:
             raise UsageError(f"{what}: these axes do not follow each other in the order {', '.join(self.axes)}")
@@ -133,9 +136,10 @@ class MeshShape:
         return MeshShape(self.ranks, (*self.views, *views))
 
     def picture(self, *, ranks_per_node: int | None = None, topology: Topology | None = None) -> str:
-        """Draw which rank is where, and the groups along each axis; of a large mesh a part.
+        """Draw the ranks, and the groups along each axis; large meshes are abridged.
 
-        ranks_per_node, topology: where the nodes are, in order or in any; what stays inside a node is then marked.
+        ranks_per_node: the nodes have so many consecutive ranks each; topology: the nodes have any ranks. With either,
+        the picture marks the groups within a node.
         """
         if ranks_per_node is not None:
             if ranks_per_node < 1 or topology is not None:
@@ -146,7 +150,7 @@ class MeshShape:
         return draw(self, topology)
 
     def find(self, *axes: str) -> tuple[Axis, ...]:
-        """Return axes by their names. Raises UsageError for unknown ones, and for some that are parts of each other."""
+        """Return axes by name. Raises UsageError for unknown axes, and for axes that overlap."""
         known = {axis.name: axis for view in self.views for axis in view}
         for name in axes:
             if name not in known:
@@ -171,6 +175,6 @@ def _ranks(number: int) -> str:
 
 
 def _find_run(view: tuple[Axis, ...], run: tuple[Axis, ...]) -> int | None:
-    """Return where `run` begins in `view`, or None."""
+    """Return the index of the first axis of `run` in `view`, or None."""
     starts = range(len(view) - len(run) + 1)
     return next((start for start in starts if view[start : start + len(run)] == run), None)

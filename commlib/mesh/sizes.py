@@ -1,4 +1,4 @@
-"""Sizes of axes: infer the missing one, and say which sizes do not multiply up and what would fit."""
+"""Sizes of axes: infer a missing size, and suggest sizes if the product does not match."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Axis:
     stride: int
 
     def coordinate(self, rank: int) -> int:
-        """Return where a rank is along this axis."""
+        """Return a rank's coordinate along this axis."""
         return rank // self.stride % self.size
 
 
 def make_axes(what: str, wanted: Sizes, total: int, ranks: str, stride: int = 1) -> tuple[Axis, ...]:
-    """Return axes whose sizes multiply up to `total`; the last one is the fastest, its neighbours `stride` apart.
+    """Return axes whose sizes have the product `total`; the last axis is the fastest, with the given stride.
 
-    what, ranks: how messages name the call and the total. Raises UsageError.
+    what, ranks: texts for the call and the total in errors. Raises UsageError.
     """
     if not wanted:
         raise UsageError(f"{what}: no axis: give at least one, such as dp=-1")
@@ -42,20 +42,20 @@ def make_axes(what: str, wanted: Sizes, total: int, ranks: str, stride: int = 1)
         _check_name(what, name)
     names = [name for name, _ in wanted]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{what}: axis {repeated[0]} is there {names.count(repeated[0])} times; names must differ")
+        raise UsageError(f"{what}: axis {repeated[0]} is given {names.count(repeated[0])} times; names must differ")
     sizes = _infer(what, [(name, _size(what, name, size)) for name, size in wanted], total, ranks)
     strides = [stride * prod(sizes[index + 1 :]) for index in range(len(sizes))]
     return tuple(Axis(*axis) for axis in zip(names, sizes, strides, strict=True))
 
 
 def text_of(sizes: Sizes) -> str:
-    """Return "pp=2, dp=-1, tp=2"."""
+    """Format sizes: "pp=2, dp=-1, tp=2"."""
     return ", ".join(f"{name}={size}" for name, size in sizes)
 
 
 def _check_name(what: str, name: Any) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"{what}: {name!r} is no name of an axis: expected an identifier such as 'tp'")
+        raise UsageError(f"{what}: {name!r} is not a valid axis name: expected an identifier such as 'tp'")
 
 
 def _size(what: str, name: str, size: Any) -> int:
@@ -82,15 +82,16 @@ def _infer(what: str, sizes: list[tuple[str, int]], total: int, ranks: str) -> l
     known = [str(size) for _, size in sizes if size != INFERRED]
     product = f"{' x '.join(known)} = {fixed}" if len(known) > 1 else f"{sizes[0][0]} is {fixed}"
     if not missing:
-        raise UsageError(f"{what}: {product}, but there are {ranks}; {_one_inferred(sizes, total)}")
+        raise UsageError(f"{what}: {product}, but there are {ranks}; {_suggest_inferred(sizes, total)}")
     known_product = f"{' x '.join(known)} = {fixed}" if len(known) > 1 else str(fixed)
     raise UsageError(
-        f"{what}: {known_product} does not divide {ranks}, so {missing[0]} cannot be inferred; {_changed(sizes, total)}"
+        f"{what}: {known_product} does not divide {ranks}, so {missing[0]} cannot be inferred; "
+        f"{_suggest_changes(sizes, total)}"
     )
 
 
-def _one_inferred(sizes: list[tuple[str, int]], total: int) -> str:
-    """Say which axis could be inferred if the others stay, and what it would be."""
+def _suggest_inferred(sizes: list[tuple[str, int]], total: int) -> str:
+    """Suggest axes to infer from the other sizes, with the size of each."""
     product = prod(size for _, size in sizes)
     found = [(name, product // size) for name, size in sizes if total % (product // size) == 0]
     if not found:
@@ -98,8 +99,8 @@ def _one_inferred(sizes: list[tuple[str, int]], total: int) -> str:
     return "; ".join(f"with {name}=-1 it would be {total // others}" for name, others in found)
 
 
-def _changed(sizes: list[tuple[str, int]], total: int) -> str:
-    """Say which other sizes one axis could have, so that the axis with -1 could be inferred."""
+def _suggest_changes(sizes: list[tuple[str, int]], total: int) -> str:
+    """Suggest other sizes for one axis with which the axis with -1 could be inferred."""
     known = [(name, size) for name, size in sizes if size != INFERRED]
     product = prod(size for _, size in known)
     found = [(name, total // (product // size)) for name, size in known if total % (product // size) == 0]

@@ -1,6 +1,6 @@
-"""Board: let the ranks of one node meet, compare their calls, and leave notes for each other.
+"""Board: shared memory in which the ranks of one node synchronise, compare their calls, and exchange texts.
 
-The protocols are compiled (`kernels.node`); this is the memory they work on and the Python around a long wait.
+The protocols are compiled (`kernels.node`); this module has their memory and the Python code around long waits.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 
 from commlib.buffers.peer_reading import Probe, can_read
 from commlib.kernels.host import node as kernels
-from commlib.kernels.host.uneven import note_bytes
+from commlib.kernels.host.uneven_exchange import note_bytes
 from commlib.transport.base import Gather, Transport, WaitHook
 
-Call = Any  # an int64 array of kernels.CALL_FIELDS fields
-Kernel = Callable[[int], int]  # takes the address of what it works on
+KernelCall = Any  # an int64 array of kernels.CALL_FIELDS fields
+Kernel = Callable[[int], int]  # takes the address of its argument
 
-_PATIENCE = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS]  # what a wait depends on
+_PATIENCE = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS]  # the fields that control a wait
 
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
 
-# What a rank's status holds: whether it is there, its process, its probe, and whether it can read all others' memory.
+# Fields of a rank's status: presence, process, probe (address, secret), and whether it can read all peers' memory.
 _THERE, _PROCESS, _PROBE, _SECRET, _READS = range(5)
 LEFT = "has shut commlib down or left the program"
 
-# How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
+# The wait of one kernel call before it returns to Python for its checks: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
 
-# After so many of those, some 0.2 s, naps are fewer and longer: whoever is waited for is busy with something else, and
-# a nap costs 15 us of a core.
+# After so many kernel calls, about 0.2 s, naps are fewer and longer: the awaited rank is busy with other work, and each
+# nap costs 15 us of a core.
 _MANY_WAITS, _LONG_NAPS, _LONG_NAP_MICROSECONDS = 150, 5, 2000
 
 
@@ -51,12 +51,12 @@ def _process_alive(process: int) -> bool:
 
 
 class NodeBoard:
-    """Let the ranks of one group meet that are on one node.
+    """The board of a group's ranks on one node.
 
-    `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
-    `peer_reads`: they may read each other's memory, if the system lets them.
-    `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).
-    Collective to make, `gather` tells a rank's value to all of the node; then all ranks `enter`.
+    spins: the number of polls before a rank yields its core. slot_bytes: the size of each rank's two slots.
+    peer_reads: ranks may read each other's memory, if the system allows it. members: their ranks in the group, which
+    `late` and `absent` return (default: all of the group). gather: all-gathers a value of each rank of the node.
+    The constructor is collective; then all ranks call `enter`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NodeBoard:
         self.members = tuple(members or range(transport.size))
         self.slot_bytes = slot_bytes
         self.rank, self.size, self.spins = transport.rank, transport.size, spins
-        lines = self.size * kernels.LINE_BYTES  # those of rank 0's part are the board
+        lines = self.size * kernels.LINE_BYTES  # the lines in rank 0's memory are the board
         status = lines
         text = status + 64
         slots = text + _TEXT_BYTES
@@ -92,8 +92,8 @@ class NodeBoard:
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
         self._barrier = kernels.entry_point(kernels.barrier)
-        self._meeting = self.new_call()[np.newaxis]
-        self._meeting_address = self._meeting.ctypes.data
+        self._sync_call = self.new_call()[np.newaxis]
+        self._sync_address = self._sync_call.ctypes.data
         self._probe = Probe()
         self._status[self.rank][: _SECRET + 1] = _PRESENT, os.getpid(), *self._probe.place
         self._watched = [False] * self.size
@@ -101,9 +101,9 @@ class NodeBoard:
         self.processes = np.zeros(self.size, np.int64)
 
     def enter(self, on_wait: WaitHook) -> None:
-        """Wait until all ranks have made theirs. Collective."""
+        """Wait until all ranks have created their boards. Collective."""
         self.meet(kernels.DONE, on_wait)
-        # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
+        # Processes in another PID namespace are invisible, so do not watch them.
         self._watched = [_process_alive(int(status[_PROCESS])) for status in self._status]
         self.processes[:] = [status[_PROCESS] for status in self._status]
         if self._peer_reads:
@@ -114,12 +114,12 @@ class NodeBoard:
 
     @property
     def named_memory(self) -> bool:
-        """Whether its ranks can share files only by names."""
+        """Whether its ranks can share only named files."""
         return bool(getattr(self._memory, "is_named", False))
 
     @property
     def epoch(self) -> int:
-        """How often the ranks have met."""
+        """The number of synchronisations of the ranks so far."""
         return int(self._control[kernels.EPOCH])
 
     @property
@@ -131,7 +131,7 @@ class NodeBoard:
     def calls(self, number: int) -> None:
         self._control[kernels.CALLS] = number
 
-    def new_call(self) -> Call:
+    def new_call(self) -> KernelCall:
         """Return a blank call for the kernels."""
         call = np.zeros(kernels.CALL_FIELDS, np.int64)
         call[kernels.CONTROL] = self._control.ctypes.data
@@ -141,10 +141,10 @@ class NodeBoard:
         call[kernels.NAP_MICROSECONDS] = _NAP_MICROSECONDS
         return call
 
-    def resume(self, kernel: Kernel, argument: int, calls: Call, status: int, on_wait: WaitHook) -> int:
-        """Go on with a kernel that returned `status`, calling `on_wait` between its waits; return its last status.
+    def resume(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, on_wait: WaitHook) -> int:
+        """Continue a kernel that returned `status`, calling `on_wait` between its waits; return its last status.
 
-        calls: one or several, a row each, that the kernel works on.
+        calls: the calls of the kernel, one row each.
         """
         if status == kernels.WAITING:
             patience = calls[:, _PATIENCE]
@@ -152,7 +152,7 @@ class NodeBoard:
             waits = 0
             while status == kernels.WAITING:
                 on_wait()
-                self._transport.progress()  # a rank that comes later may first wait for a message with this one
+                self._transport.progress()  # a late rank may first wait for a message to or from this one
                 waits += 1
                 if waits == _MANY_WAITS:
                     calls[:, _PATIENCE[2:]] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
@@ -161,15 +161,15 @@ class NodeBoard:
         return status
 
     def meet(self, signature: int, on_wait: WaitHook) -> bool:
-        """Wait for all ranks; return whether they all came with the same signature."""
-        self._meeting[0, kernels.SIGNATURE] = signature
-        status = self._barrier(self._meeting_address)
+        """Wait for all ranks; return whether all gave the same signature. Collective."""
+        self._sync_call[0, kernels.SIGNATURE] = signature
+        status = self._barrier(self._sync_address)
         if status != kernels.DONE:
-            status = self.resume(self._barrier, self._meeting_address, self._meeting, status, on_wait)
+            status = self.resume(self._barrier, self._sync_address, self._sync_call, status, on_wait)
         return status == kernels.DONE
 
     def exchange_texts(self, text: str, on_wait: WaitHook) -> list[str]:
-        """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""
+        """Return every rank's text (cut at 1 kB). Collective, at the same epoch."""
         self._write_text(text)
         self.meet(kernels.DONE, on_wait)
         texts = [self._read_text(rank) for rank in range(self.size)]
@@ -188,14 +188,14 @@ class NodeBoard:
         return [self.members[rank] for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
 
     def is_ahead(self) -> bool:
-        """Return whether a rank has come to a meeting that this rank has not come to."""
+        """Return whether a rank has reached a later epoch than this rank."""
         return bool(self._arrived.max() > self._control[kernels.EPOCH])
 
     def fail(self) -> None:
-        """Let every later kernel return BROKEN: this rank is out of step with the others.
+        """Make every later kernel return BROKEN, because this rank is out of step with the others.
 
-        Where all have come others may still end what this rank has done. Nobody takes from it what it has published for
-        those that have not come yet.
+        If all ranks have arrived at the current epoch, they may still complete it with this rank's data. Otherwise no
+        rank reads the data that this rank has published in it.
         """
         epoch = int(self._control[kernels.EPOCH])
         counted = epoch + bool(self._arrived.min() >= epoch)
@@ -203,13 +203,13 @@ class NodeBoard:
         self._control[kernels.FAILED] = 1
 
     def leave(self, reason: str = LEFT) -> None:
-        """Tell the others that this rank comes to no meeting any more; its first reason counts. Never blocks."""
+        """Tell the other ranks that this rank synchronises no more; the first reason counts. Never blocks."""
         if self._status[self.rank][_THERE] != _LEFT:
             self._write_text(reason)
             self._status[self.rank][_THERE] = _LEFT
 
     def absent(self) -> dict[int, str]:
-        """Return the ranks that will never come, each with the reason."""
+        """Return the ranks that will never arrive, each with the reason."""
         gone = {}
         for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
             member = self.members[rank]

@@ -1,7 +1,7 @@
-"""NodeCollective: run a compiled collective of a node's ranks, as often as wanted, on any arrays of its kind.
+"""NodeCollective: a compiled collective of a node's ranks, for any arrays of one dtype and size.
 
-It is one collective of one group on arrays of one size. Where the arrays are in symmetric memory nothing is copied;
-elsewhere the data goes through the slots of the board. The kernels find that out, call by call.
+It is one collective of one group on arrays of one size. Arrays in symmetric memory are used in place; data of other
+arrays goes through the slots of the board. The kernels decide this in each call.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
+from commlib.kernels.host import call_routes
 from commlib.kernels.host import node as kernels
-from commlib.kernels.host import placed
 from commlib.node.context import NodeContext
 from commlib.node.signature import signature
-from commlib.runtime.compiled import Compiled, Plan
+from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.schedule.layout import Layout
 
-# Up to here one meeting and P reads beat two meetings and one share each.
+# Up to this size one barrier and reading all P arrays is faster than two barriers and reducing one share each.
 SMALL_BYTES = 4096
 
-# On the progress thread a wait must leave the core to the training thread.
+# On the progress thread a wait must yield the core to the training thread.
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
 
-_run, _run_on_arrays = kernels.entry_point(placed.run), kernels.entry_point(placed.run_on_arrays, 3)
-_begin, _begin_on_arrays = kernels.entry_point(placed.begin), kernels.entry_point(placed.begin_on_arrays, 3)
+_run, _run_on_arrays = kernels.entry_point(call_routes.run), kernels.entry_point(call_routes.run_on_arrays, 3)
+_begin, _begin_on_arrays = kernels.entry_point(call_routes.begin), kernels.entry_point(call_routes.begin_on_arrays, 3)
 _SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
-# What a call changes while it runs.
+# The fields that a running call changes.
 _RUNNING = [
     kernels.STATE,
     kernels.POSITION,
@@ -48,8 +48,8 @@ ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
 
 
 @contextmanager
-def leaving_the_core(calls: Any) -> Iterator[None]:
-    """Let calls, a row each, wait as they must on the progress thread."""
+def yield_core(calls: Any) -> Iterator[None]:
+    """Make calls, one row each, wait politely within the block, as the progress thread must."""
     patience = calls[:, _SPINS_AND_YIELDS]
     usual = patience.copy()
     patience[:] = min(usual[0, 0], _BACKGROUND_SPINS), _BACKGROUND_YIELDS
@@ -64,7 +64,7 @@ NOTHING: Range = (0, 0)
 
 
 def ranges(layout: Layout, item_bytes: int) -> list[Range]:
-    """Return where each chunk of a layout is, in bytes."""
+    """Return the range of each chunk of a layout, in bytes."""
     return [
         (offset * item_bytes, count * item_bytes) for offset, count in zip(layout.offsets, layout.counts, strict=False)
     ]
@@ -72,13 +72,12 @@ def ranges(layout: Layout, item_bytes: int) -> list[Range]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Describe what one rank publishes of its array, and where in its result the parts of each rank go.
+    """The parts of its array that one rank publishes, and the ranges in its result for the parts of each rank.
 
-    sends: one part that all ranks take, or one part for each rank. takes: the part that this rank takes from each, in
-    rank order; in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of
-    any rank. offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None
-    if it is not worth asking whether the arrays are symmetric. in_target: those arrays are the results, and the ranks
-    publish parts of them.
+    sends: one part that all ranks read, or one part per rank. takes: the range for the part from each rank, in rank
+    order; in a reduction only this rank's entry counts, because all are equal. longest: bytes of the longest part of
+    any rank. offsets: byte offset in each rank's array, of `nbytes`, of the part for this rank; None: do not look
+    whether the arrays are symmetric. in_target: these arrays are the results, and the ranks publish parts of them.
     """
 
     sends: Sequence[Range]
@@ -90,21 +89,21 @@ class Exchange:
 
     @classmethod
     def broadcast(cls, nbytes: int, root: int, rank: int, size: int) -> Exchange:
-        """Return that of a broadcast."""
+        """Return the exchange of a broadcast."""
         takes = [(0, nbytes) if peer == root != rank else NOTHING for peer in range(size)]
         return cls([(0, nbytes if rank == root else 0)], takes, nbytes, [0] * size, nbytes)
 
 
-class NodeCollective(Compiled):
-    """A compiled collective of a node's ranks. `counted`: the user called it; it is no part of another call."""
+class NodeCollective(CompiledCall):
+    """A compiled collective of a node's ranks. counted: it is a call of the user, not a part of another call."""
 
     __slots__ = ("_calls", "_context", "_keep", "_route")
 
     def __init__(self, context: NodeContext, text: str, kind: int, *, counted: bool) -> None:
         super().__init__(context.progress, text)
         self._context = context
-        self._calls = np.stack([context.board.new_call() for _ in range(2)])  # through the slots, on symmetric memory
-        self._route = np.zeros(placed.ROUTE_FIELDS, np.int64)
+        self._calls = np.stack([context.board.new_call() for _ in range(2)])  # through the slots; on symmetric memory
+        self._route = np.zeros(call_routes.ROUTE_FIELDS, np.int64)
         self._address = address_of(self._route)
         self._keep: list[Any] = []
         if ARRAYS_ARE_WHERE_EXPECTED:
@@ -119,7 +118,7 @@ class NodeCollective(Compiled):
 
     def _set_route(self, **fields: int) -> None:
         for name, value in fields.items():
-            self._route[getattr(placed, name)] = value
+            self._route[getattr(call_routes, name)] = value
 
     def _set_tables(self, **tables: Sequence[int]) -> None:
         for name, values in tables.items():
@@ -130,7 +129,7 @@ class NodeCollective(Compiled):
         self._keep.append(table)
         return address_of(table)
 
-    def _set_reduce_op(self, op: ReduceOp | None) -> None:
+    def _set_reduce_op(self, op: ReduceFunction | None) -> None:
         if op is not None:
             self._set(REDUCE=op.address, ITEM_BYTES=op.item_bytes, DIVISOR=op.divisor)
 
@@ -140,12 +139,12 @@ class NodeCollective(Compiled):
         context: NodeContext,
         text: str,
         exchange: Exchange,
-        op: ReduceOp | None = None,
+        op: ReduceFunction | None = None,
         *,
         counted: bool = False,
     ) -> NodeCollective:
         """Return an exchange."""
-        call = cls(context, text, placed.EXCHANGE, counted=counted)
+        call = cls(context, text, call_routes.EXCHANGE, counted=counted)
         call._set_exchange(exchange, op)
         if exchange.offsets is not None and exchange.nbytes > SMALL_BYTES:
             looked_up = _TARGET if exchange.in_target else _SOURCE
@@ -154,7 +153,7 @@ class NodeCollective(Compiled):
                 call._set_route(OFFSETS=call._table(exchange.offsets))
         return call
 
-    def _set_exchange(self, exchange: Exchange, op: ReduceOp | None) -> None:
+    def _set_exchange(self, exchange: Exchange, op: ReduceFunction | None) -> None:
         board = self._context.board
         parts = len(exchange.sends)
         self._set_tables(
@@ -179,12 +178,12 @@ class NodeCollective(Compiled):
         """Return a broadcast of `nbytes`, in place."""
         rank, size = context.board.rank, context.board.size
         call = cls.exchange(context, text, Exchange.broadcast(nbytes, root, rank, size), counted=True)
-        call._set_route(KIND=placed.BROADCAST)
+        call._set_route(KIND=call_routes.BROADCAST)
         call._set(COUNT=nbytes, ROOT=root)
         return call
 
     @classmethod
-    def all_reduce(cls, context: NodeContext, text: str, count: int, op: ReduceOp) -> NodeCollective:
+    def all_reduce(cls, context: NodeContext, text: str, count: int, op: ReduceFunction) -> NodeCollective:
         """Return an all-reduce of `count` elements."""
         nbytes, board = count * op.item_bytes, context.board
         if nbytes <= SMALL_BYTES:
@@ -192,7 +191,7 @@ class NodeCollective(Compiled):
             call = cls.exchange(context, text, exchange, op, counted=True)
             call.can_begin = nbytes <= board.slot_bytes
             return call
-        call = cls(context, text, placed.ALL_REDUCE, counted=True)
+        call = cls(context, text, call_routes.ALL_REDUCE, counted=True)
         call._set_route(PLACES=context.places, NBYTES=nbytes, LOOKED_UP=_SOURCE)
         call._set_tables(INPUTS=[0] * board.size, OUTPUTS=[0] * board.size)
         call._set(COUNT=count)
@@ -201,13 +200,13 @@ class NodeCollective(Compiled):
 
     @classmethod
     def barrier(cls, context: NodeContext, text: str) -> NodeCollective:
-        """Return a meeting of all ranks, which moves no data."""
-        return cls(context, text, placed.BARRIER, counted=True)
+        """Return a barrier of all ranks."""
+        return cls(context, text, call_routes.BARRIER, counted=True)
 
     def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
         bound = copy.copy(self)
         bound._calls, bound._route = self._calls.copy(), self._route.copy()
-        bound._calls[:, _RUNNING] = self._context.board.new_call()[_RUNNING]  # this one may be running now
+        bound._calls[:, _RUNNING] = self._context.board.new_call()[_RUNNING]  # `self` may be running now
         bound._calls[0, _SOURCE], bound._calls[0, _TARGET] = address_of(x), address_of(target)
         bound._address = address_of(bound._route)
         staged, symmetric = (address_of(call) for call in bound._calls)
@@ -219,7 +218,7 @@ class NodeCollective(Compiled):
         return target
 
     def run_at(self, source: int, target: int) -> None:
-        """Run it within an operation, on the arrays at these addresses."""
+        """Run the collective within an operation, on the arrays at these addresses."""
         self._calls[0, _SOURCE], self._calls[0, _TARGET] = source, target
         try:
             if self._progress.in_background:
@@ -231,7 +230,7 @@ class NodeCollective(Compiled):
             raise
 
     def begin(self, x: Any, target: Any) -> bool:
-        """Publish this rank's data, and return whether the call is done; if not, `perform` goes on with it."""
+        """Publish this rank's data, and return whether the call is done; if not, `perform` continues it."""
         if ARRAYS_ARE_WHERE_EXPECTED:
             status = _begin_on_arrays(self._address, id(x), id(target))
         else:
@@ -252,6 +251,6 @@ class NodeCollective(Compiled):
         self._context.complete(_run, self._address, self._calls, status, self.text)
 
     def _run_in_background(self) -> None:
-        with leaving_the_core(self._calls):
+        with yield_core(self._calls):
             if status := _run(self._address):
                 self._complete(status)

@@ -1,4 +1,4 @@
-"""NodeContext: give the collectives of a node the parts of their group that they need."""
+"""NodeContext: the parts of a group that its collectives within a node need."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from commlib.node.board import NodeBoard
 from commlib.runtime.progress import Progress
 
 Complete = Callable[[Any, int, Any, int, str], int]
-"""Finish a kernel that did not end well at once: (kernel, its argument, its calls, its status, text) to a status."""
+"""Finishes a kernel that did not complete at once: (kernel, argument, calls, status, text) -> last status."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """Hold the board of a group's ranks on this node, the order of the group's operations, and its trouble reports.
+    """The board of a group's ranks on this node, the group's progress, and its callbacks for failures.
 
-    places: the address of the places of the group's symmetric memory, as `kernels.host.placed` reads them.
+    places: the address of the table of the group's symmetric memory, for `kernels.host.placed`.
     """
 
     board: NodeBoard

@@ -1,4 +1,4 @@
-"""Counts: say which ranks of an all_to_all_v do not agree on how many rows go from one to the other."""
+"""Counts: the errors of all_to_all_v for ranks that disagree on row counts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from commlib.errors import MismatchError, UsageError
 
 
-def unequal(
-    group: str, rank: int, came: Sequence[int], takes: Sequence[int], splits: Sequence[int], expected: Sequence[int]
+def make_counts_error(
+    group: str, rank: int, received: Sequence[int], takes: Sequence[int], splits: Sequence[int], expected: Sequence[int]
 ) -> MismatchError:
-    """Return the error of counts that differ: what came from each rank and was to come, went to each and was to go."""
+    """Return the error for different counts: rows received and expected per rank, sent and expected there."""
     lines = [
         f"  rank {peer} sent {_rows(here)} to rank {rank}, which expected {there}"
-        for peer, (here, there) in enumerate(zip(came, takes, strict=True))
+        for peer, (here, there) in enumerate(zip(received, takes, strict=True))
         if here != there
     ]
     lines += [
@@ -22,17 +22,17 @@ def unequal(
         if here != there and peer != rank
     ]
     return MismatchError(
-        f"{group}: all_to_all_v: the ranks do not agree on how much they exchange (this is rank {rank}):\n"
+        f"{group}: all_to_all_v: the ranks do not agree on the numbers of rows (this is rank {rank}):\n"
         + "\n".join(lines)
-        + "\ntakes= must be what the other ranks give in splits=. The group stays usable."
+        + "\ntakes= must equal the splits= of the other ranks. The group stays usable."
     )
 
 
-def unfit(group: str, rank: int, came: Sequence[int], room: int) -> UsageError:
-    """Return the error of a result that has another length than what has come."""
+def make_length_error(group: str, rank: int, received: Sequence[int], room: int) -> UsageError:
+    """Return the error for a result array whose length differs from the number of received rows."""
     return UsageError(
-        f"{group}: all_to_all_v: {sum(came)} rows came to rank {rank}, {list(came)} from ranks 0, 1, ..., but out has "
-        f"{room}; the other ranks have their data"
+        f"{group}: all_to_all_v: rank {rank} received {sum(received)} rows, {list(received)} from ranks 0, 1, ..., "
+        f"but out has {room}; the other ranks have their data"
     )
 
 

@@ -1,8 +1,7 @@
-"""DeviceCollective: collectives of a node's ranks on arrays of their devices, queued on the current stream of each.
+"""Device collectives: collectives of a node's ranks on device arrays, queued on the current stream of each rank.
 
-What a rank reads of another's device it reads over the wires between the devices, or in the memory that they share; no
-message and no host is in between. Where the arrays are in symmetric memory nothing is copied; elsewhere the data goes
-through slots.
+A rank reads another device's memory over the links between the devices, or in shared host memory, without messages and
+without the host's cores. Arrays in symmetric memory are used in place; data of other arrays goes through slots.
 """
 
 from __future__ import annotations
@@ -13,31 +12,33 @@ from itertools import accumulate
 from typing import Any
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.repeats import Repeats, once
-from commlib.execution.reduce_op import ReduceOp
+from commlib.devices.launch_replay import LaunchReplay, queue_once
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.node.collective import Exchange, Range
 from commlib.node.device_board import DeviceBoard
 from commlib.transport.base import WaitHook
 
-# Up to so many bytes every rank reads all of every other one's array: a meeting costs more than that.
+# Bytes. Up to this size every rank reads all arrays completely: a second barrier would cost more.
 SMALL_BYTES = 64 << 10
 
-# Shares of an array begin at multiples of so many bytes, where memory is read in whole lines.
+# Bytes. Shares of an array begin at multiples of this, so devices read full memory lines.
 _SHARE_BYTES = 512
 
-Move = Callable[[DeviceArray, DeviceArray, WaitHook], None]
-"""Queue a call on a source and a target, both 1-D. All ranks do."""
+Enqueue = Callable[[DeviceArray, DeviceArray, WaitHook], None]
+"""Queues the collective on a source and a target, both 1-D. All ranks call it."""
 
-Open = Callable[[], None]
-"""Make the board's slots, within an operation; collective at first."""
+OpenSlots = Callable[[], None]
+"""Creates the board's slots, within an operation; the first call is collective."""
 
 Queue = Callable[[Hashable, Callable[[], None]], None]
-"""Queue what a function does, which depends on a key: see `devices.repeats`."""
+"""Queues the work of a function, which depends only on a key: see `devices.repeats`."""
 
 
-def exchange(board: DeviceBoard, open_slots: Open, what: Exchange, op: ReduceOp | None, *, again: bool = True) -> Move:
-    """Return an exchange: see `node.collective.Exchange`. again: it is used more than once."""
-    queue: Queue = Repeats(board.device).queue if again else once
+def exchange(
+    board: DeviceBoard, open_slots: OpenSlots, what: Exchange, op: ReduceFunction | None, *, again: bool = True
+) -> Enqueue:
+    """Return an exchange: see `node.collective.Exchange`. again: it runs more than once."""
+    queue: Queue = LaunchReplay(board.device).queue if again else queue_once
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         if what.offsets is not None and what.nbytes > SMALL_BYTES:
@@ -52,20 +53,20 @@ def exchange(board: DeviceBoard, open_slots: Open, what: Exchange, op: ReduceOp 
                 return
         if what.longest:
             open_slots()
-            _through_slots(board, what, op, x, target, queue)
+            _exchange_in_slots(board, what, op, x, target, queue)
 
     return move
 
 
-def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -> Move:
+def all_reduce(board: DeviceBoard, open_slots: OpenSlots, count: int, op: ReduceFunction) -> Enqueue:
     """Return an all-reduce of `count` elements."""
     nbytes = count * op.item_bytes
     everything = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes)
     if nbytes <= SMALL_BYTES:
         return exchange(board, open_slots, everything, op)
-    queue = Repeats(board.device).queue
-    # Who reads over the host's bus reads its share of all arrays, and the others' results, not all of all arrays.
-    halves = _by_shares(board, open_slots, count, op) if board.by_host and board.size > 2 else None
+    queue = LaunchReplay(board.device).queue
+    # Over the host's bus, each rank reads its share of all arrays and then the others' results: less than all arrays.
+    halves = _reduce_in_two_steps(board, open_slots, count, op) if board.by_host and board.size > 2 else None
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         place, bases = board.find(target)
@@ -78,13 +79,13 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
             halves(x, target, on_wait)
             return
         open_slots()
-        if board.size == 2:  # half of the other one's array is read in either case
-            _through_slots(board, everything, op, x, target, queue)
+        if board.size == 2:  # reading shares would save nothing with two ranks
+            _exchange_in_slots(board, everything, op, x, target, queue)
             return
         longest = board.part_bytes(1) // op.item_bytes
         for start in range(0, count, longest):
             stop = min(start + longest, count)
-            slots = board.turn_slots()
+            slots = board.switch_slots()
             mine = board.at(slots[board.rank], stop - start, x.dtype)
             board.device.copy(mine, x[start:stop])
             _reduce_shares(board, slots, stop - start, op, x.dtype, queue)
@@ -93,24 +94,24 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
     return move
 
 
-def scan(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp, *, inclusive: bool) -> Move:
-    """Return a scan of `count` elements: each rank combines the arrays of those before it, and its own if `inclusive`.
+def scan(board: DeviceBoard, open_slots: OpenSlots, count: int, op: ReduceFunction, *, inclusive: bool) -> Enqueue:
+    """Return a scan of `count` elements: each rank combines the arrays of all ranks before it; inclusive: and its own.
 
-    A rank that combines none leaves its target as it is.
+    A rank that combines no array leaves its target unchanged.
     """
     nbytes = count * op.item_bytes
-    everything, queue = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes), Repeats(board.device).queue
+    everything, queue = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes), LaunchReplay(board.device).queue
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         if count:
             open_slots()
-            _through_slots(board, everything, op, x, target, queue, first=board.rank + inclusive)
+            _exchange_in_slots(board, everything, op, x, target, queue, first=board.rank + inclusive)
 
     return move
 
 
-def _by_shares(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -> Move:
-    """Return an all-reduce of two exchanges: each rank reduces its share, then all take all shares."""
+def _reduce_in_two_steps(board: DeviceBoard, open_slots: OpenSlots, count: int, op: ReduceFunction) -> Enqueue:
+    """Return an all-reduce as two exchanges: each rank reduces its share, then all ranks read all shares."""
     size = board.size
     ranges = _ranges([count // size + (rank < count % size) for rank in range(size)], op.item_bytes)
     mine, longest = ranges[board.rank], ranges[0][1]
@@ -131,9 +132,9 @@ def _ranges(counts: Sequence[int], item_bytes: int) -> list[Range]:
 
 
 def _reduce_shares(
-    board: DeviceBoard, arrays: Sequence[int], count: int, op: ReduceOp, dtype: Any, queue: Queue
+    board: DeviceBoard, arrays: Sequence[int], count: int, op: ReduceFunction, dtype: Any, queue: Queue
 ) -> None:
-    """Reduce all ranks' arrays at these addresses, each its share, and write that to all of them."""
+    """Reduce this rank's share of the arrays at these addresses, and write the result to all of them."""
     share = -(-count * op.item_bytes // board.size // _SHARE_BYTES) * _SHARE_BYTES // op.item_bytes
     start = min(board.rank * share, count)
     mine = min(share, count - start)
@@ -148,33 +149,33 @@ def _reduce_shares(
     board.meet()
 
 
-def _through_slots(
+def _exchange_in_slots(
     board: DeviceBoard,
     what: Exchange,
-    op: ReduceOp | None,
+    op: ReduceFunction | None,
     x: DeviceArray,
     target: DeviceArray,
     queue: Queue,
     *,
     first: int | None = None,
 ) -> None:
-    """Copy what others take of `x` to this rank's slot, and take from theirs, piece by piece.
+    """Copy the published parts of `x` to this rank's slot and read the parts from the other slots, chunk by chunk.
 
-    first: of a reduction, only those of the first ranks, so many.
+    first: in a reduction, the number of first ranks whose arrays are combined.
     """
     parts = len(what.sends)
     piece = board.part_bytes(parts)
-    own = 0 if parts == 1 else board.rank  # the number of the part that this rank takes, of everyone's
+    own = 0 if parts == 1 else board.rank  # the index of the part for this rank in every slot
     mine = x.address + what.sends[own][0]
 
     def give(start: int, slot: int) -> None:
         for number, sent in enumerate(what.sends):
-            length = _left(sent, start, piece)
+            length = _bytes_left(sent, start, piece)
             if length and (parts == 1 or number != own):
                 _copy(board, slot + number * piece, x.address + sent[0] + start, length)
 
     def give_next(start: int) -> tuple[list[int], tuple[int, int, int]]:
-        slots = board.turn_slots()
+        slots = board.switch_slots()
         key = start, slots[board.rank], x.address
         queue(key, partial(give, start, key[1]))
         return slots, key
@@ -188,17 +189,17 @@ def _through_slots(
     given = give_next(0)
     for start in range(0, what.longest, piece):
         board.meet()
-        following, there = start + piece, given
+        following, current = start + piece, given
         if following >= what.longest:
-            take(start, *there)
+            take(start, *current)
         elif board.by_host:
-            # The host's bus carries both ways at once. The slots take turns, and a target that is the source, too, is
-            # written in front of what is read of it.
+            # The host's bus is full duplex. The two slots alternate, and if the target is also the source, the next
+            # chunk to read is behind the chunk to write.
             given, event = board.beside(partial(give_next, following))
-            take(start, *there)
+            take(start, *current)
             board.device.current().wait(event)
         else:
-            take(start, *there)
+            take(start, *current)
             given = give_next(following)
 
 
@@ -208,30 +209,30 @@ def _take(
     takes: Sequence[Range],
     start: int,
     piece: int,
-    op: ReduceOp | None,
+    op: ReduceFunction | None,
     target: DeviceArray,
 ) -> None:
-    """Read what this rank takes from byte `start` on, at most `piece` bytes of each rank, into the target.
+    """Read this rank's parts from byte `start` on, at most `piece` bytes from each rank, into the target.
 
-    sources: where what each rank has for this one begins.
+    sources: the addresses of each rank's part for this rank.
     """
     if op is not None:
         offset, length = takes[board.rank]
-        if length := _left((offset, length), start, piece):
+        if length := _bytes_left((offset, length), start, piece):
             count = length // op.item_bytes
             if board.by_host and length > SMALL_BYTES:
-                sources = _fetched(board, sources, start, length)
+                sources = _fetch(board, sources, start, length)
             operands = [board.at(source + start, count, target.dtype) for source in sources]
             into = board.at(target.address + offset + start, count, target.dtype)
             board.device.kernels.reduce(op.dtype, op.operation, op.divisor, operands, into)
         return
     for source, (offset, length) in zip(sources, takes, strict=True):
-        if length := _left((offset, length), start, piece):
+        if length := _bytes_left((offset, length), start, piece):
             _copy(board, target.address + offset + start, source + start, length)
 
 
-def _fetched(board: DeviceBoard, sources: Sequence[int], start: int, length: int) -> list[int]:
-    """Copy what others have for this rank to its device, where a kernel reads it several times as fast."""
+def _fetch(board: DeviceBoard, sources: Sequence[int], start: int, length: int) -> list[int]:
+    """Copy the other ranks' parts to this rank's device, where a kernel reads them several times faster."""
     near = board.near((board.size - 1) * length) - start
     found = []
     for peer, source in enumerate(sources):
@@ -254,6 +255,6 @@ def _copy(board: DeviceBoard, to: int, source: int, nbytes: int) -> None:
         board.device.copy(board.at(to, nbytes, "uint8"), board.at(source, nbytes, "uint8"))
 
 
-def _left(part: Range, start: int, piece: int) -> int:
-    """Return how many bytes of a part there are from `start` on, at most `piece`."""
+def _bytes_left(part: Range, start: int, piece: int) -> int:
+    """Return the bytes of a part from `start` on, at most `piece`."""
     return max(min(part[1] - start, piece), 0)

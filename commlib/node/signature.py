@@ -1,4 +1,4 @@
-"""Numbers for the texts of calls: what ranks compare instead of the texts."""
+"""Signatures: hashes of call texts, which ranks compare instead of the texts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def signature(text: str) -> int:
-    """Return a positive 62-bit number for `text`, the same in every process."""
+    """Return a positive 62-bit hash of `text`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
 
 
 def follow(history: int, text: str) -> int:
-    """Return the positive 62-bit number of a history of calls, and this call after it."""
+    """Return the positive 62-bit hash of a history of calls with one more call, `text`."""
     return (history * 0x9E3779B97F4A7C15 + signature(text)) & (1 << 62) - 1

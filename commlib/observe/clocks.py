@@ -1,7 +1,7 @@
-"""Clocks: whether two ranks read one clock, and how far apart their clocks are if not.
+"""Clocks: detect ranks that share a clock, and measure the offset between clocks of different machines.
 
-Times of a timeline are those of the kernel's monotonic clock, which all processes of a machine share. Clocks of two
-machines are compared by messages there and back: the quickest of some says most (Cristian 1989; NTP does so, too).
+A timeline uses the kernel's monotonic clock, which all processes of a machine share. Clocks of two machines are
+compared by round trips: the fastest of several gives the tightest bound (Cristian 1989; NTP does the same).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# Messages there and back for one comparison: one of so many meets no scheduler.
+# Round trips for one comparison: among so many, at least one is not delayed by a scheduler.
 PINGS = 24
 
 _TRIES = 5
 
-_TAG = 32767  # of these messages: the last one that there is
+_TAG = 32767  # of these messages: the largest tag that MPI guarantees
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
     """How far the clock of rank `to` was ahead of this rank's, at `time` of this rank's. Units: ns.
 
-    error: it cannot be further from that, whatever the messages did.
+    error: a strict bound on the error of `offset`, whatever the delays of the messages.
     """
 
     time: int
@@ -36,8 +36,8 @@ class Offset:
     to: int
 
 
-class Comm(Protocol):
-    """Messages between two ranks. A Communicator has them."""
+class ClockRanks(Protocol):
+    """Messages between two ranks. A Communicator implements it."""
 
     @property
     def rank(self) -> int: ...
@@ -47,16 +47,16 @@ class Comm(Protocol):
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any: ...
 
 
-class Noting(Protocol):
-    """A timeline."""
+class ClockSink(Protocol):
+    """A timeline that records clock offsets."""
 
     def note_clock(self, offset: Offset) -> None: ...
 
 
 def clock_id() -> str:
-    """Return a text that processes have alike which read the same monotonic clock.
+    """Return a text that is equal in two processes if they read the same monotonic clock.
 
-    The kernel's boot, and what a time namespace adds to its clock.
+    It contains the kernel's boot ID and the offsets that a time namespace adds.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -72,7 +72,7 @@ def clock_id() -> str:
 def now_on_both() -> tuple[int, int]:
     """Return the time of the monotonic clock and the time of day at one moment. Units: ns.
 
-    Of some tries the quickest: in the middle of one this process may lose its core.
+    It returns the fastest of several tries, because this process may lose its core during one.
     """
     tries = []
     for _ in range(_TRIES):
@@ -87,12 +87,12 @@ def host_name() -> str:
 
 
 def compare_clocks(
-    comm: Comm, clocks: Mapping[int, str], *, now: Callable[[], int] = monotonic_ns, pings: int = PINGS
+    comm: ClockRanks, clocks: Mapping[int, str], *, now: Callable[[], int] = monotonic_ns, pings: int = PINGS
 ) -> Offset:
     """Return how far the clock of the lowest rank is ahead of this rank's. Collective over the ranks in `clocks`.
 
-    clocks: what `clock_id` returns on each of the ranks that take part, this one among them. Ranks with one clock send
-    no pings but for one of them. Raises what messages raise.
+    clocks: the `clock_id` of each participating rank, including this one. Of the ranks that share a clock, only the
+    lowest sends pings. Raises the errors of the messages.
     """
     ranks = sorted(clocks)
     root = ranks[0]
@@ -112,15 +112,15 @@ def compare_clocks(
         for rank in followers:
             comm.send(np.array([found.time, found.offset, found.error], np.int64), rank, _TAG)
         return found
-    told = np.empty(3, np.int64)
-    comm.recv(told, mine, _TAG)
-    return Offset(int(told[0]), int(told[1]), int(told[2]), root)
+    received = np.empty(3, np.int64)
+    comm.recv(received, mine, _TAG)
+    return Offset(int(received[0]), int(received[1]), int(received[2]), root)
 
 
-def note_clock(timeline: Noting | None, comm: Comm, clocks: Mapping[int, str]) -> None:
-    """Write into a rank's timeline how far its clock is from that of the lowest of `clocks`, if they have several.
+def note_clock(timeline: ClockSink | None, comm: ClockRanks, clocks: Mapping[int, str]) -> None:
+    """Record how far a rank's clock is ahead of that of the lowest of `clocks` in its timeline, if the clocks differ.
 
-    Collective over the ranks in `clocks`, as `compare_clocks` is; a rank without a timeline takes part.
+    Collective over the ranks in `clocks`, like `compare_clocks`; a rank without a timeline takes part.
     """
     if len(set(clocks.values())) > 1:
         offset = compare_clocks(comm, clocks)
@@ -128,23 +128,23 @@ def note_clock(timeline: Noting | None, comm: Comm, clocks: Mapping[int, str]) -
             timeline.note_clock(offset)
 
 
-def _answer(comm: Comm, peer: int, now: Callable[[], int], pings: int) -> None:
-    word = np.zeros(1, np.int64)
+def _answer(comm: ClockRanks, peer: int, now: Callable[[], int], pings: int) -> None:
+    message = np.zeros(1, np.int64)
     for _ in range(pings):
-        comm.recv(word, peer, _TAG)
-        word[0] = now()
-        comm.send(word, peer, _TAG)
+        comm.recv(message, peer, _TAG)
+        message[0] = now()
+        comm.send(message, peer, _TAG)
 
 
-def _ping(comm: Comm, root: int, now: Callable[[], int], pings: int) -> Offset:
-    word = np.zeros(1, np.int64)
+def _ping(comm: ClockRanks, root: int, now: Callable[[], int], pings: int) -> Offset:
+    message = np.zeros(1, np.int64)
     found: list[tuple[int, int, int]] = []
     for _ in range(pings):
         sent = now()
-        comm.send(word, root, _TAG)
-        comm.recv(word, root, _TAG)
+        comm.send(message, root, _TAG)
+        comm.recv(message, root, _TAG)
         back = now()
-        found.append((back - sent, (sent + back) // 2, int(word[0])))
+        found.append((back - sent, (sent + back) // 2, int(message[0])))
     return _best(found, root)
 
 

@@ -1,4 +1,4 @@
-"""Counters: how often each verb was called in each group, on how many bytes, how long that took, and who waited."""
+"""Counters: the number, bytes and times of each verb's calls in each group, and the time that user threads waited."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from commlib.observe.recorder import MESSAGES, Event, Phase, Record
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """The operations of one kind that have ended on this rank.
+    """The operations of one verb that have ended on this rank.
 
-    calls: all of them. failed: those that ended in an error. nbytes: of this rank's arrays, where that is known.
-    seconds: from when their turn came to their end. waited: seconds in the queue before that. exposed: seconds in which
-    threads of the user's waited for them, in a blocking call or for a work; the rest was hidden behind their own doing.
+    calls: all of them. failed: those that ended in an error. nbytes: the bytes of this rank's arrays, where known.
+    seconds: from the start of their turn to their end. waited: seconds in the queue before that. exposed: seconds in
+    which user threads waited for them, in a blocking call or on a work handle; the rest overlapped with other work.
     """
 
     calls: int = 0
@@ -55,17 +55,17 @@ class Counters:
     """A reader of the recorder."""
 
     def __init__(self) -> None:
-        # Calls, failed ones, bytes, ns, ns in the queue, ns of waiting threads: a list is changed in a tenth of the
+        # Calls, failures, bytes, ns, ns in the queue, ns of waiting threads: updating a list takes a tenth of the
         # time of a new Count.
         self._sums: dict[tuple[str, str], list[int]] = {}
-        self._lock = threading.RLock()  # a signal handler may come here in the middle of `read`
+        self._lock = threading.RLock()  # a signal handler may interrupt `read` and enter again
 
     def read(self, event: Event) -> None:
         """Count an operation that has ended."""
         if event.phase is not Phase.END:
             return
         record = event.record
-        began = record.began or record.ended  # it has not come to its turn
+        began = record.began or record.ended  # if its turn never came
         with self._lock:
             sums = self._of(record)
             sums[0] += 1
@@ -73,11 +73,11 @@ class Counters:
             sums[2] += max(record.nbytes, 0)
             sums[3] += record.ended - began
             sums[4] += began - record.queued if record.queued else 0
-            # Else whoever waits says so.
+            # Otherwise the waiting thread calls `expose`.
             sums[5] += record.ended - began if record.in_call and record.row != MESSAGES else 0
 
     def expose(self, record: Record, nanoseconds: int) -> None:
-        """Count that a thread of the user's has waited for an operation, which may not have ended yet."""
+        """Add the time that a user thread waited for an operation, which may still be running."""
         with self._lock:
             self._of(record)[5] += nanoseconds
 

@@ -1,7 +1,7 @@
-"""Diagnosis: from what the ranks of a job that hangs have written to why it hangs. Pure.
+"""Diagnosis: find the cause of a hang from the dumps of the ranks. Pure.
 
-Each wait points at ranks (see `job_dumps`), and what hangs is found by following these: a rank that is stopped or gone,
-one that is somewhere else in its own code, ranks that wait for each other in a circle, or that called different things.
+Each wait points at ranks (see `job_dumps`). Following these edges leads to the cause: a stopped or dead rank, a rank
+that is elsewhere in its own code, ranks that wait for each other in a cycle, or ranks that made different calls.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 
 from commlib.config.settings import ranks_text
 from commlib.observe.dump import Dump
-from commlib.observe.job_dumps import JobDumps, worded, worded_name
+from commlib.observe.job_dumps import JobDumps, describe_named, describe_wait
 
-_MOST_WAITS, _MOST_NAMES = 4, 5  # of one rank that are told of
-_MOST_STATES = 32  # that are printed
+_MOST_WAITS, _MOST_NAMES = 4, 5  # reported for one rank
+_MOST_STATES = 32  # printed
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. kind: stopped, gone, silent, mismatch, deadlock, missing or unknown."""
+    """One cause of the hang. kind: stopped, gone, silent, mismatch, deadlock, missing or unknown."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -28,7 +28,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What ranks are doing that do the same. calls: what they wait for. place: where their own code is, or ""."""
+    """The common state of some ranks. calls: the calls they wait in. place: the location of their user code, or ""."""
 
     ranks: tuple[int, ...]
     calls: tuple[str, ...]
@@ -37,7 +37,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a job hangs. hang: its number in the job. seconds: how long somebody has waited."""
+    """The cause of a hang. hang: its number in the job. seconds: the longest wait of any rank."""
 
     hang: int
     size: int
@@ -46,7 +46,7 @@ class Diagnosis:
     states: tuple[RankState, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the diagnosis as JSON-compatible values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -57,28 +57,30 @@ class Diagnosis:
             calls = "; ".join(state.calls)
             lines.append(f"  {ranks_text(state.ranks)}: {calls}" + (f"\n    at {state.place}" if state.place else ""))
         if (more := len(self.states) - _MOST_STATES) > 0:
-            lines.append(f"  and {more} more, which --json has")
+            lines.append(f"  and {more} more: --json lists all")
         return "\n".join(lines)
 
 
 def diagnose(dumps: Sequence[Dump]) -> Diagnosis:
-    """Return why the job hangs, from the dumps of one hang: at least one, at most one of each rank."""
+    """Return the cause of a hang, from its dumps: at least one, at most one for each rank."""
     job = JobDumps(dumps)
-    findings = (*_absent(job), *_mismatches(job), *_deadlocks(job), *_missing(job))
-    seconds = max((lasted for dump in dumps for lasted in _lasted(dump)), default=0.0)
+    findings = (*_find_absent(job), *_find_mismatches(job), *_find_deadlocks(job), *_find_missing(job))
+    seconds = max((wait for dump in dumps for wait in _wait_times(dump)), default=0.0)
     if not findings:
-        text = "nobody is missing where somebody waits: a message may be lost, or the ranks go on slowly"
+        text = (
+            "no rank is missing from a call that others wait in: a message may be lost, or the ranks make slow progress"
+        )
         findings = (Finding("unknown", (), text),)
     return Diagnosis(dumps[0].hang, job.size, seconds, findings, _states(job))
 
 
-def _lasted(dump: Dump) -> Iterator[float]:
+def _wait_times(dump: Dump) -> Iterator[float]:
     yield from (wait.seconds for wait in dump.waits)
     yield from (name.seconds for name in dump.named)
 
 
-def _absent(job: JobDumps) -> Iterator[Finding]:
-    """Find the ranks that have written nothing."""
+def _find_absent(job: JobDumps) -> Iterator[Finding]:
+    """Find the ranks that wrote no dump."""
     seen = {state.rank: state for dump in job.dumps.values() for state in dump.neighbours}
     unseen = []
     for rank in range(job.size):
@@ -96,15 +98,15 @@ def _absent(job: JobDumps) -> Iterator[Finding]:
             yield Finding("gone", (rank,), f"rank {rank} is gone: {where} has ended")
         else:
             yield Finding(
-                "silent", (rank,), f"rank {rank} has written nothing, but lives: {where}, {_busy(state.state)}"
+                "silent", (rank,), f"rank {rank} wrote no dump but is alive: {where}, {_describe_process(state.state)}"
             )
     if unseen:
-        text = "nothing was written there, nor by others of the same host: does it see the folder, is it up?"
+        text = "no dump from these ranks or others on their hosts: are the hosts up, do they see the folder?"
         yield Finding("silent", tuple(unseen), f"{ranks_text(unseen)}: {text}")
 
 
-def _mismatches(job: JobDumps) -> Iterator[Finding]:
-    """Find the first call of each group that some ranks called something else for, if somebody waits since."""
+def _find_mismatches(job: JobDumps) -> Iterator[Finding]:
+    """Find the first call of each group that differs between ranks, if a rank waits in that call or a later one."""
     waits = [wait for dump in job.dumps.values() for wait in dump.waits]
     for key in sorted({group for groups in job.groups.values() for group in groups}):
         first = job.first_difference(key)
@@ -115,12 +117,15 @@ def _mismatches(job: JobDumps) -> Iterator[Finding]:
                 callers.setdefault(text, []).append(rank)
             lines = "".join(f"\n    {ranks_text(ranks)}: {text}" for text, ranks in callers.items())
             name = next(groups[key].name for groups in job.groups.values() if key in groups)
-            text = f"{name}: call {first} is not the same on all ranks: one was skipped, or has other arguments{lines}"
+            text = (
+                f"{name}: call {first} is not the same on all ranks: "
+                f"one skipped a call or passed other arguments{lines}"
+            )
             yield Finding("mismatch", tuple(texts), text)
 
 
-def _deadlocks(job: JobDumps) -> Iterator[Finding]:
-    """Find ranks that wait for each other in a circle, inside of commlib, each of them."""
+def _find_deadlocks(job: JobDumps) -> Iterator[Finding]:
+    """Find ranks that wait for each other in a cycle, all inside commlib."""
     circle = job.circle()
     if circle:
         steps = []
@@ -134,45 +139,45 @@ def _deadlocks(job: JobDumps) -> Iterator[Finding]:
         yield Finding("deadlock", tuple(sorted(circle)), text)
 
 
-def _missing(job: JobDumps) -> Iterator[Finding]:
-    """Find ranks that somebody waits for, and that wait for nobody themselves."""
+def _find_missing(job: JobDumps) -> Iterator[Finding]:
+    """Find ranks that others wait for and that wait for no rank themselves."""
     wanted: dict[int, dict[str, list[int]]] = {}
     for waiting, awaited in job.awaited.items():
         for rank, call in awaited.items():
             wanted.setdefault(rank, {}).setdefault(call, []).append(waiting)
-    alike: dict[tuple[str, str], list[int]] = {}
+    by_state: dict[tuple[str, str], list[int]] = {}
     for rank, calls in sorted(wanted.items()):
         if rank in job.dumps and not job.awaited[rank]:
             calling = [
                 f"{call}, where {ranks_text(ranks)} wait{'s' * (len(ranks) == 1)}" for call, ranks in calls.items()
             ]
             place = job.place(rank)
-            alike.setdefault((_few(calling), place), []).append(rank)
-    for (where, place), ranks in alike.items():
+            by_state.setdefault((_shorten(calling), place), []).append(rank)
+    for (where, place), ranks in by_state.items():
         are, they = ("is", "it is") if len(ranks) == 1 else ("are", "they are")
         text = f"{ranks_text(ranks)} {are} missing in {where}" + (f"; {they} at {place}" if place else "")
         yield Finding("missing", tuple(ranks), text)
 
 
 def _states(job: JobDumps) -> tuple[RankState, ...]:
-    """Return what the ranks do; those that do the same together."""
+    """Return the states of the ranks, ranks in the same state grouped together."""
     found: dict[tuple[tuple[str, ...], str], list[int]] = {}
     for rank, dump in job.dumps.items():
-        calls = [worded(wait) for wait in dump.waits[:_MOST_WAITS]]
+        calls = [describe_wait(wait) for wait in dump.waits[:_MOST_WAITS]]
         if dump.named:
-            calls.append(_few([worded_name(name) for name in dump.named]))
+            calls.append(_shorten([describe_named(name) for name in dump.named]))
         thread = dump.waits[0].thread if dump.waits else 0
-        words = tuple(f"waits in {call}" for call in calls) or ("waits for nobody",)
+        words = tuple(f"waits in {call}" for call in calls) or ("waits for no rank",)
         found.setdefault((words, job.place(rank, thread)), []).append(rank)
     return tuple(RankState(tuple(ranks), calls, place) for (calls, place), ranks in found.items())
 
 
-def _few(texts: list[str]) -> str:
+def _shorten(texts: list[str]) -> str:
     more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
     return "; ".join(texts[:_MOST_NAMES]) + more
 
 
-def _busy(state: str) -> str:
+def _describe_process(state: str) -> str:
     if state == "D":
         return "waiting for a disk or a device (state D)"
-    return f"state {state}: does its code hold Python's interpreter lock?"
+    return f"state {state}: does C code hold Python's interpreter lock?"

@@ -1,4 +1,4 @@
-"""Dump: what one rank writes of itself when a job hangs, as data, and how it is written as JSON."""
+"""Dump: the state that one rank writes as JSON when a job hangs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from commlib.errors import UsageError
 VERSION = 1
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ascending ranks as first and last ones: a dump of each of thousands of ranks names thousands."""
+"""Ascending ranks as (first, last) pairs: each of thousands of dumps lists thousands of ranks."""
 
-State = Literal["queued", "begun", "running", "ended"]
+CallPhase = Literal["queued", "begun", "running", "ended"]
 
 
 def ranges_of(ranks: Iterable[int]) -> Ranges:
@@ -29,39 +29,40 @@ def ranges_of(ranks: Iterable[int]) -> Ranges:
 
 
 def members(ranges: Ranges) -> Iterator[int]:
-    """Yield the ranks of ranges."""
+    """Yield the ranks in ranges."""
     for first, last in ranges:
         yield from range(first, last + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class CallState:
     """One call of a group.
 
-    sequence: its number in the group, the same on all ranks; 0 while it is queued, and for those that have names
-    instead. nbytes: of this rank's array, -1 where its text does not tell.
+    sequence: its number in the group, the same on all ranks; 0 while it is queued, and for named operations. nbytes:
+    the size of this rank's array; -1 if its text does not say.
     """
 
     verb: str
     text: str
     sequence: int
     nbytes: int
-    state: State
+    state: CallPhase
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """One group, as this rank sees it.
 
-    key: what no other group of the job is called. ranks: its members, by their ranks in the world. calls: how many have
-    come to their turn, the running one included. operations: the last ones, oldest first. failure: why it runs no more.
+    key: unique among the groups of the job. ranks: its members, as world ranks. calls: the number of calls whose turn
+    has come, including the running one. operations: the last ones, oldest first. failure: the reason why the group
+    accepts no more calls.
     """
 
     key: str
     name: str
     ranks: Ranges
     calls: int
-    operations: tuple[Operation, ...]
+    operations: tuple[CallState, ...]
     failure: str = ""
 
 
@@ -69,8 +70,8 @@ class GroupState:
 class Wait:
     """One wait of this rank.
 
-    group: its key. sequence: the number of the call that waits, 0 for a message. peers: the ranks in the world that are
-    waited for; None for all of the group. thread: the identifier of the thread that waits.
+    group: its key. sequence: the number of the waiting call, 0 for a message. peers: the awaited ranks, as world ranks;
+    None for the whole group. thread: the identifier of the waiting thread.
     """
 
     text: str
@@ -82,8 +83,8 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """One operation that goes by its name, and that some rank has not asked for yet. group: the name of its group."""
+class NamedCall:
+    """One named operation that some rank has not requested yet. group: the name of its group."""
 
     group: str
     name: str
@@ -94,7 +95,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call on a stack: the line that was reached, and its text."""
+    """One stack frame: the line it has reached, and the text of that line."""
 
     file: str
     line: int
@@ -107,10 +108,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """One thread: its stack, the caller first.
+    """One thread and its stack, the outermost frame first.
 
-    user: the index of the user's own frame in the stack, the last one that belongs to no library; -1 where there is
-    none. inside: whether commlib was called from there.
+    user: the index in the stack of the last frame outside any library; -1 if there is none. inside: whether that frame
+    called commlib.
     """
 
     name: str
@@ -121,13 +122,13 @@ class ThreadState:
 
     @property
     def place(self) -> Frame | None:
-        """Where the user's code is."""
+        """The innermost frame of the user's code."""
         return self.stack[self.user] if self.user >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process of the job on the host of whoever looked. state: a letter of /proc (T: stopped), "" if it is gone."""
+    """A process of the job on the dumping rank's host. state: its letter in /proc (T: stopped), "" if it has exited."""
 
     rank: int
     host: str
@@ -137,10 +138,10 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one rank writes.
+    """The state that one rank writes.
 
-    hang: counts the hangs of the job, from 1. time: seconds since 1970. after: seconds without progress after which it
-    was written. neighbours: the other ranks' processes on this host. threads: the main one first.
+    hang: the number of this hang in the job, from 1. time: seconds since 1970. after: the seconds without progress that
+    triggered the dump. neighbours: the processes of the other ranks on this host. threads: the main thread first.
     """
 
     hang: int
@@ -152,22 +153,24 @@ class Dump:
     after: float
     waits: tuple[Wait, ...]
     groups: tuple[GroupState, ...]
-    named: tuple[Named, ...]
+    named: tuple[NamedCall, ...]
     threads: tuple[ThreadState, ...]
     neighbours: tuple[ProcessState, ...]
 
     def to_json(self) -> str:
-        """Return it as JSON."""
+        """Return the dump as JSON."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Dump:
-        """Return what `to_json` was made of. Raises UsageError, which names the source, for anything else."""
+        """Return the dump that `to_json` wrote. Raises UsageError, which names the source, for any other text."""
         try:
             fields = json.loads(text)
             version = fields.pop("version")
             if version != VERSION:
-                raise UsageError(f"{source}: a dump of version {version}, expected {VERSION}: read it with its commlib")
+                raise UsageError(
+                    f"{source}: a dump of version {version}, expected {VERSION}: read it with the commlib that wrote it"
+                )
             return _dump(fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{source}: not a dump of a rank: {type(error).__name__}: {error}") from None
@@ -175,7 +178,7 @@ class Dump:
 
 def _dump(fields: dict[str, Any]) -> Dump:
     waits = tuple(Wait(**{**wait, "peers": _ranks(wait["peers"])}) for wait in fields.pop("waits"))
-    named = tuple(Named(**{**name, "ranks": _ranges(name["ranks"])}) for name in fields.pop("named"))
+    named = tuple(NamedCall(**{**name, "ranks": _ranges(name["ranks"])}) for name in fields.pop("named"))
     groups = tuple(map(_group, fields.pop("groups")))
     threads = tuple(map(_thread, fields.pop("threads")))
     neighbours = tuple(ProcessState(**process) for process in fields.pop("neighbours"))
@@ -191,7 +194,7 @@ def _ranges(given: list[list[int]]) -> Ranges:
 
 
 def _group(fields: Mapping[str, Any]) -> GroupState:
-    operations = tuple(Operation(**operation) for operation in fields["operations"])
+    operations = tuple(CallState(**operation) for operation in fields["operations"])
     return GroupState(**{**fields, "ranks": _ranges(fields["ranks"]), "operations": operations})
 
 

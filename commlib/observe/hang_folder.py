@@ -1,7 +1,8 @@
-"""Hang folder: where the ranks of a job write when it hangs, and how that is read.
+"""Hang folder: the files that the ranks of a job write when it hangs, and how to read them.
 
-FOLDER/job-TOKEN/hang-NUMBER/rank-RANK.json, with a `diagnosis.txt` beside them. A hang's folder is also how ranks tell
-each other: once it is there, all of them write. A job's token is its own, so several jobs may use one FOLDER.
+Layout: FOLDER/job-TOKEN/hang-NUMBER/rank-RANK.json, and a `diagnosis.txt` next to them. The folder of a hang is also
+the signal between ranks: once it exists, all of them write a dump. Each job has a unique token, so several jobs may
+share one FOLDER.
 """
 
 from __future__ import annotations
@@ -20,40 +21,40 @@ _DIAGNOSIS, _ENDED = "diagnosis.txt", "ended"
 
 @dataclass(frozen=True, slots=True)
 class HangFolder:
-    """The folder of one hang. Methods raise OSError."""
+    """The folder of one hang. Its methods raise OSError."""
 
     path: Path
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], token: str, number: int) -> HangFolder:
-        """Return that of a job's hang."""
+        """Return the folder for one hang of a job."""
         return cls(Path(folder) / f"job-{token}" / f"hang-{number}")
 
     def exists(self) -> bool:
-        """Return whether some rank has called for dumps."""
+        """Return whether a rank has requested dumps."""
         return self.path.is_dir()
 
     def create(self) -> None:
-        """Call for the dumps of all ranks."""
+        """Request dumps from all ranks."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def write(self, dump: Dump) -> None:
-        """Write a rank's dump, whole or not at all."""
-        beside = self.path / f".rank-{dump.rank}.{dump.process}"
+        """Write a rank's dump atomically."""
+        temporary = self.path / f".rank-{dump.rank}.{dump.process}"
         try:
-            beside.write_text(dump.to_json())
-            os.replace(beside, self.path / f"rank-{dump.rank}.json")
+            temporary.write_text(dump.to_json())
+            os.replace(temporary, self.path / f"rank-{dump.rank}.json")
         except BaseException:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
 
     def ranks(self) -> set[int]:
-        """Return who has written."""
+        """Return the ranks that have written a dump."""
         return {rank for rank, _ in self._files()}
 
     def read(self) -> list[Dump]:
-        """Return all dumps, by rank. Raises UsageError for a file that is none."""
+        """Return all dumps, by rank. Raises UsageError for a file that is not a dump."""
         return [Dump.from_json(path.read_text(), str(path)) for _, path in sorted(self._files())]
 
     def _files(self) -> Iterator[tuple[int, Path]]:
@@ -64,11 +65,11 @@ class HangFolder:
 
     @property
     def is_diagnosed(self) -> bool:
-        """Whether a rank has written its diagnosis."""
+        """Whether a rank has written the diagnosis."""
         return (self.path / _DIAGNOSIS).exists()
 
     def claim(self, diagnosis: str) -> bool:
-        """Write the diagnosis, unless another rank has; return whether this one was first."""
+        """Write the diagnosis unless another rank has; return whether this rank was first."""
         try:
             with open(self.path / _DIAGNOSIS, "x") as file:
                 file.write(f"{diagnosis}\n")
@@ -78,11 +79,11 @@ class HangFolder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a wait that was written down has ended since."""
+        """Whether a wait from a dump has ended since."""
         return (self.path / _ENDED).exists()
 
     def end(self) -> bool:
-        """Note that a wait that was written down has ended; return whether this rank is the first to do so."""
+        """Mark that a wait from a dump has ended; return whether this rank is the first to do so."""
         try:
             (self.path / _ENDED).touch(exist_ok=False)
         except FileExistsError:
@@ -91,12 +92,12 @@ class HangFolder:
 
 
 def find_hangs(folder: str | os.PathLike[str]) -> list[HangFolder]:
-    """Return the hangs in a folder: itself, or those of the jobs in it, the latest last. Raises UsageError for none."""
+    """Return the hangs in a folder: the folder itself, or those of its jobs, the latest last. Raises UsageError."""
     path = Path(folder)
     if not path.is_dir():
-        raise UsageError(f"{path} is no folder: give the one that the warning about the hang names")
+        raise UsageError(f"{path} is not a folder: pass the folder named in the warning about the hang")
     paths = [path, *path.glob("hang-*"), *path.glob("job-*/hang-*")]
     hangs = [hang for hang in map(HangFolder, paths) if hang.ranks()]
     if not hangs:
-        raise UsageError(f"{path}: no rank has written a dump there (rank-0.json, in it or in job-*/hang-*)")
+        raise UsageError(f"{path}: no dump found (expected rank-0.json and others, here or in job-*/hang-*)")
     return sorted(hangs, key=lambda hang: max(file.stat().st_mtime_ns for file in hang.path.glob("rank-*.json")))

@@ -1,42 +1,43 @@
-"""Job dumps: the dumps of one hang by rank, and who waits for whom by them. Pure.
+"""Job dumps: the dumps of one hang by rank, and the waits-for relation between ranks that follows from them. Pure.
 
-A rank has come to a call of a group if it has counted that far; whoever has not come is waited for by all who have. So
-each wait points at ranks.
+A rank has reached a call of a group if its count of calls is that high. All ranks that have reached the call wait for
+all that have not, so each wait points at ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from commlib.observe.dump import Dump, GroupState, Named, Wait, members
+from commlib.observe.dump import Dump, GroupState, NamedCall, Wait, members
 
 
 class JobDumps:
-    """The dumps of some ranks: at least one, at most one of each.
+    """The dumps of some ranks: at least one in all, at most one for each rank.
 
-    size: how many ranks the job has. groups: by rank and key. awaited: whom a rank waits for, each with what for.
+    size: the number of ranks in the job. groups: by rank and key. awaited: for each rank, the ranks it waits for and
+    the reason.
     """
 
     def __init__(self, dumps: Iterable[Dump]) -> None:
         self.dumps = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank)}
         self.size = next(iter(self.dumps.values())).size
         self.groups = {rank: {group.key: group for group in dump.groups} for rank, dump in self.dumps.items()}
-        self._late_in: dict[tuple[str, int], list[int]] = {}  # found before: all who are in a call ask the same
-        self.awaited = {rank: self._awaited_by(dump) for rank, dump in self.dumps.items()}
+        self._late_in: dict[tuple[str, int], list[int]] = {}  # cached: all ranks in a call need the same answer
+        self.awaited = {rank: self._find_awaited(dump) for rank, dump in self.dumps.items()}
 
-    def _awaited_by(self, dump: Dump) -> dict[int, str]:
-        """Return the ranks that a rank waits for, each with what for: the first counts."""
+    def _find_awaited(self, dump: Dump) -> dict[int, str]:
+        """Return the ranks that a rank waits for, each with the first reason found."""
         found: dict[int, str] = {}
         for name in dump.named:
             for rank in members(name.ranks):
-                if rank != dump.rank and rank in self.dumps and not self._has_asked(rank, name):
-                    found.setdefault(rank, worded_name(name))
+                if rank != dump.rank and rank in self.dumps and not self._has_requested(rank, name):
+                    found.setdefault(rank, describe_named(name))
         for wait in dump.waits:
-            for rank in self._late(dump, wait):
-                found.setdefault(rank, worded(wait))
+            for rank in self._find_late(dump, wait):
+                found.setdefault(rank, describe_wait(wait))
         return found
 
-    def _late(self, dump: Dump, wait: Wait) -> list[int]:
+    def _find_late(self, dump: Dump, wait: Wait) -> list[int]:
         if wait.peers is not None:
             return [peer for peer in wait.peers if peer != dump.rank]
         group = self.groups[dump.rank].get(wait.group)
@@ -45,21 +46,21 @@ class JobDumps:
         call = group.key, wait.sequence
         if call not in self._late_in:
             ranks = members(group.ranks)
-            self._late_in[call] = [member for member in ranks if self._calls(member, group) < wait.sequence]
+            self._late_in[call] = [member for member in ranks if self._count_calls(member, group) < wait.sequence]
         return self._late_in[call]
 
-    def _calls(self, rank: int, group: GroupState) -> int:
-        """Return how many calls of a group a rank has come to; of one that has written nothing, -1."""
+    def _count_calls(self, rank: int, group: GroupState) -> int:
+        """Return how many calls of a group a rank has reached; -1 for a rank without a dump."""
         if rank not in self.dumps:
             return -1
         found = self.groups[rank].get(group.key)
         return 0 if found is None else found.calls
 
-    def _has_asked(self, rank: int, name: Named) -> bool:
+    def _has_requested(self, rank: int, name: NamedCall) -> bool:
         return any((other.group, other.name) == (name.group, name.name) for other in self.dumps[rank].named)
 
     def place(self, rank: int, thread: int = 0) -> str:
-        """Return where the code of a rank's user is: in a thread, if it has any there, else in the main one."""
+        """Return the location of a rank's user code: in `thread` if it has any, else in the first thread that has."""
         threads = self.dumps[rank].threads
         found = [state for state in threads if state.identifier == thread and state.place] or [
             state for state in threads if state.place
@@ -67,16 +68,17 @@ class JobDumps:
         return str(found[0].place) if found else ""
 
     def is_inside(self, rank: int) -> bool:
-        """Return whether the code of a rank's user has called commlib and is still there.
+        """Return whether a rank's user code is inside a call of commlib.
 
-        A framework's own thread counts, as in a graph; those of commlib only finish what has been started.
+        A framework's own thread counts, for example in a graph. commlib's threads do not: they only finish operations
+        already started.
         """
         dump = self.dumps[rank]
         ours = {thread.identifier for thread in dump.threads if thread.name.startswith("commlib-")}
         return any(thread.inside for thread in dump.threads) or any(wait.thread not in ours for wait in dump.waits)
 
     def texts(self, key: str, sequence: int) -> dict[int, str]:
-        """Return what ranks called, where that is still known."""
+        """Return the text of one call by rank, for the ranks that still have it."""
         found = {}
         for rank, groups in self.groups.items():
             for operation in groups[key].operations if key in groups else ():
@@ -85,7 +87,7 @@ class JobDumps:
         return found
 
     def first_difference(self, key: str) -> int:
-        """Return the number of the first call whose texts differ among those that are kept; 0 if none does."""
+        """Return the number of the first recorded call whose text differs between ranks; 0 if there is none."""
         by_sequence: dict[int, str] = {}
         first = 0
         for groups in self.groups.values():
@@ -96,7 +98,7 @@ class JobDumps:
         return first
 
     def circle(self) -> list[int]:
-        """Return ranks of which each waits for the next one, and the last for the first, all inside of commlib."""
+        """Return a cycle of ranks, each waiting for the next and the last for the first, all of them inside commlib."""
         stuck = {rank for rank in self.awaited if self.is_inside(rank)}
         edges = {rank: [other for other in self.awaited[rank] if other in stuck] for rank in stuck}
         while ended := [rank for rank, others in edges.items() if not others]:
@@ -111,11 +113,11 @@ class JobDumps:
         return path[path.index(rank) :] if path else []
 
 
-def worded(wait: Wait) -> str:
-    """Return a wait in words."""
+def describe_wait(wait: Wait) -> str:
+    """Return the text of a wait."""
     return wait.text + (f" (call {wait.sequence})" if wait.sequence else "")
 
 
-def worded_name(name: Named) -> str:
-    """Return an operation by name in words."""
+def describe_named(name: NamedCall) -> str:
+    """Return the text of a named operation."""
     return f"{name.group}: {name.text}"

@@ -1,4 +1,4 @@
-"""Journal: what one group writes to the recorder, while there is one."""
+"""Journal: record the operations of one group while a recorder is set."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOTHING = nullcontext()
 
 
 class Journal:
-    """The operations of one group. They run one after another, so it knows which of them does.
+    """The operations of one group. They run one after another, so the journal knows the running one.
 
-    key: what no other group is called. call_number: returns the number of the last call of the group.
+    key: unique among groups. call_number: returns the number of the group's last call.
     """
 
     __slots__ = ("_call_number", "_key", "current", "name", "recorder")
 
     def __init__(self, name: str = "", key: str = "", call_number: Callable[[], int] = lambda: 0) -> None:
         self.name, self._key, self._call_number = name, key or name, call_number
-        self.recorder: Recorder | None = None  # None: nobody wants to know
-        self.current: Record | None = None  # what runs now, if it is recorded
+        self.recorder: Recorder | None = None  # None: nothing is recorded
+        self.current: Record | None = None  # the running operation, if it is recorded
 
     def open(self, text: str, x: Any = None) -> Record | None:
         """Return a record for an operation on the array `x`; None if nothing is recorded."""
@@ -43,7 +43,7 @@ class Journal:
         return record
 
     def begin(self, record: Record, do: Callable[[], bool]) -> bool:
-        """Begin an operation, and return what `do` does: whether it has ended, too."""
+        """Begin an operation by calling `do`; return its result: whether the operation has already ended."""
         record.sequence = self._call_number() + 1
         record.begin()
         before, self.current = self.current, record
@@ -76,21 +76,21 @@ class Journal:
         return value
 
     def span(self, category: str, name: str, **facts: Any) -> AbstractContextManager[Any]:
-        """Return what writes, while a timeline is written, when the `with` block began and ended: see `Mark`."""
+        """Return a context manager that marks the begin and end of its block if a timeline is written: see `Mark`."""
         recorder = self.recorder
         if recorder is None or recorder.trace is None:
             return _NOTHING
-        return _Spanning(recorder, category, name, (self._key, category), {"calls": self._key, **facts})
+        return _SpanMarker(recorder, category, name, (self._key, category), {"calls": self._key, **facts})
 
     def step(self, who: str) -> None:
-        """Write that a training step has ended, as seen by `who`."""
+        """Record the end of a training step, as reported by `who`."""
         recorder = self.recorder
         if recorder is not None and recorder.trace is not None:
             recorder.trace(Mark(monotonic_ns(), "i", "step", "step", ("step", who), {"by": who}))
 
 
-class _Spanning:
-    """Mark where a `with` block begins and ends."""
+class _SpanMarker:
+    """Marks the begin and the end of a `with` block."""
 
     __slots__ = ("_category", "_facts", "_name", "_recorder", "_row")
 
@@ -108,11 +108,11 @@ class _Spanning:
         self._mark("E", {} if error is None else {"error": f"{type(error).__name__}: {error}"})
 
     def _mark(self, phase: str, facts: dict[str, Any]) -> None:
-        if (trace := self._recorder.trace) is not None:  # else the timeline has ended meanwhile
+        if (trace := self._recorder.trace) is not None:  # otherwise the timeline was closed in the meantime
             trace(Mark(monotonic_ns(), phase, self._category, self._name, self._row, facts))
 
 
 def journal_of(comm: Any) -> Journal:
-    """Return the journal of a communicator; of what has no group, such as a rank alone, one that nobody reads."""
+    """Return the journal of a communicator; an unread one for an object without a group, such as a single rank."""
     group = getattr(comm, "group", None)
     return Journal() if group is None else group.journal

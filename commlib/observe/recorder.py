@@ -1,7 +1,7 @@
-"""Recorder: one ring of what happens to operations, and who reads it as it is written.
+"""Recorder: one ring of the events of operations, and the readers that get each event as it is written.
 
-An operation is one `Record`, made once; its events point to it. So an event costs a tuple and an append, and what is
-known later (the number of a call that has waited in the queue) is in its earlier events too.
+Each operation has one `Record`, and its events point to it. An event therefore costs one tuple and one append, and
+facts learned later (such as the number of a call that was queued) also appear in its earlier events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
-# Events that are kept unless the user wants another number.
+# Events kept by default.
 CAPACITY = 4096
 
 MESSAGES = "messages"
@@ -23,12 +23,12 @@ MESSAGES = "messages"
 
 
 class Phase(Enum):
-    """Name what happens to an operation.
+    """The kind of an event in the life of an operation.
 
-    QUEUED: waits for its turn, or a named one for the other ranks. BEGUN: its data is published, and nobody waits yet.
-    RUN: its turn has come; a message: it is posted. ROUND: messages of its schedule are posted, or it waits on its
-    node; a named one is packed with others, reduced or unpacked. END: it has ended, well or not. MARK: something else
-    happened. COUNT: numbers of something, such as the load of experts, are in the event's detail.
+    QUEUED: it waits for its turn; a named one waits for the other ranks. BEGUN: its data is published, and no thread
+    waits yet. RUN: its turn has come; a message is posted. ROUND: messages of its schedule are posted, or it waits on
+    its node; a named one is packed with others, reduced or unpacked. END: it has ended, with or without an error. MARK:
+    an event that belongs to no operation. COUNT: counts, such as the load of experts, in the event's detail.
     """
 
     QUEUED = "queued"
@@ -49,10 +49,10 @@ class Record:
     """One operation. It holds no array.
 
     number: counts the operations of this process, from 1. sequence: the number of the call in its group, the same on
-    all ranks; 0 before its turn, and for messages, which have no place in that order. nbytes: of this rank's array; -1
-    if that is not known. name: what the user calls it, "" for most. row: the same for what cannot overlap. queued,
-    began, posted (its last round, of which `detail` tells), ended: monotonic ns, or 0. in_call: whether all of it runs
-    in the call that started it, in its caller's thread; of no meaning for messages.
+    all ranks; 0 before its turn, and for messages, which are not ordered. nbytes: the size of this rank's array; -1 if
+    unknown. name: the name that the user gave it, "" for most. row: equal for operations that cannot overlap. queued,
+    began, posted (its last round, described by `detail`), ended: monotonic ns, or 0. in_call: whether all of it runs
+    within the call that started it, in its caller's thread; meaningless for messages.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Record:
         self.text, self.group, self.row, self.nbytes, self.name = text, group, row, nbytes, name
         self.sequence = self.queued = self.began = self.posted = self.ended = 0
         self.detail = self.error = ""
-        self.in_call = True  # until it is known better
+        self.in_call = True  # until it is queued or continues in a later call
 
     def __repr__(self) -> str:
         number = f" (call {self.sequence})" if self.sequence else ""
@@ -75,57 +75,57 @@ class Record:
 
     @property
     def verb(self) -> str:
-        """What is called, without what it is called with."""
+        """The name of the call, without its arguments."""
         return _verb(self.text)
 
     def queue(self) -> None:
-        """Say that it waits."""
+        """Record that it is queued."""
         self.in_call = False
         self.queued = self._recorder.write(self, Phase.QUEUED)
 
     def begin(self) -> None:
-        """Say that its data is published."""
+        """Record that its data is published."""
         self.began = self._recorder.write(self, Phase.BEGUN)
 
     def run(self) -> None:
-        """Say that its turn has come."""
+        """Record that its turn has come."""
         time = self._recorder.write(self, Phase.RUN)
         if self.began:  # in an earlier call
             self.in_call = False
         self.began = self.began or time
 
     def round(self, detail: str) -> None:
-        """Say how far it is."""
+        """Record its progress."""
         self.posted, self.detail = self._recorder.write(self, Phase.ROUND, detail), detail
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that it has ended; once."""
+        """Record its end; only the first call counts."""
         if not self.ended:
             if error is not None:
                 self.error = f"{type(error).__name__}: {error}"
-            self.ended = monotonic_ns()  # readers of the event look at it
+            self.ended = monotonic_ns()  # set first: readers of the event use it
             self._recorder.write(self, Phase.END, self.error)
 
     def waits(self) -> int:
-        """Say that a thread of the user's waits for it from now on; return the time, for `waited`."""
+        """Record that a user thread starts to wait for it; return the time, for `waited`."""
         now = monotonic_ns()
         if (trace := self._recorder.trace) is not None:
             trace(Mark(now, "b", "wait", self.verb, threading.get_ident(), self))
         return now
 
     def spent(self, since: int) -> None:
-        """Say that a thread of the user's was busy with it since then."""
+        """Record that a user thread has spent the time since then on it."""
         self._recorder.exposed(self, monotonic_ns() - since)
 
     def waited(self, since: int) -> None:
-        """Say that it waits no more."""
+        """Record that the wait has ended."""
         self.spent(since)
         if (trace := self._recorder.trace) is not None:
             trace(Mark(monotonic_ns(), "e", "wait", self.verb, threading.get_ident(), {}))
 
 
-class Event(NamedTuple):  # no dataclass: several are made for each operation, and this takes half the time
-    """One thing that happened. time: monotonic ns. thread: its identifier."""
+class Event(NamedTuple):  # not a dataclass: each operation creates several, and this takes half the time
+    """One event of an operation. time: monotonic ns. thread: its identifier."""
 
     time: int
     phase: Phase
@@ -150,12 +150,12 @@ class Event(NamedTuple):  # no dataclass: several are made for each operation, a
 
 
 class Mark(NamedTuple):
-    """The begin or the end of something beside the operations, for a timeline. time: monotonic ns.
+    """The begin or the end of an activity other than an operation, for a timeline. time: monotonic ns.
 
     phase: as in Chrome's format, "B" and "E" (which nest in a row), "b" and "e" (which may overlap), "i" (no length).
-    category: "wait" (a thread, for an operation), "pack", "codec", "pipeline" (an action), "bucket" (from
-    its launch to its end), "step" (it has ended). row: the same for what is drawn in one line; of a wait its thread.
-    facts: what else is known; of a wait, the operation's record.
+    category: "wait" (of a thread, for an operation), "pack", "codec", "pipeline" (an action), "bucket" (from its launch
+    to its end), "step" (it has ended). row: equal for marks drawn in one line; for a wait, its thread. facts: further
+    facts; for a wait, the operation's record.
     """
 
     time: int
@@ -166,10 +166,10 @@ class Mark(NamedTuple):
     facts: Mapping[str, Any] | Record
 
 
-def of(record: Record) -> str:
-    """Return what numbers the calls of an operation: the same text on all ranks that take part in it.
+def call_key(record: Record) -> str:
+    """Return the key that numbers the calls of an operation: the same text on all ranks that take part in it.
 
-    A group's key, or the name of the group in which operations have names; "" for messages.
+    It is the group's key, or for a named operation the name of its group; "" for messages.
     """
     if record.row == MESSAGES:
         return ""
@@ -184,20 +184,20 @@ def _ignore_exposed(record: Record, nanoseconds: int) -> None:
 
 
 class Recorder:
-    """Hold the last `capacity` events of this process. Any thread may write without a wait: an append is atomic."""
+    """Holds the last `capacity` events of this process. Any thread may write without waiting: an append is atomic."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.numbers = itertools.count(1)
-        self.marks_cycles = False  # somebody wants to know when ranks negotiate
-        self.trace: Callable[[Mark], None] | None = None  # who wants marks: nobody but a timeline
+        self.marks_cycles = False  # whether to mark each negotiation
+        self.trace: Callable[[Mark], None] | None = None  # the receiver of marks: a timeline
         self.exposed: Callable[[Record, int], None] = _ignore_exposed
-        """Who wants to know for how many ns a thread of the user's has waited for an operation."""
+        """Called with the ns that a user thread has waited for an operation."""
         self._ring: deque[Event] = deque(maxlen=capacity)
         self._readers: tuple[Reader, ...] = ()
-        self._changing = threading.Lock()  # of who reads
+        self._changing = threading.Lock()  # guards the tuple of readers
 
     def write(self, record: Record, phase: Phase, detail: str = "") -> int:
-        """Write one event, and return its time. Readers are called in this thread: they must not wait, nor raise."""
+        """Write one event, and return its time. Calls the readers in this thread: they must neither block nor raise."""
         event = Event(monotonic_ns(), phase, record, threading.get_ident(), detail)
         self._ring.append(event)
         for read in self._readers:
@@ -205,17 +205,17 @@ class Recorder:
         return event.time
 
     def mark(self, what: str, group: str) -> None:
-        """Write that something happened to no operation in particular."""
+        """Write an event that belongs to no operation."""
         self.write(Record(self, what, group, ""), Phase.MARK)
 
     def count(self, what: str, group: str, numbers: Iterable[int]) -> None:
-        """Write numbers of something."""
+        """Write counts."""
         self.write(Record(self, what, group, ""), Phase.COUNT, " ".join(map(str, numbers)))
 
     def events(self, group: str = "") -> list[Event]:
-        """Return what the ring holds, or what it holds of one group, oldest first.
+        """Return the events in the ring, all or those of one group, oldest first.
 
-        Those of different threads may be some microseconds out of order.
+        Events of different threads may be some microseconds out of order.
         """
         return [event for event in list(self._ring) if not group or event.group == group]
 
@@ -225,6 +225,6 @@ class Recorder:
             self._readers = (*self._readers, read)
 
     def unsubscribe(self, read: Reader) -> None:
-        """Call `read` no more, except for what is being written now."""
+        """Stop calling `read`; a write in progress may still call it."""
         with self._changing:
             self._readers = tuple(reader for reader in self._readers if reader != read)

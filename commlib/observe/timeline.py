@@ -1,8 +1,8 @@
-"""A trace of what operations do, in Chrome's format: open it in chrome://tracing or ui.perfetto.dev.
+"""Timeline: a trace of operations in Chrome's format. Open it in chrome://tracing or ui.perfetto.dev.
 
-Format: "Trace Event Format", an array of events whose closing bracket may be missing, so that the file of a job that
-was killed can be read. The first line says what `commlib trace` needs to put files of several ranks together: see
-`commlib.trace.files`. The others are those of `commlib.observe.chrome`.
+Format: "Trace Event Format", an array of events. The closing bracket may be missing, so the file of a killed job is
+still readable. The first line has the facts that `commlib trace` needs to combine the files of several ranks (see
+`commlib.trace.files`). `commlib.observe.chrome` formats the other lines.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from contextlib import suppress
 from time import time
 
 from commlib.errors import UsageError
-from commlib.observe.chrome import Lines
+from commlib.observe.chrome import ChromeLines
 from commlib.observe.clocks import Offset, clock_id, host_name, now_on_both
 from commlib.observe.recorder import Event, Mark
 
 log = logging.getLogger("commlib")
 
-# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk. All ranks write at
-# the same moments: a rank whose core is taken makes the others wait, which then costs all of them nothing more.
+# Seconds between writes to the file. The recorded threads never wait for a disk. All ranks write at the same moments:
+# a rank that loses its core delays the others, so simultaneous writes cost one delay instead of one for each rank.
 _INTERVAL = 0.25
 
 FORMAT = 1
-"""What a reader must know of the file's own events changes with it."""
+"""The version of the file format, which readers check."""
 
-_CLOSE = 10.0  # seconds that the end of a timeline waits for its file
+_CLOSE = 10.0  # seconds that `close` waits for the file to be written
 
-_MANY = 1000  # lines that are put together before they are written
+_MANY = 1000  # lines that are joined for one write
 
 
 class Timeline:
     """Writes a recorder's events to a file until it is closed. Any thread may call it.
 
-    mark_cycles: whether the recorder is to mark when ranks negotiate.
+    mark_cycles: whether the recorder marks each negotiation of named operations.
     """
 
     def __init__(self, path: str, *, rank: int, mark_cycles: bool = False) -> None:
@@ -45,9 +45,9 @@ class Timeline:
         self._waiting: deque[Event | Mark | str] = deque()
         self._failed = False
         self._start, self._wall = now_on_both()
-        self._lines = Lines(rank, self._start)
+        self._lines = ChromeLines(rank, self._start)
         try:
-            # Not buffered, so that a forked child has nothing of it to write again.
+            # Unbuffered, so a forked child has no buffered data that it would write a second time.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(f"start_timeline: cannot write {path}: {error}") from error
@@ -56,17 +56,17 @@ class Timeline:
         self._thread.start()
 
     def read(self, event: Event) -> None:
-        """Take an event, which the thread writes soon."""
+        """Take an event; the thread writes it soon."""
         if not self._failed:
             self._waiting.append(event)
 
     def take(self, mark: Mark) -> None:
-        """Take a mark, which the thread writes soon."""
+        """Take a mark; the thread writes it soon."""
         if not self._failed:
             self._waiting.append(mark)
 
     def note_clock(self, offset: Offset) -> None:
-        """Write how far this rank's clock was from that of another rank, at some time."""
+        """Write one measured offset between this rank's clock and another rank's."""
         if not self._failed:
             facts = {"time_ns": offset.time, "offset_ns": offset.offset, "error_ns": offset.error, "to": offset.to}
             self._waiting.append(self._lines.meta("commlib_clock", facts))
@@ -78,7 +78,7 @@ class Timeline:
             self._thread.join(_CLOSE)
 
     def abandon(self) -> None:
-        """Write nothing more, in a forked child: the file is its parent's."""
+        """Write no more, in a forked child: the file belongs to its parent."""
         with suppress(OSError):
             os.close(self._file)
 
@@ -88,9 +88,9 @@ class Timeline:
         try:
             facts = {"format": FORMAT, "host": host_name(), "clock": clock_id(), "process": os.getpid()}
             times = {"start_ns": self._start, "wall_ns": self._wall}
-            # By the last one tools for Horovod's timelines know the time of day.
-            told = facts | times | {"start_time_since_epoch_in_micros": self._wall // 1000}
-            self._append(f"[\n{self._lines.meta('commlib', told)},\n")
+            # Tools for Horovod's timelines read the time of day from this last field.
+            header = facts | times | {"start_time_since_epoch_in_micros": self._wall // 1000}
+            self._append(f"[\n{self._lines.meta('commlib', header)},\n")
             ended = False
             while not ended:
                 ended = self._closing.wait(_INTERVAL - time() % _INTERVAL)
@@ -115,7 +115,7 @@ class Timeline:
             if type(happened) is str:
                 lines.append(happened)
             else:
-                lines += self._lines.of(happened, own)  # type: ignore[arg-type]  # mypy does not see that it is no str
+                lines += self._lines.of(happened, own)  # type: ignore[arg-type]  # mypy does not infer that it is not a str
             if len(lines) > _MANY:
                 self._append(",\n".join(lines) + ",\n")
                 lines.clear()

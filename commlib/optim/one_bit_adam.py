@@ -1,18 +1,18 @@
-"""1-bit Adam: send one bit for each parameter, once it is known how large gradients are.
+"""1-bit Adam: send one bit per parameter, after the magnitudes of gradients are known.
 
     steps 1 to freeze_step    gradients are averaged in float32; ordinary Adam
-    afterwards                the second moment stays what it is; every rank lets the first moment follow its own
+    afterwards                the second moment is frozen; every rank updates the first moment with its own
                               gradient, and the moments are averaged as signs, with error feedback on both sides
 
-Signs of gradients could not drive Adam: its second moment is not linear in them. With that moment fixed, what is left
-is momentum, which is. Source: Tang et al.: 1-bit Adam (ICML 2021).
+Signs of gradients cannot drive Adam, because its second moment is not linear in them. With that moment frozen, only the
+momentum remains, which is linear. Source: Tang et al.: 1-bit Adam (ICML 2021).
 
-Two things are not as in the paper, which leaves moments as they are:
+Two details differ from the paper, which does not modify the moments:
 
-- they are corrected for having begun at zero. So the first phase is Adam exactly, and steps do not jump at the change:
+- moments are corrected for their initial zeros. The first phase is exactly Adam, and steps do not jump at the change:
   the second moment keeps the correction of the step that froze it;
-- a second moment that is small by chance when it is frozen would divide all that comes later, and training would
-  diverge, even if nothing were compressed. So none is frozen below a share of what is usual in its parameter.
+- a second moment that is small by chance at the freeze would divide all later steps, and training would diverge even
+  without compression. A frozen moment is therefore at least a share of its parameter's mean.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from collections.abc import Sequence
 
 from commlib.dtypes import Array
 from commlib.kernels.host import moments as kernels
-from commlib.optim.one_bit_moments import Hyper, Moments
+from commlib.optim.one_bit_moments import Hyperparameters, Moments
 
 
 class OneBitAdam:
-    """The update of 1-bit Adam. Every rank gets the same parameters, to the last bit."""
+    """The update of 1-bit Adam. All ranks get bit-identical parameters."""
 
     layers: tuple[()] = ()
-    """Adam remembers nothing of a parameter but its moments."""
+    """Adam's state per parameter consists of the moments only."""
 
     def __init__(self, moments: Moments) -> None:
         self.moments = moments
 
-    def step(self, values: Sequence[Array], hypers: Sequence[Hyper], *, skip: bool = False) -> bool:
+    def step(self, values: Sequence[Array], hypers: Sequence[Hyperparameters], *, skip: bool = False) -> bool:
         """Update `values`, the parameters (float32, 1-D, in the order of `moments.parameters`). Collective.
 
-        Parameters without a gradient on any rank stay as they are. With `skip`, nothing changes on any rank if a
-        gradient is not finite on some; returns False then.
+        Parameters without a gradient on any rank do not change. With `skip`, nothing changes on any rank if a gradient
+        is not finite on some rank; then this returns False.
         """
         moments = self.moments
         moments.check(values)

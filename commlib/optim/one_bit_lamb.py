@@ -1,10 +1,10 @@
-"""1-bit LAMB: send one bit for each parameter, in training with large batches.
+"""1-bit LAMB: send one bit per parameter, for training with large batches.
 
-LAMB scales Adam's step for each layer by |parameter| / |step|, which changes quickly while the second moment is fixed
-and the moments are signs. So these coefficients are averaged while gradients travel in full precision, and afterwards
-change only by a factor: how much larger the second moment, had it not been fixed, would make the steps. That moment
-follows a gradient which every rank reconstructs from the averaged first moment. Sources: You et al.: LAMB (ICLR 2020);
-Li et al.: 1-bit LAMB (2021).
+LAMB scales Adam's step for each layer by |parameter| / |step|. This coefficient would change quickly with a frozen
+second moment and moments sent as signs. So the coefficients are averaged while gradients travel in full precision.
+Afterwards they change only by a factor: the ratio of the steps with an unfrozen second moment to the actual steps. The
+unfrozen moment follows a gradient that every rank reconstructs from the averaged first moment. Sources: You et al.:
+LAMB (ICLR 2020); Li et al.: 1-bit LAMB (2021).
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host import moments as kernels
 from commlib.kernels.host.orthonormal import dot
-from commlib.optim.one_bit_moments import Hyper, Moments, Parameter
+from commlib.optim.one_bit_moments import Hyperparameters, Moments, ParameterMoments
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limit the coefficients of layers. Raises UsageError for empty ranges.
+class CoefficientLimits:
+    """Limits of the layers' coefficients. Raises UsageError for empty ranges.
 
-    `max_coeff`, `min_coeff`: of the coefficients before they are frozen; `coeff_beta`: of their moving average.
-    `factor_max`, `factor_min`: of what they are multiplied by afterwards; in one step that changes by a share of
-    `factor_threshold` at most.
+    `max_coeff`, `min_coeff`: limits before the freeze; `coeff_beta`: decay of their moving average. `factor_max`,
+    `factor_min`: limits of the factor after the freeze. It changes by a share of at most `factor_threshold` per step.
     """
 
     max_coeff: float = 10.0
@@ -51,18 +50,18 @@ class Limits:
             )
 
 
-class Layer:
-    """Hold what LAMB remembers of one parameter, beside its moments."""
+class LayerState:
+    """LAMB's state of one parameter, in addition to its moments."""
 
     def __init__(self, count: int) -> None:
         self.fresh: Array = np.zeros(count, np.float32)
-        """The second moment as it would be, had it not been frozen."""
+        """The second moment as it would be without the freeze."""
         self.average = 0.0
-        """Of the coefficients, with weights that add up to `weight`."""
+        """Weighted sum of coefficients, with weights that add up to `weight`."""
         self.weight = 0.0
         self.factor = 1.0
         self.scale = 1.0
-        """What the first moment is multiplied by while it travels, so that all layers are about as large."""
+        """Factor of the first moment during communication, which brings all layers to about the same magnitude."""
 
     @property
     def coefficient(self) -> float:
@@ -70,24 +69,24 @@ class Layer:
         return self.average / self.weight if self.weight else 1.0
 
     def scalars(self) -> dict[str, float]:
-        """Return all but the array."""
+        """Return the state without the array."""
         return {name: getattr(self, name) for name in ("average", "weight", "factor", "scale")}
 
     def load(self, scalars: Mapping[str, float]) -> None:
-        """Take over what `scalars` returned."""
+        """Load what `scalars` returned."""
         for name, value in scalars.items():
             setattr(self, name, float(value))
 
 
 class OneBitLAMB:
-    """The update of 1-bit LAMB. Every rank gets the same parameters, to the last bit."""
+    """The update of 1-bit LAMB. All ranks get bit-identical parameters."""
 
-    def __init__(self, moments: Moments, limits: Limits) -> None:
+    def __init__(self, moments: Moments, limits: CoefficientLimits) -> None:
         self.moments, self.limits = moments, limits
-        self.layers = [Layer(len(parameter.first)) for parameter in moments.parameters]
+        self.layers = [LayerState(len(parameter.first)) for parameter in moments.parameters]
 
-    def step(self, values: Sequence[Array], hypers: Sequence[Hyper], *, skip: bool = False) -> bool:
-        """Update `values`. See `OneBitAdam.step`; weights decay as in LAMB, whether `decoupled` is said or not."""
+    def step(self, values: Sequence[Array], hypers: Sequence[Hyperparameters], *, skip: bool = False) -> bool:
+        """Update `values` as `OneBitAdam.step` does. Weights decay as in LAMB, regardless of `decoupled`."""
         moments = self.moments
         moments.check(values)
         frozen = moments.frozen
@@ -101,13 +100,15 @@ class OneBitLAMB:
             if used and frozen:
                 self._step_frozen(parameter, value, hyper, layer)
             elif used:
-                self._step_freely(parameter, value, hyper, layer)
+                self._step_unfrozen(parameter, value, hyper, layer)
         moments.count_step()
         if moments.steps == moments.freeze_step:
             self._freeze()
         return True
 
-    def _step_freely(self, parameter: Parameter, value: Array, hyper: Hyper, layer: Layer) -> None:
+    def _step_unfrozen(
+        self, parameter: ParameterMoments, value: Array, hyper: Hyperparameters, layer: LayerState
+    ) -> None:
         limits, out, step = self.limits, parameter.gradient, self.moments.steps + 1
         kernels.accumulate(out, parameter.first, parameter.second, value, 0.0, hyper.beta1, hyper.beta2)
         corrections = 1 - hyper.beta1**step, 1 - hyper.beta2**step
@@ -121,7 +122,9 @@ class OneBitLAMB:
             layer.weight = limits.coeff_beta * layer.weight + (1 - limits.coeff_beta)
         kernels.add(value, -hyper.lr * coefficient, out)
 
-    def _step_frozen(self, parameter: Parameter, value: Array, hyper: Hyper, layer: Layer) -> None:
+    def _step_frozen(
+        self, parameter: ParameterMoments, value: Array, hyper: Hyperparameters, layer: LayerState
+    ) -> None:
         out, step, frozen_at = parameter.gradient, self.moments.steps + 1, self.moments.freeze_step
         np.divide(out, np.float32(layer.scale), out=out)
         kernels.follow(layer.fresh, out, parameter.first, hyper.beta1, hyper.beta2)
@@ -136,16 +139,16 @@ class OneBitLAMB:
             whole = sqrt(dot(out, out))
             share = min(1.0, alone / whole) if whole > 0 else 1.0
             factor = factor * share + (1 - share)
-        layer.factor = self._limited(factor, layer.factor)
+        layer.factor = self._limit_factor(factor, layer.factor)
         kernels.add(value, -hyper.lr * layer.coefficient * layer.factor, out)
 
-    def _limited(self, factor: float, last: float) -> float:
+    def _limit_factor(self, factor: float, last: float) -> float:
         limits = self.limits
         factor = min(max(factor, limits.factor_min), limits.factor_max)
         return min(max(factor, last * (1 - limits.factor_threshold)), last * (1 + limits.factor_threshold))
 
     def _freeze(self) -> None:
-        """Note what the frozen phase begins with, when the last step of the other one was taken."""
+        """Set up the frozen phase after the last step in full precision."""
         sizes = []
         for parameter, layer in zip(self.moments.parameters, self.layers, strict=True):
             layer.fresh[...] = parameter.second

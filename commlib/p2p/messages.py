@@ -1,4 +1,4 @@
-"""send, recv and send_recv: move messages between two ranks, outside the order of the collectives."""
+"""send, recv and send_recv: messages between two ranks, outside the order of the collectives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from commlib.buffers.views import contiguous
 from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import overlap, viewed, written
-from commlib.devices.protocol import Event
+from commlib.devices.arrays import as_view, as_writable, overlap
+from commlib.devices.protocol import DeviceEvent
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.group.arguments import integer
 from commlib.observe.recorder import MESSAGES
-from commlib.p2p.lanes.staging import Incoming, Outgoing, await_device
-from commlib.p2p.post import Post, have_moved
+from commlib.p2p.lanes.staging import StagedReceive, StagedSend, await_device
+from commlib.p2p.messenger import Messenger, test_all
 from commlib.process import forks
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
@@ -29,10 +29,10 @@ _MOST_TAGS = 32767  # what every MPI allows
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
-    """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled.
+class _PendingMessage:
+    """One checked send or receive, not yet posted. array: the user's. flat: the memory to send or to fill.
 
-    staged: what `flat` is on the host where `array` is a device's.
+    staged: the owner of `flat` in host memory, if `array` is staged from or to a device.
     """
 
     peer: int
@@ -40,19 +40,19 @@ class _Message:
     array: Any
     flat: Any
     incoming: bool
-    staged: Incoming | Outgoing | None = None
+    staged: StagedReceive | StagedSend | None = None
 
-    def post(self, post: Post) -> Request:
+    def post(self, post: Messenger) -> Request:
         data = self.flat.view(np.uint8)
         memory = data if type(data) is DeviceArray else data.data
-        if type(self.staged) is Incoming:
+        if type(self.staged) is StagedReceive:
             return post.recv(self.peer, self.tag, memory, self.staged.land)
-        if type(self.staged) is Outgoing and self.staged.pieces:
+        if type(self.staged) is StagedSend and self.staged.pieces:
             return post.send_in_pieces(self.peer, self.tag, data.data, self.staged.pieces)
         return post.recv(self.peer, self.tag, memory) if self.incoming else post.send(self.peer, self.tag, memory)
 
     def collect(self, comm: Group, request: Request) -> None:
-        """Check what has arrived, and give it to the user."""
+        """Check the received message, and copy it to the user's array if needed."""
         if not self.incoming:
             return
         if request.nbytes != self.flat.nbytes:
@@ -61,35 +61,34 @@ class _Message:
                 f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
                 f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
             )
-        if type(self.staged) is Incoming:
+        if type(self.staged) is StagedReceive:
             self.staged.end()
         elif type(self.flat) is not DeviceArray and not np.may_share_memory(self.flat, self.array):
             self.array[...] = self.flat.reshape(self.array.shape)
 
 
-# Messages that were being posted when a signal handler raised: they may be under way, so their memory must stay.
-_LEFT_BEHIND: list[_Message] = []
+# Messages whose posting a signal handler interrupted. They may be in flight, so their memory must stay alive.
+_LEFT_BEHIND: list[_PendingMessage] = []
 
 
 class Messages(Work):
-    """Hold some messages. Once posted they move when a thread waits, and when the progress thread looks after them.
+    """The work of one call's messages. After posting they progress in waits and on the poller's thread.
 
-    They are there before they are posted, so that there is no instruction at which an exception could let their arrays
-    go while they are under way.
+    The object exists before it posts the messages, so an exception at any point cannot free their arrays in flight.
     """
 
     __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_requests", "_value")
 
-    def __init__(self, comm: Group, post: Post, text: str, messages: list[_Message], value: Any) -> None:
+    def __init__(self, comm: Group, post: Messenger, text: str, messages: list[_PendingMessage], value: Any) -> None:
         super().__init__(text)
         self._comm, self._post, self._messages, self._value = comm, post, messages, value
         self._peers = [message.peer for message in messages]
-        self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
-        self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
-        self._requests: list[Request] = []  # of those that are posted
+        self._arrived: list[tuple[Any, DeviceEvent, Any]] = []  # copies to devices: device, event, host memory
+        self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
+        self._requests: list[Request] = []  # of the posted messages
 
     def start(self) -> Messages:
-        """Post them, and let the poller look after them."""
+        """Post the messages, and let the poller progress them."""
         try:
             self._begin()
             self._comm.runtime.poller.watch(self, self._comm)
@@ -101,7 +100,7 @@ class Messages(Work):
         return self
 
     def complete(self) -> Any:
-        """Post them and wait like `wait`, but for the last time: an interrupt takes it back, or fails the group."""
+        """Post and wait like `wait`, with no later wait: an interrupt withdraws the messages or fails the group."""
         try:
             self._begin()
             return self.wait()
@@ -131,7 +130,7 @@ class Messages(Work):
             record.spent(record.began)
 
     def _interrupt(self, error: BaseException) -> None:
-        """Take back a receive of which nothing has come, or let the group fail: nobody knows what has moved."""
+        """Withdraw a receive if its message has not begun to arrive, else fail the group: its state is undefined."""
         with self._lock:
             if super().done():
                 return
@@ -144,7 +143,7 @@ class Messages(Work):
             self.seen = True
 
     def done(self) -> bool:
-        """Make progress, and return whether all of them have arrived. Never blocks."""
+        """Make progress; return whether all messages are complete. Never blocks."""
         if not super().done() and not forks.is_child() and self._lock.acquire(blocking=False):
             try:
                 self._advance()
@@ -155,7 +154,7 @@ class Messages(Work):
         return super().done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until all have arrived, at most `timeout` seconds; see `Work.wait`."""
+        """Block until all messages are complete, at most `timeout` seconds; see `Work.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
@@ -165,7 +164,7 @@ class Messages(Work):
                 since = record.waits()
             try:
                 if timeout is None:
-                    with self._lock:  # a signal handler may raise in here
+                    with self._lock:  # released if a signal handler raises inside
                         self._wait_for_requests(deadline, late)
                 elif self._lock.acquire(timeout=timeout):
                     try:
@@ -183,12 +182,12 @@ class Messages(Work):
         return value
 
     def _withdraw(self) -> bool:
-        """Take a receive back if nothing has come of it. A send cannot be taken back."""
+        """Withdraw a receive if its message has not begun to arrive. A send cannot be withdrawn."""
         requests = zip(self._messages, self._requests, strict=True)
         return len(self._messages) == 1 and all(m.incoming and cast(ProbedReceive, r).withdraw() for m, r in requests)
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, or None; waits until they have arrived."""
+        """Wait until all messages are complete; return the error, or None."""
         try:
             self.wait()
         except Exception as error:
@@ -196,7 +195,7 @@ class Messages(Work):
         return None
 
     def _advance(self) -> None:
-        if not super().done() and have_moved(self._requests):
+        if not super().done() and test_all(self._requests):
             for message, request in zip(self._messages, self._requests, strict=True):
                 message.collect(self._comm, request)
                 if message.incoming and message.staged is not None:
@@ -227,16 +226,16 @@ class Messages(Work):
             for request in self._requests:
                 request.cancel()
         value, self._value = self._value, None
-        self._messages = []  # it no longer keeps the arrays alive
+        self._messages = []  # stop keeping the arrays alive
         if self.record is not None:
             self.record.end(error)
         self.finish(value, error)
 
 
 def _message(
-    comm: Group, post: Post, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
-) -> _Message:
-    array = written(x, verb, what) if incoming else viewed(x, verb, what)
+    comm: Group, post: Messenger, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
+) -> _PendingMessage:
+    array = as_writable(x, verb, what) if incoming else as_view(x, verb, what)
     if not 0 <= integer(verb, "peer", peer) < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
     if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
@@ -245,51 +244,51 @@ def _message(
         whole = array.reshape(-1)
         if post.takes(peer, whole.device.name):
             await_device(comm, whole, verb)
-            return _Message(peer, tag, whole, whole, incoming)
-        if incoming:  # posted at once: messages of one peer and tag must be, in their order
-            staged: Incoming | Outgoing = Incoming(whole)
+            return _PendingMessage(peer, tag, whole, whole, incoming)
+        if incoming:  # posted immediately: receives of one peer and tag must keep their order
+            staged: StagedReceive | StagedSend = StagedReceive(whole)
         else:
             piece = comm.config.staging_kib * 1024 if post.has_lane(peer) else 0
-            staged = Outgoing(comm, whole, verb, piece)
-        return _Message(peer, tag, whole, staged.memory, incoming, staged)
-    return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
+            staged = StagedSend(comm, whole, verb, piece)
+        return _PendingMessage(peer, tag, whole, staged.memory, incoming, staged)
+    return _PendingMessage(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 
-def send(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
+def send(comm: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, post, "send", x, peer, tag, incoming=False)
     return Messages(comm, post, f"send to rank {peer}, tag {tag}", [message], None)
 
 
-def recv(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
+def recv(comm: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, post, "recv", x, peer, tag, incoming=True)
     return Messages(comm, post, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
-def send_recv(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
+def send_recv(comm: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
     arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
     leaving = _message(comm, post, "send_recv", x, peer, tag, incoming=False)
     on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
     if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
-    return Messages(comm, post, _both(peer, source, tag), [arriving, leaving], out)
+    return Messages(comm, post, _pair_text(peer, source, tag), [arriving, leaving], out)
 
 
-def exchange(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, tag: int) -> Any:
-    """Do `send_recv` now: as two compiled calls, where what is sent need not wait."""
+def exchange(comm: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Any:
+    """Run a blocking `send_recv`: as two compiled calls if the send does not have to wait."""
     try:
         alike = type(x) is np.ndarray and post.can_recv(out, source) and out.dtype is x.dtype and not overlap(out, x)
         if alike and post.send_now(x, peer, tag):
             if post.recv_now(out, source, tag):
                 return out
             arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
-            return Messages(comm, post, _both(peer, source, tag), [arriving], out).complete()
+            return Messages(comm, post, _pair_text(peer, source, tag), [arriving], out).complete()
     except CommlibError:
         raise
     except BaseException as error:
-        comm.abandon(_both(peer, source, tag), error)  # its caller does not know what has been sent
+        comm.abandon(_pair_text(peer, source, tag), error)  # the caller does not know whether the send has left
         raise
     return send_recv(comm, post, x, peer, out, source, tag).complete()
 
 
-def _both(peer: int, source: int, tag: int) -> str:
+def _pair_text(peer: int, source: int, tag: int) -> str:
     return f"send_recv to rank {peer} and from rank {source}, tag {tag}"

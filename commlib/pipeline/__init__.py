@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model in stages on several ranks, run by a schedule over microbatches."""
+"""Pipeline parallelism: the stages of a model on several ranks, run by a schedule over microbatches."""

@@ -1,4 +1,4 @@
-"""Choice: come to one schedule and one split of a model on all ranks, from what a user says or from measured layers."""
+"""Choice: agree on one schedule and one split of a model on all ranks, from options or from measured layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
 
 BATCH_NORMS = ("microbatch", "batch")
-"""Of what the statistics are that batch norm keeps for inference."""
+"""The basis of the statistics that batch norm keeps for inference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A schedule, how many units each of its stages has, if that is by measured time, and why, if it was chosen."""
+class StageChoice:
+    """A schedule and the number of units in each of its stages.
+
+    is_measured: the numbers come from measured times. why: the reason, if the schedule was chosen.
+    """
 
     schedule: Schedule
     counts: tuple[int, ...]
@@ -38,43 +41,44 @@ def choose_stages(
     memory: int | None,
     measure: Callable[[], LayerCosts],
     count: Callable[[int, Any], Sequence[int]],
-) -> Chosen:
-    """Return the schedule, and how many of a model's units each stage has. Collective where units are measured.
+) -> StageChoice:
+    """Return the schedule, and the number of the model's units in each stage. Collective if units are measured.
 
-    schedule, stages, every: as `resolve` takes them, or "auto": the fastest that holds at most `memory` bytes of
-    activations on a rank. split: "time", or what `count` turns into numbers, given the stages. measure: what each unit
-    costs; called on rank 0 alone. Raises UsageError, on all ranks if it is about what was measured.
+    schedule, stages, every: as for `resolve`, or "auto": the fastest schedule with at most `memory` bytes of
+    activations on a rank. split: "time", or a value that `count` converts to numbers, given the number of stages.
+    measure: returns the costs of each unit; called on rank 0 only. Raises UsageError, on all ranks if it concerns the
+    measurements.
     """
     if schedule == "auto":
         if stages is not None or every is not None:
-            raise UsageError('pipeline: schedule="auto" finds how many stages are best: leave out stages= and every=')
+            raise UsageError('pipeline: schedule="auto" chooses the number of stages: omit stages= and every=')
         choice = choose(_from_rank_0(comm, measure), comm.size, microbatches, memory=memory)
-        return Chosen(choice.best.schedule, choice.best.counts, is_measured=True, why=choice.why)
+        return StageChoice(choice.best.schedule, choice.best.counts, is_measured=True, why=choice.why)
     if memory is not None:
-        raise UsageError('pipeline: memory= is a limit for schedule="auto"')
+        raise UsageError('pipeline: memory= is only for schedule="auto"')
     found = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
     if isinstance(split, str) and split == "time":
-        return Chosen(found, balance(_from_rank_0(comm, measure).whole, found.stages), is_measured=True)
-    return Chosen(found, tuple(count(found.stages, split)))
+        return StageChoice(found, balance(_from_rank_0(comm, measure).whole, found.stages), is_measured=True)
+    return StageChoice(found, tuple(count(found.stages, split)))
 
 
 def check_batch_norm(batch_norm: str) -> None:
-    """Raise UsageError for a word that says nothing."""
+    """Raise UsageError for an unknown value."""
     if batch_norm not in BATCH_NORMS:
         raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
 
 
 def check_example(example: Any) -> Any:
-    """Return what layers are measured with. Raises UsageError if it is None."""
+    """Return the example for measuring layers. Raises UsageError if it is None."""
     if example is None:
         raise UsageError(
-            "pipeline: give example= on rank 0: an x of as many rows as a microbatch has, to measure layers with"
+            "pipeline: pass example= on rank 0, an x with the rows of one microbatch, to measure the layers"
         )
     return example
 
 
 def _from_rank_0(comm: Communicator, measure: Callable[[], LayerCosts]) -> LayerCosts:
-    """Return what rank 0 measures, on all ranks; others' clocks would say other times. Collective."""
+    """Return rank 0's measurements on all ranks; other ranks would measure other times. Collective."""
     raised: Exception | None = None
     found: LayerCosts | str = ""
     if comm.rank == 0:
@@ -82,9 +86,9 @@ def _from_rank_0(comm: Communicator, measure: Callable[[], LayerCosts]) -> Layer
             found = measure()
         except Exception as error:
             raised, found = error, f"{type(error).__name__}: {error}"
-    told: LayerCosts | str = comm.broadcast_object(found)
+    received: LayerCosts | str = comm.broadcast_object(found)
     if raised is not None:
         raise raised
-    if isinstance(told, str):
-        raise UsageError(f"pipeline: rank 0 could not measure the model's layers: {told}")
-    return told
+    if isinstance(received, str):
+        raise UsageError(f"pipeline: rank 0 could not measure the model's layers: {received}")
+    return received

@@ -1,4 +1,4 @@
-"""Losses: what each microbatch's counts in that of its batch, and whether they add up to it."""
+"""Losses: the weight of each microbatch's loss in the loss of its batch, and checks of their sum."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from commlib.errors import UsageError
 from commlib.pipeline.batch import shares, shares_in_updates
 
 Weigh = Callable[..., Any] | str | Mapping[str, Callable[..., Any] | str] | None
-"""How many terms a microbatch's loss is the mean of, as a user says it: a function, "rows", "sum", or None: find out.
+"""The number of terms in a microbatch's mean loss: a function, "rows", "sum", or None to detect it.
 
-Of a loss that is a dict of summands, a dict of these, by name.
+For a loss that is a dict of summands, a dict of these, by name.
 
 A function is called with the microbatch's target, and with its inputs and sample weights if it has parameters of these
 names (`inputs`, `sample_weight`), or two or three without defaults.
 """
 
 REMEDY = (
-    "give weigh= to pipeline(): a function of a microbatch's target (and inputs) that returns how many terms its loss "
-    'is the mean of, such as lambda target: (target != -100).sum(); or weigh="sum" if it is a sum. A loss that mixes '
-    'rows, such as Dice, has no such number: use microbatches=1, or weigh="rows" to train with the mean of the '
-    "microbatches' own"
+    "pass weigh= to pipeline(): a function of a microbatch's target (and inputs) that returns the number of terms in "
+    'the mean of its loss, such as lambda target: (target != -100).sum(); or weigh="sum" if it is a sum. A loss that '
+    'mixes rows, such as Dice, has no such number: use microbatches=1, or weigh="rows" to train with the mean of the '
+    "microbatches' losses"
 )
 
 
-class Weights(NamedTuple):
-    """What the losses of microbatches count. terms: of how many each is the mean; of sums, whether it has any at all.
+class MicrobatchWeights(NamedTuple):
+    """The weights of microbatches' losses. terms: the number in each mean; for sums, nonzero if there are any terms.
 
-    A microbatch without terms counts nothing, whatever its loss, which may be 0/0.
+    A microbatch without terms has weight 0, whatever its loss, which may be 0/0.
     """
 
     terms: tuple[float, ...]
     is_sum: bool = False
 
     def in_batch(self) -> list[float]:
-        """Return what each loss counts in that of the batch."""
+        """Return the weight of each loss in the loss of the batch."""
         return self._ones() if self.is_sum else shares(self.terms)
 
     def in_updates(self, every: int) -> list[float]:
-        """Return what each loss counts in its update: one follows every so many microbatches; 0: one follows all."""
+        """Return the weight of each loss in its update. every: microbatches per update; 0: a single update."""
         return self._ones() if self.is_sum else shares_in_updates(self.terms, every)
 
     def _ones(self) -> list[float]:
         return [1.0 if count else 0.0 for count in self.terms]
 
 
-def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = False) -> Weights:
-    """Return what losses count that are means of so many terms: of rows, if no microbatch has any, as one process.
+def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = False) -> MicrobatchWeights:
+    """Return the weights of losses that are means of `terms` terms; by rows if no microbatch has any, like one process.
 
-    In a batch without rows the first microbatch, which is the batch, counts.
+    In a batch without rows the first microbatch is the batch, and has the full weight.
     """
     found = tuple(float(count) if number else 0.0 for count, number in zip(terms, rows, strict=True))
     if not any(found):
         found = tuple(map(float, rows)) if any(rows) else (1.0, *(0.0 for _ in rows[1:]))
-    return Weights(found, is_sum)
+    return MicrobatchWeights(found, is_sum)
 
 
 class Weigher:
-    """What a user says of microbatches with `weigh=`. Raises UsageError for what says nothing."""
+    """The option `weigh=`. Raises UsageError for an invalid value."""
 
     def __init__(self, weigh: Weigh, *, takes_summands: bool = False) -> None:
         self.summands: dict[str, Weigher] = {}
-        """What a user says of each summand, if the loss is a dict of them."""
+        """The option for each summand, if the loss is a dict of them."""
         if takes_summands and isinstance(weigh, Mapping) and weigh and None not in weigh.values():
             self.summands = {name: Weigher(one) for name, one in weigh.items()}
         elif not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
             raise UsageError(f'pipeline: weigh is {weigh!r}, expected a function, "rows", "sum" or None')
         self._weigh = weigh
         self.says = weigh is not None
-        """Whether it says anything."""
+        """Whether the user gave the option."""
         self._extra: tuple[str, ...] = ()
         self._named: tuple[str, ...] = ()
         if callable(weigh):
-            self._extra, self._named = _wanted(weigh)
+            self._extra, self._named = _extra_arguments(weigh)
         self.wants_inputs: bool = "inputs" in (*self._extra, *self._named) or any(
             one.wants_inputs for one in self.summands.values()
         )
@@ -83,29 +83,29 @@ class Weigher:
 
     @property
     def is_checked(self) -> bool:
-        """Whether what it says may be wrong: a word is taken as it is."""
+        """Whether the weights need a check: "rows" and "sum" are trusted."""
         if self.summands:
             return any(one.is_checked for one in self.summands.values())
         return not isinstance(self._weigh, str)
 
     @property
     def checks_rows(self) -> bool:
-        """Whether what mixes rows is a fault: it is but with "rows"."""
+        """Whether mixing rows is a fault: always, except with "rows"."""
         if self.summands:
             return any(one.checks_rows for one in self.summands.values())
         return not (isinstance(self._weigh, str) and self._weigh == "rows")
 
     def weights(
         self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], sample_weights: Sequence[Any] = ()
-    ) -> Weights:
-        """Return what each microbatch counts, of so many rows each. Raises UsageError for numbers of no terms.
+    ) -> MicrobatchWeights:
+        """Return the weights of microbatches with `rows` rows each. Raises UsageError for invalid numbers of terms.
 
-        Of summands, each of which counts by itself, microbatches' losses are sums.
+        For a dict of summands, each has its own weights, so the losses of microbatches are sums.
         """
         if not callable(self._weigh):
             return weights_of(rows, rows, is_sum=self._weigh == "sum" or bool(self.summands))
         if self.wants_inputs and not inputs:
-            raise UsageError("pipeline: weigh= takes inputs, so give x on the rank of the last stage, too")
+            raise UsageError("pipeline: weigh= takes inputs, so pass x on the rank of the last stage, too")
         terms = []
         for number, count in enumerate(rows):
             known = {
@@ -117,16 +117,16 @@ class Weigher:
             terms.append(float(self._weigh(targets[number], *arguments, **named)) if count else 0.0)
             if not 0 <= terms[-1] < math.inf:
                 raise UsageError(
-                    f"pipeline: weigh= says {terms[-1]} of microbatch {number}, expected a number of terms"
+                    f"pipeline: weigh= returned {terms[-1]} for microbatch {number}, expected a number of terms"
                 )
         return weights_of(terms, rows)
 
 
-def _wanted(weigh: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what a function is given beside the target: one after another, and by name."""
+def _extra_arguments(weigh: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the arguments that a function takes in addition to the target: positional ones, and keywords."""
     try:
         parameters = inspect.signature(weigh).parameters.values()
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # implemented in C
         return (), ()
     positional = [
         parameter
@@ -141,23 +141,23 @@ def _wanted(weigh: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]
     return ("inputs", "sample_weight")[: len(positional)], tuple(named)
 
 
-class Looks:
-    """Says which batches of a kind are looked at: the first two, the tenth, the hundredth and so on."""
+class CheckSchedule:
+    """Selects the batches of a kind to check: the first two, the tenth, the hundredth and so on."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, int] = {}
 
     def is_due(self, kind: Hashable) -> bool:
-        """Count a batch of a kind, and return whether it is to be looked at."""
+        """Count a batch of a kind, and return whether to check it."""
         number = self._seen[kind] = self._seen.get(kind, 0) + 1
         return number == 2 or str(number).strip("0") == "1"
 
 
 class Details(NamedTuple):
-    """What is known of a batch, on every rank.
+    """The results of a batch, on every rank.
 
-    losses: of each microbatch; NaN of one without rows. metrics: what the loss returned beside itself, weighted as
-    losses are. outputs: of the whole batch, if they were asked for, on the rank of the last stage.
+    losses: of each microbatch; NaN for one without rows. metrics: returned by the loss function in addition to the
+    loss, with the same weights. outputs: of the complete batch, if requested, on the rank of the last stage.
     """
 
     loss: Any
@@ -167,29 +167,30 @@ class Details(NamedTuple):
 
 
 def is_close(one: float, other: float, size: float, epsilon: float) -> bool:
-    """Return whether two numbers are the same but for rounding. size: of what was added; epsilon: that of the dtype."""
+    """Return whether two numbers are equal except for rounding. size: of the summands; epsilon: that of the dtype."""
     return math.isfinite(one) and abs(one - other) <= max(size, abs(one), abs(other)) * epsilon**0.7
 
 
-def fault_in_sum(whole: float, losses: Sequence[float], weights: Weights, epsilon: float, *, by: str) -> str:
-    """Return what is wrong if losses of microbatches do not come to that of all of them together; "" if nothing is.
+def fault_in_sum(whole: float, losses: Sequence[float], weights: MicrobatchWeights, epsilon: float, *, by: str) -> str:
+    """Return the fault if the losses of microbatches do not sum to the loss of all of them together; "" if they do.
 
-    weights: of these microbatches alone. by: how they were weighted, in words. Only a finite whole tells anything.
+    weights: of these microbatches only. by: how they were weighted, for the message. A `whole` that is not finite
+    passes.
     """
     parts = [loss * share for loss, share in zip(losses, weights.in_batch(), strict=True) if share]
     if not math.isfinite(whole) or is_close(sum(parts), whole, sum(map(abs, parts)), epsilon):
         return ""
-    hint = ': it is their sum, so give weigh="sum" to pipeline()'
+    hint = ': it is their sum, so pass weigh="sum" to pipeline()'
     if not is_close(sum(losses), whole, sum(map(abs, losses)), epsilon):
-        hint = f", so it is no mean over that: {REMEDY}"
+        hint = f", so it is not a mean over these: {REMEDY}"
     return (
-        f"pipeline: the loss of {len(losses)} microbatches together is {whole:.6g}, but their own losses come to "
+        f"pipeline: the loss of {len(losses)} microbatches together is {whole:.6g}, but their separate losses sum to "
         f"{sum(parts):.6g}, weighted by {by}{hint}"
     )
 
 
-def fault_in_terms(terms: Sequence[float], weights: Weights, *, by: str) -> str:
-    """Return what is wrong if microbatches' losses are means of other numbers of terms than was assumed; else ""."""
+def fault_in_terms(terms: Sequence[float], weights: MicrobatchWeights, *, by: str) -> str:
+    """Return the fault if the losses of microbatches are means of other numbers of terms than assumed; else ""."""
     if weights.is_sum or not sum(terms):
         return ""
     if all(abs(a - b) <= 1e-6 for a, b in zip(shares(terms), weights.in_batch(), strict=True)):

@@ -1,9 +1,9 @@
-"""Message: lay out several arrays as one message of bytes, for any dtypes and shapes.
+"""Message: lay out several arrays, of any dtypes and shapes, as one message of bytes.
 
-    head: number of the terms, bytes of their text | first array | padding to 64 | second array | ... | text
+    header: layout number, bytes of the text | first array | padding to 64 | second array | ... | text
 
-Terms say what is where. Their text is sent once, with the first message that needs them: so there is one message for
-each microbatch, whatever changes, and channels need not be deeper.
+The layout has the position and type of each array. Its text is sent once, with the first message that uses it. So there
+is one message for each microbatch even if the layout changes, and channels need not be deeper.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from commlib.compress.codec import Codec
 from commlib.dtypes import FLOATS, name_of, numpy_dtype
 
 NUMBER, TEXT_BYTES = 0, 1
-"""Fields of the head, int64."""
+"""Fields of the header, int64."""
 
 HEAD = 64
-"""Bytes before the first array: so all of them lie as caches, and TensorFlow, want them."""
+"""Bytes before the first array: aligns all arrays for caches and for TensorFlow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One array of a message. gradient: the receiver is to send its gradient back. coded: it travels encoded."""
+    """One array of a message. gradient: the receiver must send its gradient back. coded: it is sent encoded."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,16 +36,18 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a message holds: a piece for each value, None where there is none; and the values' note."""
+class MessageLayout:
+    """The layout of a message: a piece for each value, None for a missing one; and the note of the values."""
 
     pieces: tuple[Piece | None, ...]
     note: str
     nbytes: int
 
     @classmethod
-    def of(cls, arrays: Sequence[Any], gradients: Sequence[bool], note: str = "", codec: Codec | None = None) -> Terms:
-        """Lay out arrays, of the host or of a device, in this order. Floats are encoded if there is a codec."""
+    def of(
+        cls, arrays: Sequence[Any], gradients: Sequence[bool], note: str = "", codec: Codec | None = None
+    ) -> MessageLayout:
+        """Lay out host or device arrays in this order. With a codec, floats are encoded."""
         pieces: list[Piece | None] = []
         end = HEAD
         for array, gradient in zip(arrays, gradients, strict=True):
@@ -60,17 +62,17 @@ class Terms:
         return cls(tuple(pieces), note, end)
 
     def views(self, message: Any) -> list[Any]:
-        """Return the arrays in a message; a payload of bytes for one that is encoded."""
+        """Return the arrays in a message; for an encoded array, its payload as bytes."""
         return [None if piece is None else _view(message, piece) for piece in self.pieces]
 
     def to_bytes(self) -> bytes:
-        """Return a text from which `read` makes the same."""
+        """Return the layout as text, for `read`."""
         fields = [piece and [getattr(piece, name) for name in Piece.__slots__] for piece in self.pieces]
         return json.dumps([self.nbytes, self.note, fields]).encode()
 
     @classmethod
-    def read(cls, text: bytes) -> Terms:
-        """Return what another rank's `to_bytes` says."""
+    def read(cls, text: bytes) -> MessageLayout:
+        """Return the layout that `to_bytes` wrote on another rank."""
         nbytes, note, fields = json.loads(text)
         pieces = [piece and Piece(piece[0], tuple(piece[1]), *piece[2:]) for piece in fields]
         return cls(tuple(pieces), note, nbytes)

@@ -1,4 +1,4 @@
-"""Pipe: what every framework's pipeline is made of, on one rank."""
+"""Pipe: the core of a pipeline on one rank, shared by all frameworks."""
 
 from __future__ import annotations
 
@@ -17,48 +17,47 @@ from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.errors import ShutdownError, UsageError, line
-from commlib.pipeline.batch import NONE, Given, difference, wants_x
+from commlib.pipeline.batch import NONE, BatchDigests, difference, wants_x
 from commlib.pipeline.runner import Runner
-from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
+from commlib.pipeline.schedule import Kind, Link, LoweredSchedule, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
-from commlib.pipeline.schedule.lower import Way
+from commlib.pipeline.schedule.lower import LinkDirection
 from commlib.pipeline.stage import Stage, Tensors
 
 AnySchedule = str | Schedule | PathLike[str]
 
 Codecs = Codec | str | None | Mapping[tuple[int, int], Codec | str | None]
-"""How floats travel: on all ways, or on those from one stage to another, (0, 1) with activations, (1, 0) with their
-gradients; on others as they are."""
+"""The codec for floats: for all links, or by (from stage, to stage): (0, 1) for activations, (1, 0) for gradients.
+Other links send floats uncompressed."""
 
 
 def resolve(
     schedule: AnySchedule, ranks: int, microbatches: int, *, stages: int | None = None, every: int | None = None
 ) -> Schedule:
-    """Return a schedule by name ("1f1b"), of a CSV file (a path), or as it is.
+    """Return a schedule by name ("1f1b"), from a CSV file (a path), or unchanged.
 
-    stages: in all, of schedules that take any number. Raises UsageError if it is not for so many ranks or microbatches.
+    stages: the total, for schedules that take any number. Raises UsageError if the schedule is for another number of
+    ranks or microbatches.
     """
     if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
         return make(find(schedule).name, ranks, microbatches, stages=stages, every=every)
     found = schedule if isinstance(schedule, Schedule) else read(Path(schedule).read_text(), Path(schedule).stem)
     if (found.ranks, found.microbatches) != (ranks, microbatches):
-        raise UsageError(
-            f"schedule {found.title}: this pipeline has {ranks} ranks, and {microbatches} microbatches were asked for"
-        )
+        raise UsageError(f"schedule {found.title}: this pipeline has {ranks} ranks and {microbatches} microbatches")
     if stages is not None and stages != found.stages:
-        raise UsageError(f"schedule {found.title}: {stages} stages were asked for")
+        raise UsageError(f"schedule {found.title}: stages={stages} was requested")
     return found
 
 
 class Pipe:
-    """One rank's part of a pipeline over `comm`: its schedule, proved, and what runs it. Collective to make.
+    """One rank's part of a pipeline over `comm`: its verified schedule and the runner. The constructor is collective.
 
-    links: which stages take what from which. stages: this rank's. lines: what must be alike on all ranks, for
-    MismatchError. codec: how floats travel between ranks. Raises ScheduleError on all ranks where a schedule
-    is none.
+    links: which stages take the results of which. stages: this rank's stages. lines: settings that must be equal on all
+    ranks, for MismatchError. codec: the compression of floats between ranks. Raises ScheduleError on all ranks for an
+    invalid schedule.
 
-    An error that comes out of a batch on one rank is told to all: they raise PeerError, wherever they are in it. Where
-    all catch it, the next batch begins anew.
+    If a batch raises an error on one rank, all other ranks raise PeerError, wherever they are in it. If all ranks catch
+    it, the next batch starts again.
     """
 
     def __init__(
@@ -77,22 +76,24 @@ class Pipe:
         check_agreement(comm, "a pipeline", [text, *lines, *programs])
         self._codecs = _codecs(codec, links)
         self.stages, self._tensors, self._parent = stages, tensors, comm
-        self.lowered: Lowered = verify(schedule, links, reduce=True)
+        self.lowered: LoweredSchedule = verify(schedule, links, reduce=True)
         self._is_within = self._has_failed = self._is_closed = False
-        self._refusal: weakref.ref[UsageError] | None = None  # it has frames, and these what a batch computes
+        self._refusal: weakref.ref[UsageError] | None = (
+            None  # a strong reference would keep the frames and the values of a batch
+        )
         self._open()
 
     def _open(self) -> None:
-        """Let the ranks of this pipeline meet by themselves. Collective."""
+        """Create a communicator for this pipeline. Collective."""
         own = self._parent.split(0, name=f"{self._parent.name}.pipeline")
         assert own is not None
         self.comm = own
-        """A communicator of its own: several pipelines of the same ranks do not meet."""
-        # A stage without weights may be on the host among others on GPUs.
+        """The pipeline's communicator: separate pipelines of the same ranks do not interfere."""
+        # A stage without weights may be in host memory while others are on GPUs.
         device = self._tensors.device
         self._devices: list[str] = own.all_gather_object("" if device is None else device.name)
         self.runner = Runner(own, self.lowered, self.stages, self._tensors, codecs=self._codecs, devices=self._devices)
-        """What runs the schedule."""
+        """The runner of the schedule."""
         self._forward: Runner | None = None
 
     @property
@@ -112,15 +113,15 @@ class Pipe:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a batch within, from its beginning to its end: what comes out of it is told to the other ranks.
+        """Run a complete batch within this context: its errors are sent to the other ranks.
 
-        Collective after one that failed, else not.
+        Collective after a failed batch, otherwise not.
         """
         if self._is_within:
             yield
             return
         if self._is_closed:
-            raise UsageError(f"{self.schedule.title}: it is closed: make another pipeline, on all ranks")
+            raise UsageError(f"{self.schedule.title}: the pipeline is closed: create a new one on all ranks")
         if self._has_failed:
             self._open()
             self._has_failed = False
@@ -136,9 +137,10 @@ class Pipe:
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
-        """Run a loop of batches within: what comes out of it between them is told to the other ranks, too.
+        """Run a loop of batches within this context: errors between batches are sent to the other ranks, too.
 
-        what: it is, in words. Not collective. An error that was told already, or that all ranks raise, stays as it is.
+        what: a description of the loop. Not collective. An error that was already sent, or that all ranks raise, is
+        only re-raised.
         """
         try:
             yield
@@ -149,11 +151,11 @@ class Pipe:
 
     @property
     def is_running(self) -> bool:
-        """Whether a batch is under way."""
+        """Whether a batch is running."""
         return self._is_within
 
     def refuse(self, text: str) -> NoReturn:
-        """Raise UsageError, as all ranks do at the same place: none waits for another, and the pipeline goes on."""
+        """Raise UsageError. All ranks must do so at the same point: none waits, and the pipeline stays usable."""
         refusal = UsageError(text)
         self._refusal = weakref.ref(refusal)
         raise refusal
@@ -161,12 +163,12 @@ class Pipe:
     def _is_refusal(self, error: BaseException) -> bool:
         return self._refusal is not None and self._refusal() is error
 
-    def meet_anew(self) -> None:
-        """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
+    def reopen_next(self) -> None:
+        """Make the next batch start like one after an error: the ranks exchange their devices again."""
         self._has_failed = True
 
     def _fail(self, error: BaseException, what: str = "a batch") -> None:
-        """Let no rank wait for this one: neither for a message nor in a call of all. what: it has left."""
+        """Release the ranks that wait for this one, in a message or a collective. what: the activity it has left."""
         self._has_failed = True
         for runner in (self.runner, self._forward):
             if runner is not None:
@@ -180,10 +182,10 @@ class Pipe:
             self.runner.run(empty)
 
     def forward(self, empty: Collection[int] = ()) -> None:
-        """Run the forwards alone, in the schedule's order."""
+        """Run only the forwards, in the schedule's order."""
         with self.together():
             if self._forward is None:
-                alone = only_forward(self.schedule)
+                alone = forward_schedule(self.schedule)
                 lowered = verify(alone, self.lowered.links)
                 self._forward = Runner(
                     self.comm, lowered, self.stages, self._tensors,
@@ -194,48 +196,48 @@ class Pipe:
     def tell(
         self, numbers: Sequence[float], *, rows: int = -1, added: Sequence[float] = (), fault: str = ""
     ) -> list[float]:
-        """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective.
+        """Return the last stage's numbers on all ranks; the numbers of other ranks are ignored. Collective.
 
-        added: what is added to the first numbers, from each rank. rows: how many the batch has, where that is known
-        (-1: it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then; and for a
-        fault that any rank has found, the first of which is told.
+        added: from each rank, summands for the first numbers. rows: the number of rows in the batch, -1 if unknown.
+        fault: a fault that this rank has found. Raises UsageError on all ranks if the numbers of rows differ (the
+        results then belong to no batch), or with the fault of the lowest rank that has one.
         """
         own = [rows, float(bool(fault)), *numbers, *added]
-        told = self.comm.all_gather(np.array(own, np.float64)).reshape(self.comm.size, -1)
-        known = {rank: int(count) for rank, count in enumerate(told[:, 0]) if count >= 0}
+        gathered = self.comm.all_gather(np.array(own, np.float64)).reshape(self.comm.size, -1)
+        known = {rank: int(count) for rank, count in enumerate(gathered[:, 0]) if count >= 0}
         if len(set(known.values())) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in known.items())
             raise UsageError(
-                f"pipeline: the batch has different numbers of rows: {counts}; x of the first stage's rank and y of "
-                "the last one's must be of one batch"
+                f"pipeline: the batch has different numbers of rows: {counts}; x on the first stage's rank and y on "
+                "the last stage's rank must belong to the same batch"
             )
-        if told[:, 1].any():
-            self.refuse(self.comm.broadcast_object(fault, int(told[:, 1].argmax())))
-        found = told[self.last, 2 : 2 + len(numbers)].copy()
-        found[: len(added)] += told[:, 2 + len(numbers) :].sum(axis=0)
+        if gathered[:, 1].any():
+            self.refuse(self.comm.broadcast_object(fault, int(gathered[:, 1].argmax())))
+        found = gathered[self.last, 2 : 2 + len(numbers)].copy()
+        found[: len(added)] += gathered[:, 2 + len(numbers) :].sum(axis=0)
         return [float(value) for value in found]
 
-    def tell_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return on all ranks how many rows each microbatch has, which the first stage's rank knows. Collective."""
+    def broadcast_rows(self, rows: Sequence[int]) -> list[int]:
+        """Broadcast the number of rows of each microbatch from the first stage's rank. Collective."""
         own = list(rows) or [0] * self.schedule.microbatches
         return [int(count) for count in self.comm.broadcast(np.array(own, np.int64), self.first)]
 
     def compare_batches(self, digest_of_x: Callable[[], int], digest_of_y: Callable[[], int]) -> None:
-        """Compare what the ranks of the first and the last stage were given for a batch. Collective.
+        """Compare the batches of the ranks of the first and the last stage. Collective.
 
         Raises UsageError on all ranks if they differ.
         """
         if self.first == self.last:
             return
         y = digest_of_y() if self.comm.rank in (self.first, self.last) else NONE
-        given = [Given(*map(int, told)) for told in self.comm.all_gather(np.array([Given(y=y)]))]
+        given = [BatchDigests(*map(int, gathered)) for gathered in self.comm.all_gather(np.array([BatchDigests(y=y)]))]
         if fault := self.difference(given, digest_of_x):
             self.refuse(fault)
 
-    def difference(self, given: Sequence[Given], digest_of_x: Callable[[], int]) -> str:
-        """Return what is wrong with what ranks were given for a batch; "" if nothing is. Collective.
+    def difference(self, given: Sequence[BatchDigests], digest_of_x: Callable[[], int]) -> str:
+        """Return the fault in the ranks' inputs for a batch; "" if there is none. Collective.
 
-        given: by all ranks, without x, of which digests travel where they are wanted.
+        given: the digests of all ranks, without x, whose digests are exchanged only if they are needed.
         """
         if wants_x(self.first, self.last, given):
             x = digest_of_x() if self.comm.rank in (self.first, self.last) else NONE
@@ -244,31 +246,31 @@ class Pipe:
         return difference(self.first, self.last, given)
 
     def picture(self, *, width: int | None = None) -> str:
-        """Draw the schedule."""
-        return render(replace(self.schedule, programs=bare(self.schedule)), width=width)
+        """Render the schedule as text."""
+        return render(replace(self.schedule, programs=compute_actions(self.schedule)), width=width)
 
     def close(self) -> None:
-        """End this rank's part: the others are told. Idempotent."""
+        """End this rank's part, and notify the other ranks. Idempotent."""
         self._is_closed = True
         self.runner.close()
         if self._forward is not None:
             self._forward.close()
 
 
-def _codecs(codec: Codecs, links: Sequence[Link]) -> dict[Way, Codec]:
-    """Return how floats travel on each way that has a codec. Raises UsageError for stages without a way."""
-    ways: dict[tuple[int, int], Way] = {(link.source, link.target): (link, Kind.F) for link in links}
+def _codecs(codec: Codecs, links: Sequence[Link]) -> dict[LinkDirection, Codec]:
+    """Return the codec of each link direction that has one. Raises UsageError for stages without a link."""
+    ways: dict[tuple[int, int], LinkDirection] = {(link.source, link.target): (link, Kind.F) for link in links}
     ways |= {(link.target, link.source): (link, Kind.B) for link in links}
     each = codec if isinstance(codec, Mapping) else dict.fromkeys(ways, codec)
     if unknown := [stages for stages in each if stages not in ways]:
         raise UsageError(
-            f"pipeline: codec: nothing goes from stage to stage as {unknown[0]!r} says; expected some of "
+            f"pipeline: codec: no link connects the stages {unknown[0]!r}; expected some of "
             f"{', '.join(map(str, ways)) or 'none'}"
         )
     return {ways[stages]: codec_of(one) for stages, one in each.items() if one is not None}
 
 
-def bare(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:
+def compute_actions(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:
     """Return the programs without messages and reductions."""
     return tuple(
         tuple(action for action in program if action.peer < 0 and action.kind is not Kind.REDUCE)
@@ -276,7 +278,7 @@ def bare(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def only_forward(schedule: Schedule) -> Schedule:
-    """Return a schedule of the same forwards in the same order, which is legal if the whole was."""
+def forward_schedule(schedule: Schedule) -> Schedule:
+    """Return a schedule with the same forwards in the same order, which is legal if the full schedule is."""
     programs = tuple(tuple(action for action in program if action.kind is Kind.F) for program in schedule.programs)
     return Schedule(f"{schedule.name}, forward only", schedule.microbatches, schedule.placement, programs)

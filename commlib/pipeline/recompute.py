@@ -1,4 +1,4 @@
-"""Recompute: what a user says is computed again in backwards, of stages or of single layers. [pure]"""
+"""Recompute: the option for activation checkpointing, for stages or for single layers. [pure]"""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from typing import Any
 from commlib.errors import UsageError
 
 CHECKPOINTS = ("none", "selective", "full")
-"""What is computed again of a stage, or of a layer, in its backward: nothing, all but products, all."""
+"""The part of a stage's or layer's forward that its backward recomputes: none, all except products, all."""
 
 Checkpoint = str | Mapping[str, str] | Callable[[str, Any], str]
-"""One of these words; or words by patterns of layers' names, in which `*` stands for any characters; or a function of
-a layer's name and the layer that returns one.
+"""One of these modes; or modes by patterns of layers' names, in which `*` matches any characters; or a function of a
+layer's name and the layer that returns one.
 """
 
 Recompute = str | dict[str, str]
-"""One word for whole stages, or words by names of layers, but for those of which nothing is computed again."""
+"""One mode for entire stages, or modes by names of layers, without the layers that recompute nothing."""
 
 
 def recompute_of(checkpoint: Checkpoint, layers: Sequence[tuple[str, Any]]) -> Recompute:
-    """Return what is computed again of a model, all of whose layers are given by their names.
+    """Return the recompute modes of a model, given all its layers by their names.
 
-    A whole name counts before a pattern. Raises UsageError for what is none of the words, for a pattern that no layer
-    has, and for a layer with two words.
+    An exact name takes precedence over a pattern. Raises UsageError for an unknown mode, for a pattern that matches no
+    layer, and for a layer with two modes.
     """
     if isinstance(checkpoint, Mapping):
-        found = _by_patterns(checkpoint, [name for name, _ in layers])
+        found = _match_patterns(checkpoint, [name for name, _ in layers])
     elif callable(checkpoint):
-        found = {name: _word(checkpoint(name, layer), name) for name, layer in layers}
+        found = {name: _check_mode(checkpoint(name, layer), name) for name, layer in layers}
     else:
-        return _word(checkpoint)
+        return _check_mode(checkpoint)
     return {name: word for name, word in found.items() if word != "none"}
 
 
-def _by_patterns(given: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+def _match_patterns(given: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     found: dict[str, dict[str, str]] = {}
     for pattern, word in given.items():
-        _word(word, pattern)
+        _check_mode(word, pattern)
         matched = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             close = get_close_matches(pattern, names, 3, 0.4) or list(names)[:8]
             raise UsageError(
-                f"pipeline: checkpoint: no layer is called {pattern!r}; there are {', '.join(close) or 'none'}, ..."
+                f"pipeline: checkpoint: no layer matches {pattern!r}; the layers are {', '.join(close) or 'none'}, ..."
             )
         for name in matched:
             found.setdefault(name, {})[pattern] = word
-    return {name: _one(name, said) for name, said in found.items()}
+    return {name: _select_mode(name, modes) for name, modes in found.items()}
 
 
-def _one(name: str, said: Mapping[str, str]) -> str:
-    words = {said[name]} if name in said else set(said.values())
-    if len(words) > 1:
-        text = ", ".join(f"{pattern!r}: {word!r}" for pattern, word in said.items())
-        raise UsageError(f"pipeline: checkpoint says several things of {name}: {text}: say one, of its whole name")
-    return words.pop()
+def _select_mode(name: str, modes: Mapping[str, str]) -> str:
+    chosen = {modes[name]} if name in modes else set(modes.values())
+    if len(chosen) > 1:
+        text = ", ".join(f"{pattern!r}: {word!r}" for pattern, word in modes.items())
+        raise UsageError(f"pipeline: checkpoint has several modes for {name}: {text}: give one for its full name")
+    return chosen.pop()
 
 
-def _word(word: Any, of: str = "") -> str:
+def _check_mode(word: Any, of: str = "") -> str:
     if word not in CHECKPOINTS:
         place = f" of {of}" if of else ""
         more = "" if of else ", or these by names of layers, or a function of a layer's name and the layer"

@@ -13,15 +13,15 @@ from commlib.compress.codec import Codec
 from commlib.errors import PeerError, UsageError, line
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.device_channel import DeviceChannel
-from commlib.pipeline.device_ways import DeviceReceiver, DeviceSender
+from commlib.pipeline.device_links import DeviceReceiver, DeviceSender
+from commlib.pipeline.links import Receiver, Sender
 from commlib.pipeline.message import HEAD
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Weights
-from commlib.pipeline.schedule.lower import Lowered, Way, handed_back, released_by
-from commlib.pipeline.schedule.render import pointed
-from commlib.pipeline.schedule.replay import way_of
+from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, last_uses, message_releases
+from commlib.pipeline.schedule.render import mark_positions
+from commlib.pipeline.schedule.replay import direction_of
 from commlib.pipeline.schedule.versions import versions
-from commlib.pipeline.stage import Stage, Tensors, Values
-from commlib.pipeline.ways import Receiver, Sender
+from commlib.pipeline.stage import Stage, StageValues, Tensors
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -39,28 +39,28 @@ _WORDS = {
 }
 
 _LEFT, _IN_VAIN = "has left the pipeline: it", " in vain, because "
-"""How a reason to leave begins, and what stands before another rank's."""
+"""The start of the reason why a rank leaves, and the text before the reason of another rank."""
 
 
 class Runner:
-    """One rank's part of a schedule, run again and again.
+    """One rank's part of a schedule, for repeated runs.
 
-    stages: this rank's, by number. name: tells the channels of several pipelines of one communicator apart. codecs: how
-    values travel on a way that is named there, else as they are. devices: the kind that each rank's stages are on, ""
-    for the host: where it is the same at both ends of a way, values go from device to device. Making it is not
-    collective; the other ranks are met when messages are. An exception in a stage ends the pipeline on all ranks: here
-    with a note that says at which action, there as PeerError.
+    stages: this rank's, by number. name: distinguishes the channels of several pipelines of one communicator. codecs:
+    by link direction; directions without one send values uncompressed. devices: the device type of each rank's stages,
+    "" for host memory: if both ends of a link have the same, values go directly between the devices. The constructor is
+    not collective; messages are. An exception in a stage ends the pipeline on all ranks: on this rank with a note that
+    names the action, on the others as PeerError.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        lowered: Lowered,
+        lowered: LoweredSchedule,
         stages: Mapping[int, Stage],
         tensors: Tensors,
         *,
         name: str = "pipeline",
-        codecs: Mapping[Way, Codec] | None = None,
+        codecs: Mapping[LinkDirection, Codec] | None = None,
         devices: Sequence[str] = (),
     ) -> None:
         self._comm, self._lowered, self._stages = comm, lowered, stages
@@ -71,11 +71,11 @@ class Runner:
         self._place = schedule.placement
         self._position = 0
         self._failure = ""
-        self._senders: dict[Way, Sender | DeviceSender] = {}
-        self._receivers: dict[Way, Receiver | DeviceReceiver] = {}
+        self._senders: dict[LinkDirection, Sender | DeviceSender] = {}
+        self._receivers: dict[LinkDirection, Receiver | DeviceReceiver] = {}
         self._channels: list[Any] = []
         self._open(tensors, name, codecs or {}, devices or [""] * comm.size)
-        self._last = released_by(schedule)
+        self._last = last_uses(schedule)
         self._final = _final(self._program)
         self._uses = {} if schedule.weights is Weights.FLUSH else versions(schedule)
         self._sources = {stage: lowered.sources(stage) for stage in stages}
@@ -89,16 +89,16 @@ class Runner:
             Kind.STEP: lambda action: self._stages[action.stage].step(),
         }
         do |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECVS, self._recv)
-        back = handed_back(lowered)
+        back = message_releases(lowered)
         self._steps = [(do[action.kind], action, back.get(action, ())) for action in self._program]
         self.spans: list[tuple[float, float]] | None = None
-        """When each action of the last run began and ended (seconds, monotonic), if this is a list."""
+        """The (begin, end) of each action of the last run (seconds, monotonic), if this is a list."""
         self.peak = 0
-        """The most activations, of (stage, microbatch), that were held at once in the last run."""
+        """The most activations, of (stage, microbatch), held at once in the last run."""
         self._clear()
 
-    def _open(self, tensors: Tensors, name: str, codecs: Mapping[Way, Codec], devices: Sequence[str]) -> None:
-        """Open the channels of this rank: one for each link and direction that has another rank at its end."""
+    def _open(self, tensors: Tensors, name: str, codecs: Mapping[LinkDirection, Codec], devices: Sequence[str]) -> None:
+        """Open the channels of this rank: one for each link and direction whose other end is on another rank."""
         rank, me = self._comm.rank, weakref.ref(self)
 
         def purpose() -> str:
@@ -115,33 +115,33 @@ class Runner:
             edge, codec = f"{name} {link} {kind}", codecs.get(way)
             channel: Channel | DeviceChannel
             if devices[rank] and devices[rank] == devices[peer]:
-                channel = there = self._comm.channel(peer, edge, HEAD, "uint8", depth, device=tensors.device)
+                channel = device_channel = self._comm.channel(peer, edge, HEAD, "uint8", depth, device=tensors.device)
                 if rank == sender:
-                    self._senders[way] = DeviceSender(there, tensors, codec)
+                    self._senders[way] = DeviceSender(device_channel, tensors, codec)
                 else:
-                    self._receivers[way] = DeviceReceiver(there, tensors, codec)
+                    self._receivers[way] = DeviceReceiver(device_channel, tensors, codec)
             else:
-                channel = here = self._comm.channel(peer, edge, HEAD, "uint8", depth)
+                channel = host_channel = self._comm.channel(peer, edge, HEAD, "uint8", depth)
                 if rank == sender:
-                    self._senders[way] = Sender(here, tensors, codec)
+                    self._senders[way] = Sender(host_channel, tensors, codec)
                 else:
-                    self._receivers[way] = Receiver(here, tensors, codec)
+                    self._receivers[way] = Receiver(host_channel, tensors, codec)
             channel.purpose = purpose
             self._channels.append(channel)
 
     @property
     def last_gradients(self) -> dict[int, int]:
-        """The place of the action that makes the last gradients of each stage of this rank."""
+        """The position of the action that computes the last gradients of each stage of this rank."""
         program = enumerate(self._program)
         return {action.stage: place for place, action in program if action.kind in (Kind.B, Kind.W)}
 
     def run(self, empty: Collection[int] = ()) -> None:
-        """Run all actions once. empty: microbatches that have no rows, known where stages without sources are.
+        """Run all actions once. empty: microbatches without rows; needed on ranks of stages without sources.
 
-        Raises what a stage raises, and what channels do: PeerError, StallError, TransportError.
+        Raises the errors of the stages and of the channels: PeerError, StallError, TransportError.
         """
         if self._failure:
-            raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: make another pipeline, on all ranks")
+            raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: create a new pipeline on all ranks")
         self._nothing, self.peak = set(empty), 0
         for receiver in self._receivers.values():
             receiver.begin()
@@ -170,7 +170,7 @@ class Runner:
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Close this rank's channels because of an error, of which they tell unless it was told. Not collective."""
+        """Close this rank's channels because of an error, and send it unless another rank caused it. Not collective."""
         self._failure = self._failure or f"rank {self._comm.rank} failed ({type(error).__name__})"
         self._clear()
         for channel in self._channels:
@@ -180,16 +180,19 @@ class Runner:
         """Close this rank's channels. Idempotent; not collective."""
         for channel in self._channels:
             channel.close()
-        self._failure = self._failure or "it is closed"
+        self._failure = self._failure or "the pipeline is closed"
 
     @property
     def copied(self) -> int:
-        """How many messages of the last run were copied, for somebody kept some of them: in the first run all are."""
+        """The number of messages of the last run that were copied.
+
+        The first run copies all; later runs copy on links where a layer, hook or loss has kept received values.
+        """
         return sum(receiver.copied for receiver in self._receivers.values())
 
     @property
     def position(self) -> str:
-        """Say at which action this rank is."""
+        """The current action of this rank, as text."""
         action, program = self._program[self._position], self._program
         return f"{describe(action)}; action {self._position + 1} of {len(program)} of rank {self._comm.rank}"
 
@@ -197,24 +200,24 @@ class Runner:
         return f" for {self.position}, {self._lowered.schedule.name}"
 
     def _fail(self, error: BaseException) -> None:
-        """Say where it was, and let the neighbours know."""
+        """Add the position to the error, and notify the neighbours."""
         schedule = self._lowered.schedule
         self._failure = f"rank {self._comm.rank} failed at {self._program[self._position]} ({type(error).__name__})"
-        drawn = pointed(schedule, {self._comm.rank: self._position})
+        drawn = mark_positions(schedule, {self._comm.rank: self._position})
         error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawn}")
         self._clear()
         for channel in self._channels:
             channel.close(_why_left(error, f" at {self._program[self._position]}"))
 
     def _clear(self) -> None:
-        self._given: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
-        self._gradients: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
-        self._leaving: dict[tuple[int, int, int, bool], Values | None] = {}
+        self._given: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
+        self._gradients: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
+        self._leaving: dict[tuple[int, int, int, bool], StageValues | None] = {}
         self._held: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = defaultdict(list)
         self._empty: set[_Key] = set()
         self._alive = 0
 
-    # What each kind of action does
+    # One method for each kind of action
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -222,7 +225,7 @@ class Runner:
         given = self._given.pop(key, {})
         if microbatch in self._nothing if not self._sources[stage] else None in given.values():
             self._empty.add(key)
-            results: Mapping[int, Values | None] = dict.fromkeys(self._targets[stage])
+            results: Mapping[int, StageValues | None] = dict.fromkeys(self._targets[stage])
         else:
             if self._uses:
                 self._stages[stage].use(self._uses[key][0])
@@ -238,7 +241,7 @@ class Runner:
         key = stage, microbatch
         gradients = self._gradients.pop(key, {})
         if key in self._empty:
-            results: Mapping[int, Values | None] = dict.fromkeys(self._sources[stage])
+            results: Mapping[int, StageValues | None] = dict.fromkeys(self._sources[stage])
         else:
             if self._uses:
                 self._stages[stage].use(self._uses[key][0])
@@ -263,10 +266,10 @@ class Runner:
         self,
         action: Action,
         stages: tuple[int, ...],
-        results: Mapping[int, Values | None],
-        here: dict[_Key, dict[int, Values | None]],
+        results: Mapping[int, StageValues | None],
+        here: dict[_Key, dict[int, StageValues | None]],
     ) -> None:
-        """Give results to the stages that need them on this rank, and keep the others until they are sent."""
+        """Pass results to the stages on this rank that need them, and store the others until they are sent."""
         for other in stages:
             if self._place[other] == self._comm.rank:
                 here[other, action.microbatch][action.stage] = results[other]
@@ -274,23 +277,23 @@ class Runner:
                 self._leaving[action.stage, action.microbatch, other, action.kind is Kind.F] = results[other]
 
     def _end(self, key: _Key) -> None:
-        """Note that the activations of a microbatch are needed no more."""
+        """Record that the activations of a microbatch are no longer needed."""
         if key in self._empty:
             self._empty.discard(key)
         else:
             self._alive -= 1
 
     def _hand_back(self, key: _Key) -> None:
-        """Hand back the memory of what came for a microbatch: its stage is done with it."""
+        """Release the memory of the messages for a microbatch: its stage no longer needs them."""
         for receiver, message in self._held.pop(key, ()):
             receiver.release(message)
 
     def _send(self, action: Action) -> None:
         key = action.stage, action.microbatch, action.peer, action.kind is Kind.SEND_F
-        self._senders[way_of(action)].send(self._leaving.pop(key))
+        self._senders[direction_of(action)].send(self._leaving.pop(key))
 
     def _recv(self, action: Action) -> None:
-        receiver = self._receivers[way_of(action)]
+        receiver = self._receivers[direction_of(action)]
         values, message = receiver.recv()
         key = action.stage, action.microbatch
         self._held[key].append((receiver, message))
@@ -298,17 +301,17 @@ class Runner:
 
 
 def describe(action: Action) -> str:
-    """Return an action and what it does, in words."""
+    """Return an action and its description."""
     return f"{action} ({_WORDS[action.kind].format(action.microbatch, action.stage, action.peer)})"
 
 
 def _facts(action: Action) -> dict[str, Any]:
-    """Return what a timeline says of an action; `peer` is a stage, -1 where it sends nothing."""
+    """Return the facts of an action for a timeline; `peer` is a stage, -1 if it sends nothing."""
     return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
 
 
 def _why_left(error: BaseException, place: str = "") -> str:
-    """Return why a rank leaves; if another one left it waiting, why the first one did, however far away that is."""
+    """Return the reason why a rank leaves: the error, or for a rank that waited in vain the first rank's reason."""
     for peer, why in error.missing.items() if isinstance(error, PeerError) else ():
         if why.startswith(_LEFT):
             first = why.partition(_IN_VAIN)[2] or f"rank {peer} {why}"
@@ -317,7 +320,7 @@ def _why_left(error: BaseException, place: str = "") -> str:
 
 
 def _final(program: tuple[Action, ...]) -> set[int]:
-    """Return the places of the actions that make the last gradients before a stage's REDUCE, STEP or its end."""
+    """Return the positions of the actions that compute the last gradients before a stage's REDUCE, STEP or its end."""
     last: dict[int, int] = {}
     final: set[int] = set()
     for place, action in enumerate(program):

@@ -1,4 +1,4 @@
-"""Split: decide how many layers each stage has, from what a user says or from the layers' sizes."""
+"""Split: determine the number of layers in each stage, from an option or from the sizes of the layers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from commlib.pipeline.schedule.balance import balance
 
 
 def even_counts(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has so that their sizes, such as bytes of weights, are even.
+    """Return the number of layers in each stage for even sizes, such as bytes of weights.
 
-    A layer without a size costs something, too: as much as a hundredth of an average one. Raises UsageError.
+    A layer without a size counts as a hundredth of the average. Raises UsageError.
     """
     least = sum(sizes) / len(sizes) / 100 if sum(sizes) else 1.0
     return balance([size + least for size in sizes], stages)
 
 
 def counts_given(split: Sequence[Any], names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has: as numbers say, or names of those with which later stages begin.
+    """Return the number of layers in each stage, from numbers or from the names of the first layers of later stages.
 
-    Raises UsageError if they are no numbers that add up to the layers, or no such names in their order.
+    Raises UsageError unless they are numbers whose sum is the number of layers, or names of layers in order.
     """
     split = list(split)
     if split and all(isinstance(count, int) for count in split):
@@ -33,26 +33,28 @@ def counts_given(split: Sequence[Any], names: Sequence[str], stages: int) -> tup
         return tuple(split)
     check_names(split, stages)
     if unknown := [name for name in split if name not in names]:
-        raise UsageError(f"pipeline: split: there is no layer {unknown[0]!r}; there are {', '.join(names)}")
+        raise UsageError(f"pipeline: split: unknown layer {unknown[0]!r}; the layers are {', '.join(names)}")
     return counts_between([names.index(name) for name in split], len(names), split)
 
 
 def check_names(split: Sequence[Any], stages: int) -> None:
-    """Raise UsageError unless there is a name for each stage but the first."""
+    """Raise UsageError unless there is a name for each stage except the first."""
     if not all(isinstance(name, str) for name in split):
-        raise UsageError("pipeline: split: give names of layers, or (of a sequence of them) how many each stage has")
+        raise UsageError(
+            "pipeline: split: expected names of layers or, for a sequence of layers, the number in each stage"
+        )
     if len(split) != stages - 1:
         raise UsageError(f"pipeline: split names {len(split)} layers; expected {stages - 1}: one for each later stage")
 
 
 def counts_between(starts: Sequence[int], count: int, split: Sequence[Any]) -> tuple[int, ...]:
-    """Return how many units lie from each start to the next. Raises UsageError if they do not follow each other."""
+    """Return the number of units from each start to the next. Raises UsageError if the starts are not in order."""
     counts = tuple(end - start for start, end in pairwise((0, *starts, count)))
     if min(counts) < 1:
-        raise UsageError(f"pipeline: split {list(split)}: name layers in the order of their use, not the first one")
+        raise UsageError(f"pipeline: split {list(split)}: name layers in the order of their use, without the first")
     return counts
 
 
 def unknown_split(split: str) -> UsageError:
-    """Return the error for a word that says nothing."""
+    """Return the error for an unknown value of split."""
     return UsageError(f"pipeline: split is {split!r}, expected 'auto', 'time', numbers of layers, or names of layers")

@@ -1,4 +1,4 @@
-"""Stage: the Protocols between a pipeline and a framework. The runner moves values and knows nothing of them."""
+"""Stage: the protocols between a pipeline and a framework. The runner moves values without inspecting them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 
-class Values(NamedTuple):
-    """Go from one stage to another: tensors of a framework, None where there is no gradient.
+class StageValues(NamedTuple):
+    """Tensors of a framework that go from one stage to another, None where there is no gradient.
 
-    note: what else the other side has to know of them, such as their names. It is sent when it changes.
+    note: further facts for the receiver, such as their names. It is sent when it changes.
     """
 
     tensors: Sequence[Any]
     note: str = ""
 
 
-ByStage = Mapping[int, Values]
-"""What comes from, or goes to, each stage that this one is linked to."""
+ByStage = Mapping[int, StageValues]
+"""The values from, or for, each stage that this one is linked to."""
 
 
 class Stage(Protocol):
-    """Compute one stage of a model on microbatches. It keeps what its backward needs, by microbatch.
+    """One stage of a model, run on microbatches. It keeps the data for its backward, by microbatch.
 
-    `final`: the last gradients of this step are about to be made, so those of a weight are complete once they are.
+    `final`: this call computes the last gradients of the step, so the gradient of each weight is complete afterwards.
     """
 
     def forward(self, microbatch: int, inputs: ByStage) -> ByStage:
-        """Return what goes to later stages. A stage without sources has its part of the batch already."""
+        """Return the values for later stages. A stage without sources already has its part of the batch."""
         ...
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
@@ -41,32 +41,32 @@ class Stage(Protocol):
         ...
 
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
-        """Return the gradients of the inputs, and keep what `backward_weight` needs."""
+        """Return the gradients of the inputs, and keep the data for `backward_weight`."""
         ...
 
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
-        """Add to the gradients of the weights: the other part of a backward."""
+        """Add to the gradients of the weights: the second part of a backward."""
         ...
 
     def reduce(self) -> None:
-        """Gradients of this stage are complete: start to reduce them over its replicas."""
+        """Start to reduce the gradients of this stage over its replicas; they are complete."""
         ...
 
     def step(self) -> None:
-        """Update the weights from the gradients since the last time, in schedules that do so by themselves."""
+        """Update the weights from the gradients since the last update, in schedules with STEPs."""
         ...
 
     def use(self, version: int) -> None:
-        """Compute with the weights after so many updates from now on, in schedules that update them."""
+        """Compute with the weights after `version` updates from now on, in schedules with STEPs."""
         ...
 
 
 class Tensors(Protocol):
-    """Turn a framework's tensors into arrays and back, without a copy where they are there already."""
+    """Conversion between a framework's tensors and arrays, without a copy if possible."""
 
     @property
     def device(self) -> Device | None:
-        """The core's device of the tensors of this rank; None for the host."""
+        """The core's device for the tensors of this rank; None for the host."""
         ...
 
     def array(self, value: Any) -> Array:
@@ -74,25 +74,25 @@ class Tensors(Protocol):
         ...
 
     def read(self, value: Any) -> Any:
-        """Return the elements of a tensor where they are: a DeviceArray of `device`, or an array of the host."""
+        """Return the elements of a tensor without moving them: a DeviceArray of `device`, or a host array."""
         ...
 
     def wants_gradient(self, value: Any) -> bool:
-        """Return whether whoever gets this has to send back a gradient of it."""
+        """Return whether the receiver of this tensor must send its gradient back."""
         ...
 
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
-        """Return a tensor over an array's memory, which stays until the microbatch is done."""
+        """Return a tensor over an array's memory, which stays valid until the microbatch is finished."""
         ...
 
     def memory(self, value: Any) -> Any:
-        """Return the memory of a tensor that `tensor` made, for `is_kept` and `move`; None if that is its own."""
+        """Return the memory of a tensor that `tensor` made, for `is_kept` and `move`; None if it is separate."""
         ...
 
     def is_kept(self, memory: Any) -> bool:
-        """Return whether a tensor still has this memory, or part of it."""
+        """Return whether a tensor still uses this memory, or part of it."""
         ...
 
     def move(self, memory: Any) -> None:
-        """Give the tensors that have it memory of their own, with the same values: it is about to be another's."""
+        """Move the tensors that use this memory to new memory, with the same values: it is about to be reused."""
         ...

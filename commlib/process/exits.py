@@ -1,4 +1,4 @@
-"""The ends of a process: what makes the end of one the end of the job. Without it the others would wait for ever."""
+"""Exit hooks: end the job when one process ends. Otherwise the other ranks would wait forever."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from commlib.errors import CommlibError
 from commlib.launch import mpi_start
 from commlib.process import forks
 
-# Seconds between the last line of a rank and the abort: MPICH's launcher does not read on once it is told to abort.
+# Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
 LAST_WORDS = 0.1
 
-# Seconds that the other ranks leave the first one to say for all of them what is wrong; it ends the job then.
+# Seconds that the other ranks give rank 0 to report the error for all of them and to end the job.
 AFTER_YOU = 3.0
 
 _hooked = False
 
 
 def hook(world: Callable[[], Any], leave: Callable[[], str], become_child: Callable[[], None]) -> None:
-    """Hook the ends of this process, once.
+    """Install the exit hooks of this process, once.
 
-    world: return the communicator of all ranks, or None. leave: end what is under way, without ever hanging, and
-    return what did not end well or "". become_child: called in forked children, in which no hook does anything.
+    world: returns the communicator of all ranks, or None. leave: ends the work in flight without hanging, and returns
+    a description of unfinished work or "". become_child: called in forked children, where the hooks do nothing.
     """
     global _hooked
     if _hooked:
@@ -42,16 +42,16 @@ def hook(world: Callable[[], Any], leave: Callable[[], str], become_child: Calla
         if forks.is_child():
             previous(kind, error, trace)
             return
-        if isinstance(error, CommlibError) and error.at_start and not _is_to_speak():
+        if isinstance(error, CommlibError) and error.at_start and not _must_report():
             return
         previous(kind, error, trace)
         if (MPI := mpi_start.started_mpi()) is not None and MPI.COMM_WORLD.size > 1:
             if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-                # torch.distributed's hook, which calls this one, prints what is in its buffer later: too late.
-                said, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
-                sys.stderr.write(said)
+                # torch.distributed's hook calls this one and prints its buffer afterwards, which is too late.
+                buffered, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
+                sys.stderr.write(buffered)
             _abort(MPI, world() or MPI.COMM_WORLD, f"ended by an uncaught {kind.__name__}: {_first_line(error)}")
-        _end_unstarted()
+        _kill_unstarted()
 
     sys.excepthook = abort_after
 
@@ -61,21 +61,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def give_up(text: str, code: int = 1) -> NoReturn:
-    """End the job because it cannot start, with one line of one rank if all ranks call this, as they mostly do."""
-    if _is_to_speak():
+    """End a job that cannot start. If all ranks call this, as is usual, only one of them prints the line."""
+    if _must_report():
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     if (MPI := mpi_start.started_mpi()) is not None and MPI.COMM_WORLD.size > 1:
         time.sleep(LAST_WORDS)
         MPI.COMM_WORLD.Abort(code)
-    _end_unstarted()
+    _kill_unstarted()
     sys.exit(code)
 
 
-def _end_unstarted() -> None:
-    """End this process by a signal if it was launched, and has not started MPI.
+def _kill_unstarted() -> None:
+    """End this process by a signal if a launcher started it and it has not started MPI.
 
-    MPICH's launcher does not mind the exit code of such a process, and the others would wait for it in MPI_Init.
+    MPICH's launcher ignores the exit code of such a process, so the other ranks would wait for it in MPI_Init.
     """
     if mpi_start.is_launched() and not mpi_start.was_started():
         sys.stdout.flush()
@@ -85,16 +85,16 @@ def _end_unstarted() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_to_speak() -> bool:
-    """Let the first process of the job say for all why it cannot start; return whether this one is to say it too.
+def _must_report() -> bool:
+    """Return whether this process must report why the job cannot start. The first process reports it for all.
 
-    That is so if the first one's end would have ended the job, and has not.
+    The other processes wait for that. They report it too if the first process should have ended the job, and did not.
     """
     if mpi_start.launched_rank() == 0:
         return True
     time.sleep(AFTER_YOU)
     MPI = mpi_start.started_mpi()
-    return MPI is None or MPI.COMM_WORLD.size > 1 or mpi_start.ends_with_the_first()
+    return MPI is None or MPI.COMM_WORLD.size > 1 or mpi_start.ends_job_on_failure()
 
 
 def _abort(MPI: Any, comm: Any, reason: str) -> None:
@@ -107,7 +107,7 @@ def _abort(MPI: Any, comm: Any, reason: str) -> None:
 
 
 def _at_exit(world: Callable[[], Any], leave: Callable[[], str]) -> None:
-    # MPI is finalised after this; there, unfinished work would hang.
+    # MPI is finalised afterwards; unfinished work would hang in the finalisation.
     MPI = mpi_start.started_mpi()
     if forks.is_child() or MPI is None:
         return

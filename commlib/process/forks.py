@@ -1,7 +1,7 @@
-"""Forked children: copies of a process that have its memory, but none of its threads and no place in MPI.
+"""Forked children: copies of a process with its memory, but without its threads and without a rank in MPI.
 
-What a child does must not look like its parent's doing: it may not tell the other ranks anything, nor free what MPI
-holds. `watch` is called by `init`; children that were forked before are processes like any other.
+A child must not act as its parent: it may neither send to other ranks nor free MPI's resources. `init` calls `watch`;
+children forked before that are ordinary processes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 from commlib.errors import UsageError
 
-_parent = 0  # of a child: the process that called init
+_parent = 0  # in a child: the id of the process that called init
 
 
 def watch(become_child: Callable[[], None]) -> None:
-    """Call `become_child` in every child that is forked from now on. Call it once."""
+    """Call `become_child` in every child forked from now on. Call `watch` once."""
     process = os.getpid()
 
     def after_in_child() -> None:
         global _parent
-        if not _parent:  # a child's child is known already
+        if not _parent:  # not in a child's child
             _parent = process
             become_child()
 
@@ -28,15 +28,15 @@ def watch(become_child: Callable[[], None]) -> None:
 
 
 def is_child() -> bool:
-    """Return whether this process was forked by one that had called `init`."""
+    """Return whether this process was forked from one that had called `init`."""
     return _parent != 0
 
 
 def refusal(call: str) -> UsageError:
     """Return the error for a call in a child."""
     return UsageError(
-        f"{call}: process {os.getpid()} was forked by process {_parent} after commlib.init there, and takes no part "
-        "in MPI: communicate in the parent, or start processes that do not (multiprocessing: 'spawn' or 'forkserver')"
+        f"{call}: process {os.getpid()} was forked by process {_parent} after commlib.init, and takes no part in MPI: "
+        "communicate in the parent, or do not communicate in children (multiprocessing: use 'spawn' or 'forkserver')"
     )
 
 

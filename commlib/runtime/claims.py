@@ -1,6 +1,6 @@
-"""Claims: find calls that have taken `Progress.running` without a note of it, as a small call has no time for one.
+"""Claims: find calls that hold `Progress.running` without a record of it; recording would slow down small calls.
 
-They are found by the frames of their thread, where a call of a signal handler asks for its own turn.
+When a call from a signal handler wants `running`, the stack frames of its thread show whether that thread holds it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-# The code of methods that claim. They have the group's Progress in `self._progress`, and may have a local `step`, None
-# where they leave it to another of them.
+# The code objects of methods that take `running`. They have the group's Progress in `self._progress`. They may have a
+# local `step`; None means that they call another such method, which takes it.
 _CLAIMING: set[CodeType] = set()
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def claiming(method: Method) -> Method:
-    """Mark a method that takes `running`, so that a signal handler's call within it can be told from others."""
+def mark_claiming(method: Method) -> Method:
+    """Mark a method that takes `running`; this detects calls of a signal handler within the method."""
     _CLAIMING.add(method.__code__)
     return method
 
 
 def is_claimed_here(progress: object) -> bool:
-    """Return whether a call of this thread, other than the asking call, holds `running` of a group's Progress."""
+    """Return whether a call of this thread, other than the current one, holds `running` of a group's Progress."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -32,4 +32,4 @@ def is_claimed_here(progress: object) -> bool:
             names = frame.f_locals
             calls += names["self"]._progress is progress and names.get("step", calls) is not None
         frame = frame.f_back
-    return calls > 1  # the one that asks has not got it
+    return calls > 1  # one of them is the current call, which does not hold it

@@ -1,9 +1,10 @@
-"""Hang watch: a thread of each rank that finds out when the job makes no progress, and lets all ranks write why.
+"""Hang watch: a thread of each rank that detects a job without progress and makes all ranks dump their state.
 
-The first rank that has waited too long makes the hang's folder. All others see it within a few looks, also those that
-wait for nothing: their threads are elsewhere, and this one is not. Whoever cannot write is missing, and that is told by
-its neighbours on the host. The lowest rank that has written reads what all have, and prints one diagnosis. Nothing but
-a folder is shared: the dumps need one anyway, and whatever else ranks could tell each other by may be what hangs.
+The first rank that has waited too long creates the hang's folder; all ranks poll for it every T/16, where T is the time
+after which a hang is diagnosed. Every rank dumps its state, even if it is not waiting; the lowest responsive rank waits
+up to T/2 for dumps and prints the diagnosis, so it appears within 2T. The dump of a rank that cannot write is missing;
+other ranks on its host report the state of its process. The ranks share only this folder: dumps need one anyway, and
+any other means of communication may be the cause of the hang.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from commlib.runtime.stacks import all_threads
 log = logging.getLogger("commlib")
 
 MOST = 8
-"""Hangs of a job that are written about: a slow job that is none may seem to hang in each of its evaluations."""
+"""Most hangs that are diagnosed in a job: a slow job may seem to hang in each of its evaluations."""
 
-# All in parts of the time after which a hang is one: how often a thread looks, and how long dumps are waited for.
+# In units of T, the time after which a hang is diagnosed: the interval of polls, and the longest wait for dumps.
 _LOOK, _GATHER = 1 / 16, 1 / 2
-_LEAST = 0.05  # seconds between two looks
+_LEAST = 0.05  # seconds between two polls
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """Where a rank lives. namespace: of process numbers; in another one the number means another process."""
+class RankProcess:
+    """A rank's process. namespace: its PID namespace; in another namespace the number means another process."""
 
     host: str
     namespace: int
     process: int
 
     @classmethod
-    def own(cls) -> Process:
-        """Return that of this process."""
+    def own(cls) -> RankProcess:
+        """Return this process."""
         try:
             namespace = os.stat("/proc/self/ns/pid").st_ino
         except OSError:
@@ -53,7 +54,7 @@ class Process:
         return cls(socket.gethostname(), namespace, os.getpid())
 
     def state(self) -> str:
-        """Return its letter in /proc, "" if it is gone."""
+        """Return the state letter of the process in /proc, "" if it is gone."""
         try:
             return Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -61,118 +62,118 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What all ranks know of the job. token: no other job has it. folder: of all hangs. after: seconds."""
+class HangJob:
+    """The job as all ranks see it. token: unique to the job. folder: of all hangs. after: T, in seconds."""
 
     rank: int
     token: str
     folder: str
     after: float
-    processes: Sequence[Process]
+    processes: Sequence[RankProcess]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank tells the others of itself as it joins. folder: where hangs are written about, as it sees it."""
+class Answers:
+    """A rank's answers at its start: its process, and the absolute path of its hang folder."""
 
-    process: Process
+    process: RankProcess
     folder: str
 
     @classmethod
-    def of(cls, config: Config) -> Told:
-        """Return that of this process."""
+    def of(cls, config: Config) -> Answers:
+        """Return the answers of this process."""
         try:
-            return cls(Process.own(), os.path.abspath(config.hang_folder))
+            return cls(RankProcess.own(), os.path.abspath(config.hang_folder))
         except OSError:  # the working directory is gone
-            return cls(Process.own(), config.hang_folder)
+            return cls(RankProcess.own(), config.hang_folder)
 
 
-def watch_for_hangs(runtime: Runtime, rank: int, told: Sequence[Told]) -> None:
-    """Watch from now on, if that is wanted. told: by each rank; the folder is that of rank 0."""
+def watch_for_hangs(runtime: Runtime, rank: int, answers: Sequence[Answers]) -> None:
+    """Start the hang watch, if the settings enable it. answers: of each rank; rank 0's folder counts."""
     after, timeout = runtime.config.hang_after, runtime.config.timeout
-    if after and len(told) > 1:
+    if after and len(answers) > 1:
         after = min(after, timeout / 2) if timeout else after
-        job = Job(rank, runtime.token, told[0].folder, after, [each.process for each in told])
+        job = HangJob(rank, runtime.token, answers[0].folder, after, [each.process for each in answers])
         runtime.hang_watch = watch = HangWatch(runtime, job)
         watch.start()
 
 
 class HangWatch:
-    """The thread of one rank."""
+    """The hang watch thread of one rank."""
 
-    def __init__(self, runtime: Runtime, job: Job) -> None:
+    def __init__(self, runtime: Runtime, job: HangJob) -> None:
         self._runtime, self._job = runtime, job
-        self._written = 0  # hangs that this rank has written about
-        self._told: set[float] = set()  # when those waits began that it has written of last
-        self._goes_on = False  # one of them has ended
+        self._dumps = 0  # the number of hangs that this rank has dumped
+        self._dumped_waits: set[float] = set()  # start times of the waits in its last dump
+        self._has_ended = False  # True once one of these waits has ended
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="commlib-hang-watch", daemon=True)
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the thread."""
         self._closing.set()
         self._thread.join(1.0)
 
     def _loop(self) -> None:
         try:
-            while not self._closing.wait(max(_LEAST, self._job.after * _LOOK)) and self._written < MOST:
-                self._look()
-        except Exception as error:  # whatever it is: the job must go on
+            while not self._closing.wait(max(_LEAST, self._job.after * _LOOK)) and self._dumps < MOST:
+                self._poll()
+        except Exception as error:  # a failure here must not end the job
             log.warning(
-                "hangs are explained no more on rank %d: %s: %s (COMMLIB_HANG_FOLDER is %s)",
+                "hang diagnosis is off on rank %d: %s: %s (COMMLIB_HANG_FOLDER is %s)",
                 self._job.rank,
                 type(error).__name__,
                 error,
                 self._job.folder,
             )
 
-    def _look(self) -> None:
-        folder = self._folder(self._written + 1)
-        if self._told and not self._goes_on:
-            self._look_for_end()
+    def _poll(self) -> None:
+        folder = self._folder(self._dumps + 1)
+        if self._dumped_waits and not self._has_ended:
+            self._check_end()
         if folder.exists():
-            self._explain(folder, set())
-        elif self._may_call() and (stuck := hang_state.stuck(self._runtime, self._job.after) - self._told):
+            self._dump_and_diagnose(folder, set())
+        elif self._may_dump() and (stuck := hang_state.find_stuck(self._runtime, self._job.after) - self._dumped_waits):
             folder.create()
-            self._explain(folder, stuck)
+            self._dump_and_diagnose(folder, stuck)
 
-    def _may_call(self) -> bool:
-        """Return whether the last hang has ended: until then, whoever comes to wait too long does so because of it."""
-        return not self._written or self._folder(self._written).has_ended
+    def _may_dump(self) -> bool:
+        """Return whether the last hang has ended; until then, further long waits are consequences of it."""
+        return not self._dumps or self._folder(self._dumps).has_ended
 
     def _folder(self, number: int) -> HangFolder:
         return HangFolder.of(self._job.folder, self._job.token, number)
 
-    def _look_for_end(self) -> None:
-        """Tell once if what was written of has come to an end."""
-        if self._told <= hang_state.began(self._runtime):
+    def _check_end(self) -> None:
+        """Log once if the hang of the last dump has ended."""
+        if self._dumped_waits <= hang_state.find_wait_starts(self._runtime):
             return
-        self._goes_on = True
-        if self._folder(self._written).end():
-            log.warning("rank %d goes on: what is called hang %d has come to an end", self._job.rank, self._written)
+        self._has_ended = True
+        if self._folder(self._dumps).end():
+            log.warning("rank %d continues: hang %d has ended", self._job.rank, self._dumps)
 
     # One hang
 
-    def _explain(self, folder: HangFolder, stuck: set[float]) -> None:
-        self._written += 1
+    def _dump_and_diagnose(self, folder: HangFolder, stuck: set[float]) -> None:
+        self._dumps += 1
         dump = self._dump()
-        self._told, self._goes_on = stuck | hang_state.began(self._runtime), False
+        self._dumped_waits, self._has_ended = stuck | hang_state.find_wait_starts(self._runtime), False
         folder.write(dump)
         if self._gather(folder) and not folder.is_diagnosed:
             diagnosis = str(diagnose(folder.read()))
             if folder.claim(diagnosis):
-                last = "; no other hang of this job is written about" if self._written == MOST else ""
-                log.warning("%s\nwritten by each rank: commlib trace hang %s%s", diagnosis, folder.path, last)
+                last = "; later hangs of this job are not diagnosed" if self._dumps == MOST else ""
+                log.warning("%s\ndumps of the ranks: commlib trace hang %s%s", diagnosis, folder.path, last)
 
     def _dump(self) -> Dump:
         runtime, job = self._runtime, self._job
         own = job.processes[job.rank]
         return Dump(
-            hang=self._written,
+            hang=self._dumps,
             rank=job.rank,
             size=len(job.processes),
             host=own.host,
@@ -181,7 +182,7 @@ class HangWatch:
             after=job.after,
             waits=tuple(hang_state.waits(runtime)),
             groups=hang_state.group_states(runtime),
-            named=hang_state.named(runtime),
+            named=hang_state.list_named(runtime),
             threads=all_threads(besides=threading.get_ident()),
             neighbours=self._neighbours(),
         )
@@ -195,7 +196,7 @@ class HangWatch:
         )
 
     def _gather(self, folder: HangFolder) -> bool:
-        """Wait until all ranks have written that can; return whether this one is the lowest of them."""
+        """Wait for the dumps of all ranks that can write; return whether this rank is the lowest of them."""
         rank, size = self._job.rank, len(self._job.processes)
         deadline = time.monotonic() + self._job.after * (_GATHER if rank == 0 else _GATHER + _LOOK)
         while not self._closing.wait(max(_LEAST, min(0.2, self._job.after * _LOOK))) and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
-"""Progress: runs the operations of one group in launch order, on a thread of its own where that is needed.
+"""Progress: runs the operations of one group in launch order, on a progress thread if needed.
 
-A blocking call runs in its caller's thread when nothing is queued (no hand-over, a microsecond instead of twenty), and
-queues behind what is pending otherwise, so that the order of launches is the order of execution on every rank. Groups
-do not wait for each other: threads that use different ones may take turns differently on each rank.
+A blocking call runs in its caller's thread when nothing is queued (no hand-over: one microsecond instead of twenty).
+Otherwise it queues behind the pending operations. So operations execute in launch order on every rank. Groups do not
+wait for each other: threads that use different groups may interleave differently on each rank.
 
-A small asynchronous call is *begun* in its caller's thread: it publishes its data, which is all that other ranks need
-of this one. If they are not there yet, the waiting thread finishes it, or the progress thread before anything that
-follows.
+A small asynchronous call *starts* in its caller's thread: it publishes its data, and other ranks need no more from this
+one. If the other ranks have not arrived yet, the thread that waits for the work finishes it, or the progress thread
+finishes it before the next operation.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.errors import CommlibError, ShutdownError, UsageError
-from commlib.observe.flight import new_flight
+from commlib.observe.flight_recorder import new_flight_recorder
 from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
 from commlib.process import forks
-from commlib.runtime.begun import Begun
 from commlib.runtime.claims import is_claimed_here
 from commlib.runtime.failures import Failures
+from commlib.runtime.started_operations import StartedOperations
 from commlib.runtime.work import Work
 
-# How often, in seconds, the thread looks whether the operation before its own can still end.
+# Seconds between checks of a waiting thread whether the previous operation can still end.
 _TURN = 0.1
 
-# Set in `Progress.pending` while operations are recorded: so calls leave their short way without another look. Nothing
-# but counts is below it.
+# A bit of `Progress.pending`, set while operations are recorded: one check of `pending` then takes calls off their fast
+# path. The bits below it hold the count.
 RECORDED = 1 << 40
 _COUNT = RECORDED - 1
 
@@ -46,8 +46,8 @@ def _ignore(description: str, error: BaseException) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """An operation that waits for its turn. `record` is None where it is not recorded."""
+class _QueuedOperation:
+    """A queued operation. `record` is None if it is not recorded."""
 
     work: Work
     run: Run
@@ -55,66 +55,66 @@ class _Job:
 
 
 class Progress:
-    """One queue and one thread (started with the first queued operation; asleep while there is nothing to do).
+    """One queue and one thread (started with the first queued operation; asleep while the queue is empty).
 
-    The arrays of an operation must stay where they are until it has run, even if its result is not wanted any more:
-    `run` holds the arrays, and the queue holds `run`.
+    The arrays of an operation must stay alive until it has run, even if nobody wants its result any more: `run` holds
+    the arrays, and the queue holds `run`.
 
-    interrupted: told of an exception that has left a call before its operation ended, or may have. If the exception is
-    no error of ours, but perhaps a signal handler's, other ranks may count on work that this rank has left half-way.
-    journal: what is written of the operations, while there is a reader.
+    interrupted: called with an exception that has left a call before its operation ended, or may have. If it is not a
+    commlib error, but perhaps a signal handler's, other ranks may depend on work that this rank has left unfinished.
+    journal: records the operations while there is a reader.
     """
 
     def __init__(self, interrupted: Interrupted = _ignore, journal: Journal | None = None) -> None:
         self._interrupted = interrupted
         self.journal = Journal() if journal is None else journal
-        self.flight = new_flight()  # the calls that have come to their turn, by their texts
-        self._queue: deque[_Job] = deque()
-        self._begun: _Job | None = None
+        self.flight = new_flight_recorder()  # flight recorder: the texts of the calls that have started
+        self._queue: deque[_QueuedOperation] = deque()
+        self._begun: _QueuedOperation | None = None
         self._failures = Failures()
-        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever. It
-        # knows its owner, so that a signal handler's call can be refused that would wait for this very thread.
+        # Acquired directly, not by `with` on the condition: an exception of a signal handler could leave that locked.
+        # Reentrant, so it knows its owner: a signal handler's call that would wait for its own thread is refused.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.running = threading.Lock()  # held by whoever runs an operation
+        self.running = threading.Lock()  # held while an operation runs
         self.busy = 0
-        """The thread where an operation waits, or may wait; 0 for none. Written by the holder of `running`."""
-        self.raised: BaseException | None = None  # what has come out of the operation that is running here
-        self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
-        self._may_miscount = False  # an exception may have come between counting an operation and its end
+        """Id of the thread in which an operation waits, or may wait; 0: none. Written by the holder of `running`."""
+        self.raised: BaseException | None = None  # exception that the current operation raised
+        self._broken = False  # True: an interrupted thread may still hold `running`; every operation fails at once
+        self._may_miscount = False  # True: an exception may have skipped an update of `pending`
         self.pending = 0
-        """How many operations are begun, queued for, or running on, the thread; and RECORDED. Looked at while `running`
-        is held: while it is 0 a call may run in its caller's thread, and there is nothing to write."""
-        self.thread: threading.Thread | None = None  # until something is queued
+        """Number of operations that are started, queued, or running on the thread, plus RECORDED. Read while `running`
+        is held: while it is 0 a call may run in its caller's thread, and is not recorded."""
+        self.thread: threading.Thread | None = None  # until the first queued operation
         self._closed = False
-        self.current = ""  # what is running on the thread, for messages
-        self.in_background = False  # what runs now runs on the thread
+        self.current = ""  # text of the operation on the thread, for messages
+        self.in_background = False  # True while an operation runs on the thread
 
     def record(self, recorder: Recorder | None) -> None:
-        """Write of operations to `recorder` from now on, or to none."""
+        """Record operations with `recorder` from now on; None: stop recording."""
         with self._lock:
             self.journal.recorder = recorder
             self.pending = self.pending & _COUNT | (0 if recorder is None else RECORDED)
 
     def refuse_nested(self, description: str) -> None:
-        """Raise UsageError if this thread is in the middle of an operation, which would have to end first.
+        """Raise UsageError if this thread is within another operation, which would have to end first.
 
-        To be called where `running` could not be had.
+        Call it after an attempt to acquire `running` failed.
         """
         claimed = not self.pending & _COUNT and is_claimed_here(self)
         if claimed or self.busy == threading.get_ident() or self._is_queueing():
             raise UsageError(
-                f"{description}: called in the middle of another call of the same group, in the same thread: by a "
-                "signal handler? Let the handler set a flag, and call this after the other call has ended"
+                f"{description}: called in the middle of another call of the same group, in the same thread, perhaps "
+                "by a signal handler. Let the handler set a flag, and make this call after the other call has ended"
             )
 
     def _is_queueing(self) -> bool:
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition does
 
     def break_off(self, description: str, error: BaseException) -> None:
-        """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
+        """Release `running` after an exception of an operation for which this thread had acquired it, or may have."""
         ours = isinstance(error, CommlibError)
-        if ours or error is self.raised:  # it came out of the middle of one
+        if ours or error is self.raised:  # raised within an operation: `running` is held
             self.running.release()
         else:
             self._broken = True
@@ -124,8 +124,8 @@ class Progress:
             self._interrupted(description, error)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Let no other call of this thread run while one does, not even one of a signal handler's."""
+    def refuse_others(self) -> Iterator[None]:
+        """Refuse other calls of this thread within the block, such as those of a signal handler."""
         before, self.busy = self.busy, threading.get_ident()
         try:
             yield
@@ -142,14 +142,15 @@ class Progress:
         try:
             return work.wait()
         except BaseException as error:
-            work.seen = True  # its caller knows that something is wrong
+            work.seen = True  # the caller gets this exception
             self._interrupted(description, error)
             raise
 
-    def run_through(self, description: str, run: Run, x: Any = None) -> Any:
-        """Like `run_queued`, but what interrupts the wait is raised when the operation has ended, or at once if twice.
+    def run_uninterrupted(self, description: str, run: Run, x: Any = None) -> Any:
+        """Like `run_queued`, but raise an exception of the wait after the operation's end, a second one at once.
 
-        For what blocks in MPI, which nothing can end: the thread does it, as no signal handler raises there.
+        For operations that block in MPI, which cannot be interrupted: the progress thread runs them, because no signal
+        handler raises there.
         """
         work = self.start(description, run, x)
         try:
@@ -159,7 +160,7 @@ class Progress:
             raise
 
     def start(self, description: str, run: Run, x: Any = None, work: Work | None = None) -> Work:
-        """Queue one operation, on the array `x`, and return its Work, which may be given."""
+        """Queue one operation, on the array `x`, and return its Work. work: use this one instead of a new one."""
         forks.check(description)
         if self._is_queueing():
             self.refuse_nested(description)
@@ -171,33 +172,33 @@ class Progress:
                 self._queue_begun()
                 self.pending += 1
                 work.record = self.journal.queue(description, x)
-                self._queue.append(_Job(work, run, work.record))
+                self._queue.append(_QueuedOperation(work, run, work.record))
                 self._start_thread()
                 self._changed.notify_all()
         except BaseException as error:
-            work.seen = True  # perhaps it is queued, and fails: its caller knows that something is wrong
+            work.seen = True  # it may be queued, and fail: the caller gets this exception
             self._interrupted(description, error)
             raise
         return work
 
     def failed(self, description: str, error: CommlibError) -> Work:
-        """Return the work of an operation that has failed as it was begun: the error goes to the waiting thread."""
+        """Return the work of an operation that failed at its start; the thread that waits for it gets the error."""
         work = Work(description)
         work.finish(error=error)
         self._failures.note(work)
         return work
 
     def begun(self, description: str, finish: Run, record: Record | None = None) -> Work:
-        """Return the work of an operation that has been begun in its caller's thread; `finish` does the rest of it."""
-        work = Begun(description, self)
+        """Return the work of an operation that was started in its caller's thread; `finish` does the rest."""
+        work = StartedOperations(description, self)
         work.record = record
         with self._lock:
-            self._begun = _Job(work, finish, record)
+            self._begun = _QueuedOperation(work, finish, record)
             self.pending += 1
         return work
 
     def hand_over(self) -> None:
-        """Let the thread finish what has been begun."""
+        """Let the progress thread finish the started operation."""
         with self._lock:
             if self._begun is not None:
                 self._queue_begun()
@@ -205,7 +206,7 @@ class Progress:
                 self._changed.notify_all()
 
     def unfinished(self) -> tuple[str, list[str]]:
-        """Return what has been begun, or "", and what is queued: for who looks on, without the lock."""
+        """Return the texts of the started operation, or "", and of the queued ones; for observers, without the lock."""
         begun = self._begun
         return "" if begun is None else begun.work.description, [job.work.description for job in list(self._queue)]
 
@@ -214,8 +215,8 @@ class Progress:
             self._queue.append(self._begun)
             self._begun = None
 
-    def finish_begun(self, work: Work) -> None:
-        """Finish `work` in this thread, unless another thread does."""
+    def finish_started(self, work: Work) -> None:
+        """Finish `work` in this thread, unless another thread already does."""
         try:
             with self._lock:
                 job = self._begun
@@ -227,11 +228,11 @@ class Progress:
             self._interrupted(work.description, error)
             raise
 
-    def _run_one(self, job: _Job, *, in_background: bool = False) -> None:
+    def _run_one(self, job: _QueuedOperation, *, in_background: bool = False) -> None:
         work, result, error = job.work, None, None
         try:
             claimed = self._await_turn()
-            if type(work) is not Begun:  # noted as it was begun
+            if type(work) is not StartedOperations:  # already noted at its start
                 self.flight.append(work.description)
             self.in_background = in_background
             started = time.perf_counter()
@@ -242,9 +243,9 @@ class Progress:
                 self.in_background = False
                 if claimed:
                     self.running.release()
-        except BaseException as caught:  # it belongs to whoever waits for the work
+        except BaseException as caught:  # raised again in the thread that waits for the work
             error = caught
-        # The next blocking call may run inline as soon as its thread knows that this one is done.
+        # Before `finish`: a thread that learns that this work is done may run its next blocking call inline.
         with self._lock:
             self.pending -= 1
             self.current = ""
@@ -254,7 +255,7 @@ class Progress:
             self._failures.note(work)
 
     def _await_turn(self) -> bool:
-        """Wait for `running`; return False without it if it may never be released: then operations only fail."""
+        """Acquire `running`; return False without it if it may never be released, when all operations fail anyway."""
         while not self.running.acquire(timeout=0 if self._broken else _TURN):
             if self._broken:
                 return False
@@ -265,8 +266,8 @@ class Progress:
             self.thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
             self.thread.start()
 
-    def _next(self) -> _Job | None:
-        """Wait for something to run, and return it; None to end."""
+    def _next(self) -> _QueuedOperation | None:
+        """Wait for the next operation and return it; None: end the thread."""
         with self._lock:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
@@ -280,14 +281,14 @@ class Progress:
             del job  # an idle thread must not keep arrays alive
 
     def drain(self, timeout: float) -> str:
-        """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
+        """Wait until nothing is pending; return "" or, after `timeout` s, the running operation."""
         self.hand_over()
         deadline = time.monotonic() + timeout
         with self._lock:
             while not self._is_idle():
                 if (left := deadline - time.monotonic()) <= 0:
                     return f"unfinished {self.current or 'queued operation'}"
-                self._changed.wait(min(left, _TURN))  # an operation that is not queued ends without a word
+                self._changed.wait(min(left, _TURN))  # the end of an inline operation notifies nobody
         return ""
 
     def _is_idle(self) -> bool:
@@ -296,38 +297,38 @@ class Progress:
         return not self.pending & _COUNT and not self.busy
 
     def unseen_failure(self) -> str:
-        """Return the first failed work with an error that was never asked for, or ""."""
+        """Describe the first failed work whose error no caller has seen; "" without one."""
         return self._failures.unseen()
 
     def close(self) -> None:
-        """Accept nothing more; what is queued and has not begun ends with ShutdownError."""
+        """Accept no more operations; queued ones that have not started end with ShutdownError."""
         with self._lock:
             self._closed = True
-            self.pending += 1  # for ever: nothing may run in its caller's thread either
+            self.pending += 1  # forever: no operation may run in its caller's thread either
             self._queue_begun()
             dropped = list(self._queue)
             self._queue.clear()
             self.pending -= len(dropped)
             self._changed.notify_all()
         for job in dropped:
-            error = ShutdownError(f"{job.work.description}: commlib was shut down before it began")
+            error = ShutdownError(f"{job.work.description}: commlib was shut down before it started")
             if job.record is not None:
                 job.record.end(error)
             job.work.finish(error=error)
 
     def abandon(self) -> None:
-        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        """Stop in a forked child. Its copies of the locks may be held by threads that it does not have."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queue.clear()
         self._begun = self.thread = None
-        self.pending += 1  # for ever: so every call comes to `start`
+        self.pending += 1  # forever: every call reaches `start`, which refuses it
 
     def join(self, timeout: float) -> None:
-        """Wait until the thread has ended after `close`, at most `timeout` s.
+        """Wait at most `timeout` s until the thread has ended after `close`.
 
-        A thread that still drops its last references while the interpreter is finalised is killed in the middle of
-        foreign destructors, and the process with it.
+        If the thread still drops its last references while the interpreter is finalised, it is killed within foreign
+        destructors, which crashes the process.
         """
         thread = self.thread
         if thread is not None and thread is not threading.current_thread():

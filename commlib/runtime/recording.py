@@ -1,4 +1,4 @@
-"""Recording: tell whether the operations of this process are recorded, and for which readers."""
+"""Recording: turns the recording of this process's operations on and off, and connects its readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.config.settings import Config
 from commlib.errors import UsageError
 from commlib.observe.clocks import clock_id, note_clock
 from commlib.observe.counters import Counters
-from commlib.observe.last_words import LastWords
+from commlib.observe.last_calls import LastCalls
 from commlib.observe.recorder import CAPACITY, Event, Recorder
 from commlib.observe.timeline import Timeline
 from commlib.runtime.progress import Progress
@@ -21,19 +21,19 @@ log = logging.getLogger("commlib")
 
 
 class Recording:
-    """On while the user has asked for it, or while a timeline is written, or while calls are counted.
+    """The recording of operations: on while the user records, writes a timeline, or counts calls.
 
-    Off, a call costs nothing more.
+    While it is off, calls have no overhead.
 
-    recorder: where events go; None while it is off. What was recorded last can be asked for until it is on again.
+    recorder: receives the events; None while recording is off. The last events stay available until it is on again.
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.timeline: Timeline | None = None
-        self._asked_for = self._counting = False
+        self._user_records = self._counting = False
         self._last: tuple[Recorder, Counters] | None = None
-        self._last_words = LastWords()
+        self._last_words = LastCalls()
         self._groups: weakref.WeakSet[Progress] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -45,36 +45,36 @@ class Recording:
                 progress.record(self.recorder)
 
     def start(self, events: int = CAPACITY) -> None:
-        """Record operations from now on, and keep so many events. Raises UsageError if that was asked for already.
+        """Record operations from now on, and keep the last `events` events. Raises UsageError if it is on already.
 
-        A timeline that is being written goes on; what it has recorded so far is forgotten.
+        A timeline that is being written continues; events recorded earlier are dropped.
         """
         with self._lock:
-            if self._asked_for:
+            if self._user_records:
                 raise UsageError("start_recording: operations are being recorded already: call stop_recording first")
             if events < 1:
                 raise UsageError(f"start_recording: events is {events}, expected at least 1")
-            self._asked_for = True
+            self._user_records = True
             self._turn_on(events)
 
     def stop(self) -> None:
-        """Record no more, unless a timeline is being written."""
+        """Stop recording, unless a timeline is being written or calls are counted."""
         with self._lock:
-            self._asked_for = False
+            self._user_records = False
             if self.timeline is None and not self._counting:
                 self._turn_off()
 
     def start_counting(self) -> None:
-        """Count operations from now on, to the end, whatever else is recorded meanwhile. Idempotent."""
+        """Count operations from now on until `close`, even if recording starts and stops meanwhile. Idempotent."""
         with self._lock:
             self._counting = True
             if self.recorder is None:
                 self._turn_on(1)
 
     def start_timeline(self, path: str, rank: int, *, mark_cycles: bool = False) -> None:
-        """Write a trace of all operations from now on, by rank 0, or by each rank where `{rank}` is in the path.
+        """Write a trace of all operations from now on, on rank 0, or on each rank if `{rank}` is in the path.
 
-        Raises UsageError if one is being written, or if the file cannot be.
+        Raises UsageError if a trace is being written already, or if the file cannot be written.
         """
         if rank and "{rank}" not in path:
             return
@@ -98,43 +98,43 @@ class Recording:
                 self.recorder.unsubscribe(timeline.read)
                 self.recorder.trace = None
                 self.recorder.marks_cycles = False
-            if not (self._asked_for or self._counting):
+            if not (self._user_records or self._counting):
                 self._turn_off()
         timeline.close()
 
-    def start_as_set(self, config: Config, rank: int) -> None:
-        """Do what the settings ask for. Raises UsageError for a timeline that cannot be written."""
+    def start_from_settings(self, config: Config, rank: int) -> None:
+        """Start recording and timeline as the settings say. Raises UsageError if the timeline cannot be written."""
         if config.events:
             self.start(config.events)
         if config.timeline:
             self.start_timeline(config.timeline, rank)
 
-    def clock_of_own(self, config: Config) -> str:
-        """Return which clock times are of, if each rank writes a timeline as settings ask for; else ""."""
+    def own_clock_id(self, config: Config) -> str:
+        """Return this rank's clock id if the settings let each rank write a timeline; else ""."""
         return clock_id() if self.timeline is not None and "{rank}" in config.timeline else ""
 
     def compare_clocks(self, comm: Any, clocks: Mapping[int, str]) -> None:
-        """Write into the timeline how far the clocks of ranks are apart. Collective over the ranks in `clocks`."""
+        """Write the offsets of the ranks' clocks into the timeline. Collective over the ranks in `clocks`."""
         if comm.rank in clocks:
             note_clock(self.timeline, comm, clocks)
 
     def events(self) -> list[Event]:
-        """Return what was recorded last, oldest first; nothing if nothing ever was."""
+        """Return the last recorded events, oldest first; empty if nothing was recorded."""
         return [] if self._last is None else self._last[0].events()
 
     def counters(self) -> Counters:
-        """Return what was counted since recording was started. Raises UsageError if it never was."""
+        """Return the counters since recording started. Raises UsageError if nothing was recorded."""
         if self._last is None:
             raise UsageError(
-                "statistics: nothing was recorded: set COMMLIB_EVENTS to how many events to keep, or call "
-                "commlib.start_recording() or commlib.metrics.start() before"
+                "statistics: nothing was recorded: set COMMLIB_EVENTS to the number of events to keep, or first call "
+                "commlib.start_recording() or commlib.metrics.start()"
             )
         return self._last[1]
 
-    def did_last(self, group: str, *, named: bool = False) -> str:
-        """Return what this rank did last in a group, to be appended to a message; "" if nothing is recorded.
+    def last_calls(self, group: str, *, named: bool = False) -> str:
+        """Return this rank's last calls in a group, as text to append to a message; "" if recording is off.
 
-        named: what named operations did, and not the calls. All that is recorded goes to the log, at debug.
+        named: report named operations instead of calls. All recorded events go to the log at level debug.
         """
         if self.recorder is None:
             return ""
@@ -143,13 +143,13 @@ class Recording:
         return self._last_words.tell(group, named=named)
 
     def close(self) -> None:
-        """Record no more, and finish the trace."""
+        """Stop recording, and finish the trace."""
         self._counting = False
         self.stop_timeline()
         self.stop()
 
     def abandon(self) -> None:
-        """Write nothing more, in a forked child."""
+        """Stop writing in a forked child."""
         self._lock = threading.Lock()
         timeline, self.timeline = self.timeline, None
         self.recorder = None
@@ -157,7 +157,7 @@ class Recording:
             timeline.abandon()
 
     def _turn_on(self, events: int) -> None:
-        recorder, counters, self._last_words = Recorder(events), self._kept_counters(), LastWords()
+        recorder, counters, self._last_words = Recorder(events), self._current_counters(), LastCalls()
         recorder.subscribe(counters.read)
         recorder.exposed = counters.expose
         recorder.subscribe(self._last_words.read)
@@ -167,8 +167,8 @@ class Recording:
         for progress in list(self._groups):
             progress.record(recorder)
 
-    def _kept_counters(self) -> Counters:
-        """Return those that go on while calls are counted, else new ones."""
+    def _current_counters(self) -> Counters:
+        """Return the current counters while calls are counted, else new ones."""
         return self._last[1] if self._counting and self._last is not None else Counters()
 
     def _turn_off(self) -> None:

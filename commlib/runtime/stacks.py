@@ -1,4 +1,4 @@
-"""Stacks: where all threads of this process are, and where in that the user's own code is."""
+"""Stacks: the stacks of all threads of this process, and the user's own code in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from commlib.observe.dump import Frame, ThreadState
 
 _HOME = Path(__file__).parents[2]
-# Installed, all of them lie side by side; in a checkout the adapters have a folder of their own.
+# Installed, all packages are in one folder; in a checkout the adapters are in `adapters`.
 _OURS = (
     f"{_HOME}/commlib/",
     *(f"{home}/commlib_{framework}/" for home in (_HOME, _HOME / "adapters") for framework in ("torch", "tensorflow")),
@@ -29,23 +29,23 @@ def _libraries() -> tuple[str, ...]:
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file of source is commlib's or an adapter's."""
+    """Return whether a source file belongs to commlib or an adapter."""
     return file.startswith(_OURS)
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither ours nor a library's."""
+    """Return whether a source file belongs to the user: neither to commlib nor to a library."""
     return not (is_ours(file) or file.startswith(("<frozen", *_libraries())))
 
 
 def all_threads(besides: int = 0) -> tuple[ThreadState, ...]:
-    """Return the threads of this process, the main one first. besides: the identifier of one that is left out."""
+    """Return the threads of this process, the main thread first. besides: the identifier of a thread to omit."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
     order = sorted(frames.keys() - {besides}, key=lambda identifier: (identifier != main, identifier))
     return tuple(
-        _thread(names.get(identifier, "not Python's own"), identifier, frames[identifier]) for identifier in order
+        _thread(names.get(identifier, "not a Python thread"), identifier, frames[identifier]) for identifier in order
     )
 
 
@@ -62,9 +62,10 @@ def _thread(name: str, identifier: int, top: object) -> ThreadState:
 
 
 def _last_of_user(stack: list[Frame], *, is_main: bool) -> int:
-    """Return the index of the last frame of the user's; -1: none.
+    """Return the index of the last frame of the user's code; -1: none.
 
-    In the main thread else of the last that is neither ours nor Python's: the user's code may have been installed.
+    In the main thread, without such a frame, that of the last frame neither of commlib nor of Python: the user's code
+    may be an installed package.
     """
     files = [frame.file for frame in stack]
     last = max((index for index, file in enumerate(files) if is_users(file)), default=-1)

@@ -1,4 +1,4 @@
-"""Watchdog: look around during a long wait, and say which rank is late, on what."""
+"""Watchdog: checks on the other ranks during a long wait, and reports the late ranks."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from commlib.runtime.process import Runtime
 
 log = logging.getLogger("commlib")
 
-# A peer that left may have sent what we wait for just before; a dead one cannot send any more.
+# Seconds. A peer may have sent the awaited data just before it left.
 _GRACE = 0.5
 
 _LONG = 1.0
 
 
-class Presence(Protocol):
-    """Tell of the other ranks without asking them."""
+class PeerLiveness(Protocol):
+    """The state of the other ranks as far as this rank can read it, without messages."""
 
     def absent(self) -> Mapping[int, str]:
-        """Return the ranks that will never come, each with the reason."""
+        """Return the ranks that will never arrive, each with the reason."""
         ...
 
     def late(self) -> list[int]:
-        """Return the ranks that have not come to where this rank waits."""
+        """Return the ranks that have not arrived at this rank's current operation."""
         ...
 
 
-class StallCheck(Protocol):
-    """Ask the other ranks what they wait for."""
+class PeerCheck(Protocol):
+    """Exchanges messages about calls with other ranks during a long wait."""
 
     def look(self) -> None:
-        """Tell the other ranks that this one waits. Raises MismatchError if one of them made another call."""
+        """Tell the other ranks the call in which this one waits. Raises MismatchError if one made a different call."""
         ...
 
     def absent(self) -> Mapping[int, str]:
-        """Return the ranks that have said that they will never come, each with the reason."""
+        """Return the ranks that have reported that they will never arrive, each with the reason."""
         ...
 
     def late(self) -> list[int]:
-        """Return the ranks that have not said that they wait too."""
+        """Return the ranks that have not reported that they wait too."""
         ...
 
 
 class Watchdog:
     """The `on_wait` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
-    `peers` are the ranks that are waited for (default: all). `stall_check` compares calls once a wait is long, where
-    ranks do not share memory. `explain` words the warning about it: from seconds and late ranks; errors
-    carry who was missing. `did_last` says what this rank did before, or "". `group` is the key of the group that waits.
+    `peers` are the awaited ranks (default: all). `stall_check` compares calls once a wait is long, if the ranks do not
+    share memory. `explain` formats the warning from the seconds and the late ranks; errors list the missing ranks.
+    `last_calls` returns this rank's last calls as text, or "". `group` is the key of the waiting group.
 
-    Whoever explains a hang finds it in `Runtime.waits` once the wait lasts, and reads: text, group, peers, thread (its
-    identifier), since and looked (`time.monotonic` of its begin and of its last look).
+    Long waits are in `Runtime.waits`, where the diagnosis of hangs reads: text, group, peers, thread (its identifier),
+    since and looked (`time.monotonic` of the start and of the last poll).
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Watchdog:
         "_did_last",
         "_explain",
         "_long",
-        "_next_look",
+        "_next_poll",
         "_presence",
         "_rank",
         "_runtime",
@@ -81,46 +81,46 @@ class Watchdog:
     def __init__(
         self,
         runtime: Runtime,
-        presence: Presence | None,
+        presence: PeerLiveness | None,
         rank: int,
         text: str,
         peers: Collection[int] | None = None,
-        stall_check: StallCheck | None = None,
+        stall_check: PeerCheck | None = None,
         *,
         explain: Callable[[float, list[int]], str] | None = None,
-        did_last: Callable[[], str] = str,
+        last_calls: Callable[[], str] = str,
         group: str = "",
     ) -> None:
         self._runtime, self._presence, self._rank, self.text = runtime, presence, rank, text
         self.peers, self._stall_check, self._explain = peers, stall_check, explain
-        self._did_last, self.group = did_last, group
-        # Sooner where a message is due sooner: it names the ranks that have not come.
+        self._did_last, self.group = last_calls, group
+        # Earlier if a warning or error is due earlier, because it names the late ranks.
         limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
         self._long = min(_LONG, *(limit / 2 for limit in limits))
         self.since = self.looked = time.monotonic()
-        self._next_look = self.since + 0.05
-        self.thread = 0  # until it has looked
+        self._next_poll = self.since + 0.05
+        self.thread = 0  # until the first poll
         self._absent_since = 0.0
         self._warned = False
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return
-        self._next_look, self.looked = now + 0.1, now
+        self._next_poll, self.looked = now + 0.1, now
         if not self.thread:
             self.thread = threading.get_ident()
             self._runtime.waits[id(self)] = self
         waited = now - self.since
         if self._runtime.closing:
-            raise ShutdownError(f"{self.text}: rank {self._rank}: given up, because commlib is shutting down")
+            raise ShutdownError(f"{self.text}: rank {self._rank}: cancelled, because commlib is shutting down")
         if self._stall_check is not None and waited > self._long:
             self._stall_check.look()
-        self._look_for_absent(now)
+        self._check_absent(now)
         if 0 < self._runtime.config.timeout < waited:
             late = self._late()
             error = StallError(
-                f"{self.text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
+                f"{self.text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_late_text(late)}; "
                 f"look at what the late ranks are doing{self._did_last()}"
             )
             error.missing = dict.fromkeys(late, "")
@@ -131,10 +131,10 @@ class Watchdog:
             if self._explain is not None:
                 log.warning("%s%s", self._explain(waited, late), self._did_last())
             else:
-                said = f"{_named(late)}{self._did_last()}"
-                log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, waited, said)
+                suffix = f"{_late_text(late)}{self._did_last()}"
+                log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, waited, suffix)
 
-    def _look_for_absent(self, now: float) -> None:
+    def _check_absent(self, now: float) -> None:
         gone = {**_absent(self._stall_check), **_absent(self._presence)}
         absent = {rank: reason for rank, reason in gone.items() if self.peers is None or rank in self.peers}
         if not absent:
@@ -143,7 +143,7 @@ class Watchdog:
             self._absent_since = now
         elif now - self._absent_since > _GRACE:
             who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
-            error = PeerError(f"{self.text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error = PeerError(f"{self.text}: rank {self._rank}: waited for a rank that will never arrive: {who}")
             error.missing = absent
             raise error
 
@@ -153,9 +153,9 @@ class Watchdog:
         return sorted({*here, *elsewhere})
 
 
-def _absent(known: Presence | StallCheck | None) -> Mapping[int, str]:
+def _absent(known: PeerLiveness | PeerCheck | None) -> Mapping[int, str]:
     return {} if known is None else known.absent()
 
 
-def _named(late: list[int]) -> str:
-    return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
+def _late_text(late: list[int]) -> str:
+    return f"; not arrived: rank {', '.join(map(str, late))}" if late else ""

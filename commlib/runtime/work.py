@@ -1,4 +1,4 @@
-"""Work: hold the operation that an `*_async` verb started."""
+"""Work: the handle of an operation that an `*_async` verb started."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from commlib.process import forks
 class Work:
     """One operation that runs on the progress thread.
 
-    It keeps its arrays alive until it is done. Waiting, from any number of threads, gives the operation's result or
-    raises what it raised.
+    It keeps its arrays alive until it is done. Any number of threads may wait; each gets the operation's result or
+    exception.
     """
 
     __slots__ = ("_done", "_error", "_result", "_running", "_trace", "description", "record", "seconds", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
-        self.seen = False  # somebody has asked how it ended
-        self.seconds = 0.0  # in which it ran, once it is done; 0 if it ran in the call that started it
+        self.seen = False  # a caller has seen the result or the error
+        self.seconds = 0.0  # run time, once it is done; 0 if it ran in the call that started it
         self._done = False
-        self._running = threading.Lock()  # held until it is done: a fortieth of the price of an Event
+        self._running = threading.Lock()  # held until it is done: forty times cheaper than an Event
         self._running.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
-        self.record: Record | None = None  # of what it does, while somebody wants to know
+        self.record: Record | None = None  # its timings, while calls are recorded
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not. Never blocks."""
+        """Return whether the operation has ended, successfully or not. Never blocks."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until it has ended, at most `timeout` seconds, and return its result.
+        """Block until the operation has ended, at most `timeout` seconds, and return its result.
 
-        Raises what the operation raised; StallError if the time is up (the operation goes on).
+        Raises the operation's exception; StallError after the timeout (the operation continues).
         """
         if not self._done:
             forks.check(self.description)
@@ -63,15 +63,15 @@ class Work:
                     record.waited(since)
         self.seen = True
         if self._error is not None:
-            raise self._error.with_traceback(self._trace)  # each wait would add its own to it
+            raise self._error.with_traceback(self._trace)  # each wait would add its frames to the traceback
         return self._result
 
     def result(self) -> Any:
-        """Return the result, waiting for it as long as it takes. Raises what the operation raised."""
+        """Wait without a timeout and return the result. Raises the operation's exception."""
         return self.wait()
 
     def exception(self) -> BaseException | None:
-        """Return what the operation raised, or None; waits until it has ended."""
+        """Wait until the operation has ended and return its exception, or None."""
         try:
             self.wait()
         except BaseException as error:
@@ -81,19 +81,19 @@ class Work:
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """What went wrong, if it has ended badly and was never asked."""
+        """The operation's exception, if it failed and no caller has seen that yet."""
         return None if self.seen else self._error
 
     @classmethod
     def ended(cls, description: str, result: Any) -> Work:
-        """Return a work that is done."""
+        """Return a work that is already done."""
         work = cls.__new__(cls)
         work.description, work._result, work.seconds = description, result, 0.0
         work._done, work._error, work.seen = True, None, True
         return work
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """End it. Called once, by the thread that runs the operation."""
+        """Mark the operation as ended. Called once, by the thread that runs it."""
         self._result, self._error = result, error
         self._trace = None if error is None else error.__traceback__
         self._done = True

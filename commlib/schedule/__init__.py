@@ -1,4 +1,4 @@
-"""Collective algorithms as data: written down as rounds of sends and receives, then checked, costed and drawn."""
+"""Collective algorithms as data: rounds of sends and receives that can be verified, costed and rendered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
 from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
 from commlib.schedule.registry import Algorithm, Claims, algorithm, algorithms, find, program, verbs
 from commlib.schedule.render import render
-from commlib.schedule.simulate import Link, Result, estimate, nodes, simulate
+from commlib.schedule.simulate import LinkCost, SimulatedCost, estimate, nodes, simulate
 from commlib.schedule.verify import ScheduleError, verify
 
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
     "Claims",
     "Copy",
     "Layout",
-    "Link",
+    "LinkCost",
     "Program",
     "Recv",
-    "Result",
+    "SimulatedCost",
     "Round",
     "ScheduleError",
     "Send",

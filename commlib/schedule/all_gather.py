@@ -1,11 +1,11 @@
-"""All-gather: rank r brings chunk r; every rank ends with all `size` chunks."""
+"""All-gather: rank r contributes chunk r; every rank ends with all `size` chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
 
-from commlib.schedule.folding import Folded
+from commlib.schedule.folding import FoldedRanks
 from commlib.schedule.ir import Recv, Round, Send, Span
 from commlib.schedule.registry import algorithm
 from commlib.schedule.spans import ceil_log2, chunk, circular, floor_log2, per_rank, shift
@@ -30,8 +30,8 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 
 def _doubling_sent(size: int, segments: int) -> Fraction:
-    """Position 0 stands for the most ranks, so it sends most: its block at every width, and then the result."""
-    folded = Folded(size)
+    """Position 0 has the most ranks, so it sends most: its block at every width, and then the result."""
+    folded = FoldedRanks(size)
     blocks = sum(folded.edge(1 << bit) for bit in range(floor_log2(size)))
     return Fraction(blocks + (size if folded.extra else 0), size)
 
@@ -40,16 +40,16 @@ def _doubling_sent(size: int, segments: int) -> Fraction:
     "all_gather",
     "recursive_doubling",
     regions=per_rank,
-    rounds=lambda size, segments: floor_log2(size) + 2 * bool(Folded(size).extra),
+    rounds=lambda size, segments: floor_log2(size) + 2 * bool(FoldedRanks(size).extra),
     sent=_doubling_sent,
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Exchange all that one has with a partner at twice the distance, until one has all.
+    """Exchange all chunks held so far with a partner at twice the distance, until each rank has all.
 
     Rounds: log2 P; floor(log2 P) + 2 if P is no power of two. Bytes sent per rank: (P - 1)/P n; then less than 2 n.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
     """
-    folded = Folded(size)
+    folded = FoldedRanks(size)
     yield from folded.hand_in(rank, chunk(rank & ~1))
     yield from folded.doubling(rank, folded.edge)
     yield from folded.hand_back(rank, Span(0, size))
@@ -63,9 +63,9 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     sent=lambda size, segments: Fraction(size - 1, size),
 )
 def bruck(rank: int, size: int) -> Iterator[Round]:
-    """Send all that one has to the rank 1, 2, 4, ... below: few rounds and few bytes for any number of ranks.
+    """Send all chunks held so far to the rank 1, 2, 4, ... below: few rounds and bytes for any number of ranks.
 
-    The chunks stay where they belong, so nothing is rotated at the end as in the original.
+    The chunks have their final positions throughout, so the final rotation of the original is not needed.
     Rounds: ceil(log2 P). Bytes sent per rank: (P - 1)/P n, in up to two pieces a round where chunks wrap around.
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing
     systems".
@@ -90,9 +90,9 @@ def bruck(rank: int, size: int) -> Iterator[Round]:
     at_most=True,
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Send one's chunk straight to everybody.
+    """Send each rank's chunk directly to all others.
 
-    Rounds: P - 1 if the messages find each other in order, at most 3/2 as many; all are posted at once.
+    Rounds: P - 1 if the messages match in order, at most 3/2 as many; all are posted at once.
     Bytes sent per rank: (P - 1)/P n.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (pairwise
     exchange, posted at once).

@@ -1,6 +1,6 @@
 """All-to-all: input chunk d of rank s ends as output chunk s of rank d.
 
-Regions: the input, which stays as it is, and the output, with `size` chunks each; then scratch.
+Regions: the input, which does not change, and the output, with `size` chunks each; then scratch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commlib.schedule.spans import ceil_log2, chunk, circular, shift
     sent=lambda size, segments: Fraction(size - 1, size),
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """Send each chunk straight to its rank: in round i to the rank i above.
+    """Send each chunk directly to its rank: in round i to the rank i above.
 
     Rounds: P - 1. Bytes sent per rank: (P - 1)/P n.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
@@ -33,7 +33,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
 
 
 def _runs(bit: int, size: int) -> Iterator[tuple[int, int]]:
-    """Give the runs (first, length) of the numbers below `size` that have a bit set."""
+    """Yield the runs (first, length) of the numbers below `size` that have a bit set."""
     width = 1 << bit
     for first in range(width, size, 2 * width):
         yield first, min(width, size - first)
@@ -48,10 +48,10 @@ def _runs(bit: int, size: int) -> Iterator[tuple[int, int]]:
     even_only=True,
 )
 def bruck(rank: int, size: int) -> Iterator[Round]:
-    """Send the chunks that have bit i of their way still to go 2^i ranks up, all in one message.
+    """In round i, send all chunks with bit i set in their distance to the rank 2^i above, in one message.
 
-    The chunk with distance d to go lies in slot (rank - d) of the output, wherever it is on its way; so it ends in
-    the slot of the rank that it came from, and nothing is rotated at the end.
+    A chunk with the remaining distance d is in slot (rank - d) of the output on each rank that it passes. So it ends in
+    the slot of its source rank, and no final rotation is needed.
     Rounds: ceil(log2 P). Bytes sent per rank: about n/2 log2 P (as many chunks as there are bits set in 0..P - 1).
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing
     systems"; Träff, Rougier & Hunold 2014, "Implementing a classic: zero-copy all-to-all communication ...".

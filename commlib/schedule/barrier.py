@@ -1,4 +1,4 @@
-"""Barrier: no rank leaves before every rank has come."""
+"""Barrier: no rank leaves before every rank has arrived."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commlib.schedule.spans import ceil_log2, shift
     sent=lambda size, segments: 0,
 )
 def dissemination(rank: int, size: int) -> Iterator[Round]:
-    """Tell the rank 1, 2, 4, ... above of all ranks one has heard of so far.
+    """Signal the rank 1, 2, 4, ... above, which passes on all arrivals known so far.
 
     Rounds: ceil(log2 P). Bytes sent per rank: none, only empty messages.
     Source: Hensgen, Finkel & Manber 1988, "Two algorithms for barrier synchronization".

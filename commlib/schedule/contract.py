@@ -1,4 +1,4 @@
-"""Contract: define each verb by the chunks of input a rank holds at the start and what must be where at the end."""
+"""Contract: define each verb by the input chunks of each rank at the start and the required chunks at the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from commlib.schedule.ir import Program
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks.
+    """At the end, `chunk` holds the input chunk `source` of rank `owner`, or its sum over all ranks if `owner` is None.
 
-    first: over so many of the first ranks instead; 0 for all.
+    first: sum over this many of the first ranks instead; 0 for all.
     """
 
     chunk: int
@@ -23,7 +23,7 @@ class Promise:
 
 
 def inputs(program: Program) -> Sequence[int]:
-    """Return the chunks that hold this rank's input at the start; the others hold nothing."""
+    """Return the chunks with this rank's input at the start; the others are undefined."""
     data = range(program.regions[0] if program.regions else 0)
     match program.verb:
         case "broadcast" | "scatter":
@@ -35,7 +35,10 @@ def inputs(program: Program) -> Sequence[int]:
 
 
 def promises(program: Program) -> Iterator[Promise]:
-    """Give what this rank must hold at the end. (A barrier promises no data: all must have heard of all.)"""
+    """Yield the chunks that this rank must hold at the end.
+
+    A barrier yields none: instead, each rank must have heard of all ranks.
+    """
     rank, size, root = program.rank, program.size, program.root
     data = range(program.regions[0] if program.regions else 0)
     at_root = rank == root
@@ -54,7 +57,7 @@ def promises(program: Program) -> Iterator[Promise]:
             yield from (Promise(chunk, chunk, chunk) for chunk in data if at_root)
         case "scatter":
             yield Promise(rank, root, rank)
-        case "all_to_all":  # and the input is left as it was
+        case "all_to_all":  # and the input must not change
             yield from (Promise(chunk, rank, chunk) for chunk in data)
             yield from (Promise(size + source, source, rank) for source in data)
         case "scan":
@@ -64,4 +67,4 @@ def promises(program: Program) -> Iterator[Promise]:
         case "barrier":
             return
         case unknown:
-            raise UsageError(f"what {unknown!r} promises is not written down in commlib.schedule.contract")
+            raise UsageError(f"commlib.schedule.contract does not define the verb {unknown!r}")

@@ -1,11 +1,11 @@
-"""Halving and doubling among any number of ranks.
+"""Folding: recursive halving and doubling among any number of ranks.
 
-Pairwise exchanges at distance 1, 2, 4, ... need a power of two. Of `size` ranks, the largest power of two is the
-*core*; the `extra` others are the even ones among the first `2 * extra` ranks. Each hands its data in to its odd
-neighbour, which takes part for both, and gets the result handed back. Core ranks are numbered by `position`.
+Pairwise exchanges at distance 1, 2, 4, ... need a power of two. The largest power of two up to `size` is the size of
+the *core*; the `extra` other ranks are the even ones among the first `2 * extra` ranks. Each sends its data to its odd
+neighbour, which participates for both and returns the result. Core ranks are numbered by `position`.
 
-Chunks: position p owns the chunks from `edge(p)` up to `edge(p + 1)`, always side by side, so every message is one
-span. Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
+Chunks: position p owns the chunks from `edge(p)` up to `edge(p + 1)`, always contiguous, so every message is one span.
+Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Edge = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Fold `size` ranks onto a power of two."""
+class FoldedRanks:
+    """The folding of `size` ranks onto a power of two."""
 
     size: int
 
@@ -34,31 +34,31 @@ class Folded:
         return self.size - self.core
 
     def position(self, rank: int) -> int | None:
-        """Return the rank's position in the core; None for an extra one."""
+        """Return the rank's position in the core; None for an extra rank."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 else None
 
     def rank(self, position: int) -> int:
-        """Return the rank that stands at a position of the core."""
+        """Return the rank at a position of the core."""
         return 2 * position + 1 if position < self.extra else position + self.extra
 
     def edge(self, position: int) -> int:
-        """Return the first chunk of a position where each rank owns one chunk: a pair's two, or a rank's own."""
+        """Return the first chunk of a position if each rank owns one chunk: a pair's two, or one rank's."""
         return position + min(position, self.extra)
 
     def hand_in(self, rank: int, span: Span, *, reduce: bool = False) -> Iterator[Round]:
-        """Give the extra ranks' data to their neighbours."""
+        """Send the data of the extra ranks to their neighbours."""
         if rank < 2 * self.extra:
             yield Round(recvs=(Recv(rank - 1, span, reduce),)) if rank % 2 else Round(sends=(Send(rank + 1, span),))
 
     def hand_back(self, rank: int, span: Span) -> Iterator[Round]:
-        """Give the result to the extra ranks."""
+        """Return the result to the extra ranks."""
         if rank < 2 * self.extra:
             yield Round(sends=(Send(rank - 1, span),)) if rank % 2 else Round(recvs=(Recv(rank + 1, span),))
 
     def halving(self, rank: int, edge: Edge) -> Iterator[Round]:
-        """Reduce-scatter in the core: the far half first, each time half as much, until only the own chunks remain."""
+        """Reduce-scatter in the core: exchange the far half first, then ever smaller halves, down to one position."""
         position = self.position(rank)
         if position is None:
             return
@@ -72,7 +72,7 @@ class Folded:
             width //= 2
 
     def doubling(self, rank: int, edge: Edge) -> Iterator[Round]:
-        """All-gather in the core: halving backwards."""
+        """All-gather in the core: halving in reverse."""
         position = self.position(rank)
         if position is None:
             return

@@ -1,20 +1,20 @@
-"""The words in which a collective algorithm is written down.
+"""The intermediate representation of a collective algorithm.
 
-An algorithm is a generator of `Round`s for ONE rank. It speaks of chunks, which are numbers; `layout` turns
-them into elements and the executor into bytes, so one schedule serves every size, dtype and uneven count.
+An algorithm is a generator of `Round`s for ONE rank. It refers to chunks by number. `layout` maps them to elements and
+the executor maps these to bytes, so one schedule serves every size, dtype and uneven count.
 
-What a round means, exactly:
+The semantics of a round:
 
 1. its copies run, in order;
-2. all its receives and all its sends are posted at once, and the round ends when all are complete. Nothing is
-   assumed to be buffered: a send completes only when its receiver has posted the matching receive;
-3. a receive with `reduce=True` lands in scratch memory and is combined with the chunks already there after the
-   round's sends have left, so a rank may send and reduce into the same chunks in one round (recursive doubling).
+2. all its receives and sends are posted at once, and the round ends when all are complete. Nothing is assumed to be
+   buffered: a send completes only when its receiver has posted the matching receive;
+3. a receive with `reduce=True` arrives in scratch memory. After the round's sends have left, it is combined with the
+   chunks of its span, so a rank may send and reduce into the same chunks in one round (recursive doubling).
    Several reducing receives of one round into the same chunks are combined at once. A plain receive must not touch
    chunks that the same round sends.
 
-Messages between two ranks match in the order in which they were posted. The operand order of a combination is fixed
-(by rank, the lowest first), so the result is the same on every rank and in every run.
+Messages between two ranks match in the order in which they were posted. The operand order of a combination is fixed (by
+rank, the lowest first), so the result is the same on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The chunks `start`, ..., `stop - 1`. Empty (`start == stop`) for a message that only says "I am here"."""
+    """The chunks `start`, ..., `stop - 1`. Empty (`start == stop`) for a message that only synchronizes."""
 
     start: int
     stop: int
@@ -71,7 +71,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One step of one rank; see the module's text for what it means."""
+    """One step of one rank; the module's docstring defines its semantics."""
 
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
@@ -80,11 +80,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that one rank does in one collective.
+    """All steps of one rank in one collective.
 
-    `regions` gives the number of chunks of each memory region, in order: chunk numbers run on from one region to
-    the next, and a span lies within one region. Most verbs have one region, the data itself. all_to_all has
-    (input, output) and, for Bruck, scratch regions that the executor allocates.
+    `regions` gives the number of chunks of each memory region, in order: chunk numbers run on from one region to the
+    next, and a span lies within one region. Most verbs have one region, the data itself. all_to_all has (input, output)
+    and, for Bruck, scratch regions that the executor allocates.
     """
 
     verb: str

@@ -1,4 +1,4 @@
-"""From chunks to elements: where each chunk of a region begins and ends."""
+"""Layout: map the chunks of a region to ranges of elements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def even(count: int, chunks: int) -> Layout:
 
 
 def uneven(counts: Iterable[int]) -> Layout:
-    """Lay chunks of the given sizes one after another."""
+    """Place chunks of the given sizes one after another."""
     sizes = tuple(counts)
     if any(size < 0 for size in sizes):
         raise UsageError(f"chunk sizes must not be negative, got {list(sizes)}")
@@ -66,16 +66,16 @@ class Slices:
     stops: tuple[int, ...]
 
     def slice(self, span: Span) -> tuple[int, int]:
-        """Return the first element of a span of one chunk, or none, and the one after its last."""
+        """Return the first element of a span of at most one chunk, and the one after its last."""
         if len(span) > 1:
-            raise UsageError(f"slices of chunks {span} do not lie side by side")
+            raise UsageError(f"slices of the chunks {span} are not contiguous")
         return (self.starts[span.start], self.stops[span.start]) if len(span) else (0, 0)
 
 
 def cut(layout: Layout, pieces: int) -> list[Layout] | list[Slices]:
-    """Cut every chunk into as many pieces; return the layouts of the first slices, of the second, ...
+    """Cut every chunk into `pieces` slices; return the layout of the first slices, of the second, ...
 
-    For programs that send no two chunks in one message.
+    For programs that never send two chunks in one message.
     """
     if pieces == 1:
         return [layout]
@@ -87,7 +87,7 @@ def cut(layout: Layout, pieces: int) -> list[Layout] | list[Slices]:
 
 
 def blocks(count: int, chunks: int, number: int) -> list[Layout]:
-    """Split `count` elements into as many blocks, side by side, of `chunks` chunks each."""
+    """Split `count` elements into `number` contiguous blocks of `chunks` chunks each."""
     whole = even(count, number)
     return [
         Layout(tuple(first + offset for offset in even(size, chunks).offsets))

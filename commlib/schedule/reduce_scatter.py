@@ -1,6 +1,6 @@
-"""Reduce-scatter: every rank brings `size` chunks; rank r ends with chunk r summed over all ranks.
+"""Reduce-scatter: every rank contributes `size` chunks; rank r ends with chunk r summed over all ranks.
 
-The other chunks are used as working space: they hold partial sums at the end.
+The other chunks serve as working space: they hold partial sums at the end.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from commlib.schedule.folding import Folded
+from commlib.schedule.folding import FoldedRanks
 from commlib.schedule.ir import Recv, Round, Send, Span
 from commlib.schedule.registry import algorithm
 from commlib.schedule.spans import ceil_log2, chunk, circular, floor_log2, per_rank, shift
@@ -36,16 +36,16 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "reduce_scatter",
     "recursive_halving",
     regions=per_rank,
-    rounds=lambda size, segments: floor_log2(size) + 2 * bool(Folded(size).extra),
-    sent=lambda size, segments: 1 if Folded(size).extra else Fraction(size - 1, size),
+    rounds=lambda size, segments: floor_log2(size) + 2 * bool(FoldedRanks(size).extra),
+    sent=lambda size, segments: 1 if FoldedRanks(size).extra else Fraction(size - 1, size),
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
-    """Exchange half of what is left with a partner at half the distance, until one's own chunk is left.
+    """Exchange half of the remaining chunks with a partner at half the distance, until only the rank's chunk remains.
 
     Rounds: log2 P; floor(log2 P) + 2 if P is no power of two. Bytes sent per rank: (P - 1)/P n; then at most n.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
     """
-    folded = Folded(size)
+    folded = FoldedRanks(size)
     yield from folded.hand_in(rank, Span(0, size), reduce=True)
     yield from folded.halving(rank, folded.edge)
     yield from folded.hand_back(rank, chunk(rank & ~1))
@@ -59,7 +59,7 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     sent=lambda size, segments: Fraction(size - 1, size),
 )
 def bruck(rank: int, size: int) -> Iterator[Round]:
-    """Run Bruck's all-gather backwards: as few rounds and as few bytes as possible for any number of ranks.
+    """Run Bruck's all-gather in reverse: the fewest rounds and the fewest bytes for any number of ranks.
 
     Rounds: ceil(log2 P). Bytes sent per rank: (P - 1)/P n, in up to two pieces a round where chunks wrap around.
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing
@@ -84,11 +84,11 @@ def bruck(rank: int, size: int) -> Iterator[Round]:
     at_most=True,
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Send every chunk straight to its owner, who combines all of them at once.
+    """Send every chunk directly to its owner, which combines all of them at once.
 
-    No partial sum ever travels, so half precision needs no wider messages, and the sum is that of the ranks in order.
-    Rounds: P - 1 if the messages find each other in order, at most 3/2 as many; all are posted at once.
-    Bytes sent per rank: (P - 1)/P n; as much memory for what arrives.
+    No partial sums are sent, so half precision needs no wider messages, and the sum is in rank order.
+    Rounds: P - 1 if the messages match in order, at most 3/2 as many; all are posted at once.
+    Bytes sent per rank: (P - 1)/P n; as much memory for the received chunks.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (pairwise
     exchange, posted at once).
     """

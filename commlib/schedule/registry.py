@@ -1,11 +1,11 @@
-"""The table of algorithms: who is registered under which name, what it promises, and the programs it makes.
+"""Registry: the table of algorithms with their names, claims and programs.
 
-Adding an algorithm is one generator and one decorator:
+To add an algorithm, write one generator with one decorator:
 
     @algorithm("all_reduce", "ring", regions=per_rank, rounds=..., sent=...)
     def ring(rank: int, size: int) -> Iterator[Round]: ...
 
-Verification, simulation, tests, benches and the chooser all run over this table.
+Verification, simulation, tests, benchmarks and the chooser iterate over this table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Regions = Callable[[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Hold what a docstring promises, in a form that a test can check; both are functions of (size, segments).
+    """The claims of an algorithm's docstring, in a form that a test can check; functions of (size, segments).
 
     rounds: how many messages follow one another when every rank has one send port and one receive port: the time
         in the simulation at alpha = 1, beta = gamma = 0.
@@ -40,10 +40,10 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to do one collective.
+    """One algorithm for one collective.
 
-    rooted: it takes `root`. segmented: it takes `segments`, the number of pieces in its pipeline.
-    even_only: data passes through chunks of other ranks, so all chunks must have the same size.
+    rooted: it takes `root`. segmented: it takes `segments`, the number of pieces in its pipeline. even_only: data
+    passes through chunks of other ranks, so all chunks must have the same size.
     """
 
     verb: str
@@ -61,7 +61,7 @@ class Algorithm:
         return inspect.cleandoc(self.generate.__doc__ or "")
 
     def rounds(self, rank: int, size: int, *, root: int = 0, segments: int = 1) -> Iterator[Round]:
-        """Make the rounds of one rank one by one, uncached and unchecked (for simulations of many ranks)."""
+        """Generate the rounds of one rank, uncached and unchecked (for simulations of many ranks)."""
         options: dict[str, int] = {}
         if self.rooted:
             options["root"] = root
@@ -71,7 +71,7 @@ class Algorithm:
 
 
 table: dict[tuple[str, str], Algorithm] = {}
-"""All algorithms, by verb and name. `algorithm` writes it."""
+"""All algorithms, by verb and name. The decorator `algorithm` fills it."""
 
 
 def algorithm(
@@ -86,7 +86,7 @@ def algorithm(
     segmented: bool = False,
     even_only: bool = False,
 ) -> Callable[[Generate], Generate]:
-    """Register a generator under `verb` and `name`, and hand it back unchanged so that others can build on it."""
+    """Register a generator under `verb` and `name`, and return it unchanged so that others can build on it."""
 
     def register(generate: Generate) -> Generate:
         claims = Claims(rounds, sent, at_most)
@@ -118,7 +118,7 @@ def find(verb: str, name: str) -> Algorithm:
 
 
 def program(verb: str, name: str, rank: int, size: int, *, root: int = 0, segments: int = 1) -> Program:
-    """Return what `rank` of `size` ranks does. Cached. Raises UsageError for arguments that make no sense."""
+    """Return the program of `rank` among `size` ranks. Cached. Raises UsageError for invalid arguments."""
     chosen = find(verb, name)
     what = f"{verb} {name}"
     if size < 1:

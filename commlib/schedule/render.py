@@ -1,7 +1,7 @@
-"""Draw the programs of all ranks as a grid of text: time runs down, one column for each rank.
+"""Render the programs of all ranks as a grid of text: time runs down, one column for each rank.
 
 →1:0-3   send the chunks 0 to 3 to rank 1            4⇒8   copy chunk 4 over chunk 8
-←2:5     receive chunk 5 from rank 2, over it        ·     no chunks, the message alone counts
+←2:5     receive chunk 5 from rank 2, over it        ·     no chunks, an empty message
 ←2:5+    receive chunk 5 from rank 2 and add it
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from commlib.schedule.ir import Copy, Program, Recv, Send, Span
-from commlib.schedule.replay import Step, replay
+from commlib.schedule.replay import PostedRound, replay
 
 
 def render(programs: Sequence[Program]) -> str:
-    """Return the picture of a collective, given the programs of all ranks in rank order.
+    """Return the grid of a collective, given the programs of all ranks in rank order.
 
-    A message stands in the same row at both ends: that in which its later end is posted, if every row takes one
-    tick. Programs that come to a halt are drawn too; what waits for ever stands in the last row.
+    A message appears in the same row at both ends: the row in which its later end is posted, if every row takes one
+    tick. Programs that deadlock are drawn too; the blocked operations are in the last row.
     """
     cells, stuck = _place(programs)
     rows = [["step", *(f"rank {program.rank}" for program in programs)]]
@@ -44,15 +44,15 @@ def _ticks(cells: dict[tuple[int, int], list[str]]) -> range:
 
 
 def _place(programs: Sequence[Program]) -> tuple[dict[tuple[int, int], list[str]], dict[int, list[str]]]:
-    """Return what stands in each cell (tick, rank), and what each rank is stuck at."""
+    """Return the content of each cell (tick, rank), and the blocked operations of each rank."""
     cells: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     now = [0] * len(programs)
-    posted_at: dict[Step, int] = {}
+    posted_at: dict[PostedRound, int] = {}
 
-    def posted(step: Step) -> None:
+    def posted(step: PostedRound) -> None:
         posted_at[step] = now[step.rank]
 
-    def ended(step: Step) -> None:
+    def ended(step: PostedRound) -> None:
         mine = posted_at[step]
         items: list[tuple[int, Copy | Send | Recv]] = [(mine, copy) for copy in step.round.copies]
         for send, receiver in zip(step.round.sends, step.outbox, strict=True):

@@ -1,7 +1,7 @@
-"""Run the programs of all ranks in one thread: each runs until it is blocked.
+"""Replay: run the programs of all ranks in one thread, each until it blocks.
 
-Rendezvous as `ir` defines it: a round ends only when each of its messages has found its other end, so whatever
-relies on buffering comes to a halt here.
+Messages are synchronous, as `ir` defines them: a round ends only when each of its messages has been matched, so a
+program that relies on buffering gets stuck here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from commlib.schedule.ir import Recv, Round, Send
 T = TypeVar("T")
 
 
-class Channels(Generic[T]):
-    """Pairs up both ends of messages: between two ranks, in the order in which they were posted."""
+class MessageMatcher(Generic[T]):
+    """Matches sends with receives: between two ranks, in the order in which they were posted."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[tuple[int, int], deque[T]] = defaultdict(deque)
@@ -33,8 +33,8 @@ class Channels(Generic[T]):
         return None
 
 
-class Step:
-    """A posted round of one rank. `inbox[i]` is where receive i comes from: (the sender's step, its send's index)."""
+class PostedRound:
+    """A posted round of one rank. `inbox[i]` is the source of receive i: (the sender's step, the index of its send)."""
 
     __slots__ = ("inbox", "index", "outbox", "rank", "round")
 
@@ -42,8 +42,8 @@ class Step:
         self.rank = rank
         self.index = index
         self.round = round
-        self.outbox: list[Step | None] = [None] * len(round.sends)
-        self.inbox: list[tuple[Step, int] | None] = [None] * len(round.recvs)
+        self.outbox: list[PostedRound | None] = [None] * len(round.sends)
+        self.inbox: list[tuple[PostedRound, int] | None] = [None] * len(round.recvs)
 
     @property
     def ended(self) -> bool:
@@ -51,7 +51,7 @@ class Step:
 
     @property
     def waits(self) -> list[Send | Recv]:
-        """The sends and receives that have not found their other end."""
+        """The sends and receives that have not been matched."""
         sends = zip(self.round.sends, self.outbox, strict=True)
         recvs = zip(self.round.recvs, self.inbox, strict=True)
         ends: list[Send | Recv] = [send for send, other in sends if other is None]
@@ -59,19 +59,19 @@ class Step:
 
 
 def replay(
-    ranks: Sequence[Iterable[Round]], posted: Callable[[Step], object], ended: Callable[[Step], object]
-) -> list[Step]:
+    ranks: Sequence[Iterable[Round]], posted: Callable[[PostedRound], object], ended: Callable[[PostedRound], object]
+) -> list[PostedRound]:
     """Run all rounds of all ranks, calling `posted` and `ended` for each; return the steps that never end."""
-    channels: Channels[tuple[Step, int]] = Channels()
+    channels: MessageMatcher[tuple[PostedRound, int]] = MessageMatcher()
     streams = [enumerate(rounds) for rounds in ranks]
-    current: dict[int, Step] = {}
+    current: dict[int, PostedRound] = {}
     ready = deque(range(len(ranks)))
     while ready:
         rank = ready.popleft()
         following = next(streams[rank], None)
         if following is None:
             continue
-        step = Step(rank, *following)
+        step = PostedRound(rank, *following)
         current[rank] = step
         posted(step)
         touched = {rank: step}

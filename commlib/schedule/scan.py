@@ -1,6 +1,6 @@
 """Scan and exscan: every rank ends with the combination of the inputs of all ranks up to itself, or before itself.
 
-They have one algorithm, among which nothing is to be chosen, so it is in no table.
+They have only one algorithm, so it is not in the table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _OWN, _BEFORE = chunk(0), chunk(1)
 
 
 def scan_program(verb: str, rank: int, size: int) -> Program:
-    """Return what `rank` of `size` ranks does in a "scan" or an "exscan".
+    """Return the program of `rank` among `size` ranks for a "scan" or an "exscan".
 
-    A scan has one chunk. An exscan leaves the scan there and hands it to the next rank, into a second chunk.
+    A scan has one chunk. An exscan runs a scan and sends its result to the next rank, into a second chunk.
     """
     rounds = tuple(_scan(rank, size))
     if verb == "scan":
@@ -25,7 +25,7 @@ def scan_program(verb: str, rank: int, size: int) -> Program:
 
 
 def _scan(rank: int, size: int) -> Iterator[Round]:
-    """Pass on what was combined so far, to the rank at twice the distance of the last round.
+    """Send the combination so far to the rank at twice the distance of the last round.
 
     Rounds: log2 P, rounded up. Bytes sent per rank: at most log2 P n, rounded up; the first rank sends most.
     Source: Hillis & Steele 1986, "Data parallel algorithms".

@@ -1,4 +1,4 @@
-"""Scatter: the root brings `size` chunks; rank r ends with chunk r."""
+"""Scatter: the root contributes `size` chunks; rank r ends with chunk r."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from commlib.schedule.ir import Recv, Round, Send
 from commlib.schedule.registry import algorithm
 from commlib.schedule.spans import ceil_log2, chunk, per_rank
-from commlib.schedule.trees import below, binomial
+from commlib.schedule.trees import binomial, subtree_chunks
 
 
 @algorithm(
@@ -20,7 +20,7 @@ from commlib.schedule.trees import below, binomial
     sent=lambda size, segments: Fraction(size - 1, size),
 )
 def direct(rank: int, size: int, root: int = 0) -> Iterator[Round]:
-    """Send every chunk straight from the root.
+    """Send every chunk directly from the root.
 
     Rounds: P - 1 at the root. Bytes sent per rank: (P - 1)/P n, by the root.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
@@ -40,14 +40,16 @@ def direct(rank: int, size: int, root: int = 0) -> Iterator[Round]:
     sent=lambda size, segments: Fraction(size - 1, size),
 )
 def binomial_tree(rank: int, size: int, root: int = 0) -> Iterator[Round]:
-    """Hand the chunks of whole subtrees down, the largest first.
+    """Send the chunks of complete subtrees down, the largest first.
 
     Rounds: ceil(log2 P). Bytes sent per rank: (P - 1)/P n, by the root, in up to two pieces where chunks wrap around.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
     """
     tree = binomial(rank, size, root)
     if tree.parent is not None:
-        yield Round(recvs=tuple(Recv(tree.parent, span) for span in below(rank, size, root)))
+        yield Round(recvs=tuple(Recv(tree.parent, span) for span in subtree_chunks(rank, size, root)))
     if tree.children:
         largest_first = reversed(tree.children)
-        yield Round(sends=tuple(Send(child, span) for child in largest_first for span in below(child, size, root)))
+        yield Round(
+            sends=tuple(Send(child, span) for child in largest_first for span in subtree_chunks(child, size, root))
+        )

@@ -1,12 +1,13 @@
-"""Time and bytes of a collective, before any machine runs it.
+"""Simulate the time and the bytes of a collective before it runs on any machine.
 
 The model: a message of n bytes takes alpha + n beta on its link (the classic one-port model: every rank has one send
 port and one receive port, each busy for that long), and every byte that is combined or copied costs its rank gamma.
-Pieces that go to the same rank in the same round follow each other at once and pay alpha once. Waiting messages get
-free ports in the order in which they were posted.
+Pieces for the same rank in the same round follow each other directly and pay alpha once. Waiting messages get free
+ports in the order in which they were posted.
 
-A run costs some microseconds a message. Logarithmic algorithms do 16384 ranks in seconds; a ring has P^2 messages, so
-1024 ranks take some ten seconds and 4096 minutes: use the closed formula of its docstring there.
+A simulation takes some microseconds for each message. Logarithmic algorithms on 16384 ranks take seconds. A ring has
+P^2 messages, so 1024 ranks take about ten seconds and 4096 ranks minutes: use the closed formula of its docstring
+instead.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from itertools import count
 from commlib.errors import CommlibError
 from commlib.schedule.ir import Round
 from commlib.schedule.registry import find
-from commlib.schedule.replay import Channels
+from commlib.schedule.replay import MessageMatcher
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A way from one rank to another: `alpha` seconds for each message and `beta` seconds for each byte."""
+class LinkCost:
+    """A link from one rank to another: `alpha` seconds for each message and `beta` seconds for each byte."""
 
     alpha: float
     beta: float
 
 
-Links = Callable[[int, int], Link]
+Links = Callable[[int, int], LinkCost]
 
 
-def nodes(ranks_per_node: int, local: Link, network: Link) -> Links:
+def nodes(ranks_per_node: int, local: LinkCost, network: LinkCost) -> Links:
     """Return the links of a cluster whose ranks are numbered node by node."""
     return lambda source, target: local if source // ranks_per_node == target // ranks_per_node else network
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Hold the cost of a run: seconds until the last rank is done, and the bytes and messages that each rank sends."""
+class SimulatedCost:
+    """The cost of a run: seconds until the last rank has finished, and the bytes and messages that each rank sends."""
 
     time: float
     sent: tuple[float, ...]
@@ -53,12 +54,12 @@ def estimate(
     name: str,
     size: int,
     nbytes: float,
-    links: Link | Links,
+    links: LinkCost | Links,
     *,
     gamma: float = 0.0,
     root: int = 0,
     segments: int = 1,
-) -> Result:
+) -> SimulatedCost:
     """Simulate a registered algorithm on `size` ranks and `nbytes` of data (its first region, evenly chunked)."""
     chosen = find(verb, name)
     regions = chosen.regions(size, segments)
@@ -67,17 +68,17 @@ def estimate(
 
 
 def simulate(
-    ranks: Sequence[Iterable[Round]], chunk_bytes: float, links: Link | Links, *, gamma: float = 0.0
-) -> Result:
+    ranks: Sequence[Iterable[Round]], chunk_bytes: float, links: LinkCost | Links, *, gamma: float = 0.0
+) -> SimulatedCost:
     """Simulate the rounds of every rank (`program.rounds`, or a generator), all chunks `chunk_bytes` long.
 
-    Raises CommlibError if the ranks come to a halt; `verify` says why.
+    Raises CommlibError on a deadlock; `verify` reports the cause.
     """
     return _Simulation(ranks, chunk_bytes, links, gamma).run()
 
 
-class _Message:
-    """One message, or one piece of one: `burst` is the round and the peer that it shares with its other pieces."""
+class _SimulatedMessage:
+    """One message, or one piece of one. burst: the round and the peer, equal for all pieces of a message."""
 
     __slots__ = ("burst", "matched", "nbytes", "source", "target")
 
@@ -90,23 +91,25 @@ class _Message:
 
 
 class _Port:
-    """One direction of one rank, and what waits for it: sends in the order of posting, arrivals in that of matching."""
+    """One direction of one rank, and its queue: sends in the order of posting, receives in the order of matching."""
 
     __slots__ = ("burst", "busy", "waiting")
 
     def __init__(self) -> None:
         self.busy = False
         self.burst: tuple[int, int] | None = None
-        self.waiting: dict[_Message, None] = {}
+        self.waiting: dict[_SimulatedMessage, None] = {}
 
 
-_RECEIVER = _Message(-1, -1, 0, -1)  # stands for a posted receive that still waits for its message
+_RECEIVER = _SimulatedMessage(-1, -1, 0, -1)  # placeholder for a posted receive whose message has not been sent
 
 
 class _Simulation:
-    """Events in time order: a rank posts its next round, or a message has arrived."""
+    """Processes events in time order: a rank posts its next round, or a message arrives."""
 
-    def __init__(self, ranks: Sequence[Iterable[Round]], chunk_bytes: float, links: Link | Links, gamma: float) -> None:
+    def __init__(
+        self, ranks: Sequence[Iterable[Round]], chunk_bytes: float, links: LinkCost | Links, gamma: float
+    ) -> None:
         size = len(ranks)
         self.rounds = [enumerate(rounds) for rounds in ranks]
         self.chunk_bytes = chunk_bytes
@@ -115,36 +118,36 @@ class _Simulation:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = count()  # among events of the same time, the first scheduled comes first
-        self.channels: Channels[_Message] = Channels()
+        self.channels: MessageMatcher[_SimulatedMessage] = MessageMatcher()
         self.outgoing = [_Port() for _ in range(size)]
         self.incoming = [_Port() for _ in range(size)]
         self.touched: list[_Port] = []
-        self.open = [0] * size  # messages that a rank's round still waits for
-        self.reduced = [0] * size  # chunks that it then combines
+        self.open = [0] * size  # unfinished messages of a rank's round
+        self.reduced = [0] * size  # chunks that the rank combines after its round
         self.running = size
         self.sent = [0.0] * size
         self.messages = [0] * size
 
-    def run(self) -> Result:
+    def run(self) -> SimulatedCost:
         for rank in range(self.running):
             self._next_round(rank)
         while self.events:
             self.now = self.events[0][0]
             while self.events and self.events[0][0] == self.now:
                 heappop(self.events)[2]()
-            # Only now, when all that happens at this moment is known, are the free ports given away.
+            # Assign free ports only after all events of this moment, so their order does not matter.
             for port in self.touched:
                 self._start(port)
             self.touched.clear()
         if self.running:
-            raise CommlibError(f"{self.running} of {len(self.rounds)} ranks wait for ever; verify says why")
-        return Result(self.now, tuple(self.sent), tuple(self.messages))
+            raise CommlibError(f"{self.running} of {len(self.rounds)} ranks wait forever; verify reports why")
+        return SimulatedCost(self.now, tuple(self.sent), tuple(self.messages))
 
     def _at(self, delay: float, action: Callable[[], None]) -> None:
         heappush(self.events, (self.now + delay, next(self.order), action))
 
     def _next_round(self, rank: int) -> None:
-        """Combine what the last round brought, copy what the next one wants copied, then post it."""
+        """Combine the data of the last round, run the copies of the next one, then post it."""
         index, step = next(self.rounds[rank], (0, None))
         chunks = self.reduced[rank]
         if step is None:
@@ -160,26 +163,26 @@ class _Simulation:
         self.reduced[rank] = sum(len(recv.span) for recv in step.recvs if recv.reduce)
         self.open[rank] = len(step.sends) + len(step.recvs)
         for send in step.sends:
-            message = _Message(rank, send.peer, len(send.span) * self.chunk_bytes, index)
+            message = _SimulatedMessage(rank, send.peer, len(send.span) * self.chunk_bytes, index)
             self.sent[rank] += message.nbytes
             self.messages[rank] += 1
             self.outgoing[rank].waiting[message] = None
             if self.channels.offer(rank, send.peer, True, message) is not None:
-                self._matched(message)
+                self._match(message)
         for recv in step.recvs:
             waiting = self.channels.offer(recv.peer, rank, False, _RECEIVER)
             if waiting is not None:
-                self._matched(waiting)
+                self._match(waiting)
         if not self.open[rank]:
             self._next_round(rank)
 
-    def _matched(self, message: _Message) -> None:
+    def _match(self, message: _SimulatedMessage) -> None:
         message.matched = True
         self.incoming[message.target].waiting[message] = None
         self.touched.append(self.outgoing[message.source])
 
     def _start(self, port: _Port) -> None:
-        """Let the first message through that has both its ends posted and both its ports free."""
+        """Start the first message whose two ends are posted and whose two ports are free."""
         if port.busy:
             return
         for message in port.waiting:
@@ -190,12 +193,12 @@ class _Simulation:
             return
         del outgoing.waiting[message], incoming.waiting[message]
         outgoing.busy = incoming.busy = True
-        link = self.links if isinstance(self.links, Link) else self.links(message.source, message.target)
+        link = self.links if isinstance(self.links, LinkCost) else self.links(message.source, message.target)
         first_piece = outgoing.burst != message.burst
         outgoing.burst = message.burst
         self._at(link.alpha * first_piece + link.beta * message.nbytes, partial(self._arrive, message))
 
-    def _arrive(self, message: _Message) -> None:
+    def _arrive(self, message: _SimulatedMessage) -> None:
         outgoing, incoming = self.outgoing[message.source], self.incoming[message.target]
         outgoing.busy = incoming.busy = False
         self.touched += (outgoing, incoming)

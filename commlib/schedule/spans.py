@@ -1,4 +1,4 @@
-"""Small words that several algorithms share: spans, how chunks are counted, and logarithms."""
+"""Helpers that several algorithms share: spans, numbers of chunks, and logarithms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def chunk(index: int) -> Span:
 
 
 def circular(start: int, length: int, size: int) -> tuple[Span, ...]:
-    """Return `length` chunks from `start` on, on a circle of `size` chunks: one span, or two where it wraps."""
+    """Return `length` chunks from `start` on, modulo `size` chunks: one span, or two if it wraps."""
     start %= size
     stop = start + length
     if stop <= size:
@@ -23,7 +23,7 @@ def circular(start: int, length: int, size: int) -> tuple[Span, ...]:
 
 
 def shift(to: int, sent: Span, source: int, received: Span, *, reduce: bool = False) -> Round:
-    """Return a round that sends one message and receives another, perhaps from the same peer."""
+    """Return a round that sends one message and receives another, possibly from the same peer."""
     return Round((Send(to, sent),), (Recv(source, received, reduce),))
 
 
@@ -35,7 +35,7 @@ def ceil_log2(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def whole(size: int, segments: int) -> tuple[int, ...]:
+def per_segment(size: int, segments: int) -> tuple[int, ...]:
     """Regions: the data as one chunk for each segment of the pipeline."""
     return (segments,)
 

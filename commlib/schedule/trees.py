@@ -1,9 +1,9 @@
-"""Trees, and data flowing up and down them in a pipeline of segments.
+"""Trees, and flows of data up and down them in a pipeline of segments.
 
-`up` and `down` give each of their rounds a time, the same at both ends of a message, as if all ranks kept step:
-a segment leaves the deepest leaves first and climbs one level a tick; once the root has it, it falls one level a
-tick. `overlay` joins the rounds of one tick. As both ends of every message stand at the same tick and ticks are run
-in order, no overlay of any number of flows can deadlock, and one flow's transfers hide behind the other's.
+`reduce_up` and `send_down` assign each of their rounds a tick, the same at both ends of a message, as if all ranks ran
+in lock step: a segment leaves the deepest leaves first and climbs one level per tick; from the root it descends one
+level per tick. `overlay` joins the rounds of one tick. Both ends of every message have the same tick and ticks run in
+order, so no overlay of any number of flows can deadlock, and the transfers of one flow overlap with those of the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Timed = tuple[int, Round]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One rank's place in a tree. `children` are in the order in which their sums are added."""
+    """One rank's position in a tree. `children` are in the order in which their sums are added."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -42,15 +42,15 @@ def binomial(rank: int, size: int, root: int = 0) -> Tree:
     return Tree(parent, tuple(children), place.bit_count(), floor_log2(size))
 
 
-def below(rank: int, size: int, root: int = 0) -> tuple[Span, ...]:
-    """Return the chunks of a rank's subtree in the binomial tree, itself included."""
+def subtree_chunks(rank: int, size: int, root: int = 0) -> tuple[Span, ...]:
+    """Return the chunks of a rank's subtree in the binomial tree, including its own."""
     place = (rank - root) % size
     low = place & -place or size
     return circular(rank, min(low, size - place), size)
 
 
 def chain(rank: int, size: int, root: int = 0) -> Tree:
-    """Return the tree without branches: root, root + 1, ..., and around."""
+    """Return the tree without branches: root, root + 1, ..., modulo size."""
     place = (rank - root) % size
     parent = (rank - 1) % size if place else None
     children = ((rank + 1) % size,) if place + 1 < size else ()
@@ -60,8 +60,8 @@ def chain(rank: int, size: int, root: int = 0) -> Tree:
 def in_order(rank: int, size: int, first: int = 0) -> Tree:
     """Return the binary tree whose in-order walk is first, first + 1, ...: every second rank is a leaf.
 
-    In places counted from 1 the level of a place is its number of trailing zero bits. Where a parent would lie
-    beyond the last place, the next one up steps in.
+    Positions count from 1; the level of a position is its number of trailing zero bits. If a parent would be beyond the
+    last position, the next ancestor replaces it.
     """
     place = (rank - first) % size + 1
     low = place & -place
@@ -87,7 +87,7 @@ def in_order(rank: int, size: int, first: int = 0) -> Tree:
     return Tree(at(climb(place)) if depth else None, tuple(children), depth, floor_log2(size))
 
 
-def up(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
+def reduce_up(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
     """Sum every segment towards the root."""
     for tick, span in enumerate(segments, tree.height - tree.depth):
         if tree.children:
@@ -96,8 +96,8 @@ def up(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
             yield tick, Round(sends=(Send(tree.parent, span),))
 
 
-def down(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
-    """Hand every segment from the root to all; the child with the most below it, the last, comes first."""
+def send_down(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
+    """Forward every segment from the root to all; the child with the largest subtree, the last, comes first."""
     for tick, span in enumerate(segments, tree.height + tree.depth):
         if tree.parent is not None:
             yield tick - 1, Round(recvs=(Recv(tree.parent, span),))
@@ -106,7 +106,7 @@ def down(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
 
 
 def overlay(*flows: Iterable[Timed]) -> Iterator[Round]:
-    """Join the rounds of each tick and leave the ticks without any out."""
+    """Join the rounds of each tick; skip empty ticks."""
     ticks: defaultdict[int, list[Round]] = defaultdict(list)
     for tick, step in joined(*flows):
         ticks[tick].append(step)

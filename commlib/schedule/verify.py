@@ -1,8 +1,8 @@
-"""Prove that the programs of all ranks together do what their verb promises.
+"""Verify that the programs of all ranks together fulfil the contract of their verb.
 
-All ranks are replayed with symbols for data. A value is a number that stands for one chunk of one rank's input, or
-for the combination of two values in a fixed operand order; equal numbers mean bitwise equal results. The inputs that
-are in a value are kept as a bitmask.
+All ranks are replayed with symbols instead of data. A value is a number for one chunk of one rank's input, or for the
+combination of two values in a fixed operand order; equal numbers mean bitwise equal results. A bitmask holds the ranks
+whose inputs are in a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from commlib.errors import CommlibError
 from commlib.schedule.contract import Promise, inputs, promises
 from commlib.schedule.ir import Program, Recv, Round, Send, Span
-from commlib.schedule.replay import Step, replay
+from commlib.schedule.replay import PostedRound, replay
 
 NOTHING = -1
 
@@ -24,7 +24,7 @@ class ScheduleError(CommlibError):
 
 
 def verify(programs: Sequence[Program]) -> None:
-    """Check the programs of all ranks, given in rank order. Raises ScheduleError naming rank and round."""
+    """Check the programs of all ranks, given in rank order. Raises ScheduleError, which names rank and round."""
     for rank, program in enumerate(programs):
         expected = (rank, len(programs), *_shared(programs[0]))
         got = (program.rank, program.size, *_shared(program))
@@ -38,7 +38,7 @@ def _shared(program: Program) -> tuple[object, ...]:
 
 
 class _Values:
-    """Every value that occurs, numbered. Combining the same two values in the same order gives the same number."""
+    """All values, numbered. Combining the same two values in the same order gives the same number."""
 
     def __init__(self) -> None:
         self.inputs: list[int] = []
@@ -61,7 +61,7 @@ class _Values:
         return known
 
     def order(self, value: int) -> str:
-        """Spell out how a sum was put together, such as ((0+1)+2)."""
+        """Write out the order of a sum, such as ((0+1)+2)."""
         if value not in self._parts:
             return str(self.inputs[value].bit_length() - 1)
         left, right = self._parts[value]
@@ -70,7 +70,7 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """What a step's sends carry, read when it was posted; and whom its rank had heard of by then."""
+    """The values that a step sends, read when it was posted; and the ranks that its rank had heard of by then."""
 
     values: tuple[tuple[int, ...], ...]
     heard: int
@@ -91,16 +91,16 @@ class _Replay:
             self.leaves.append(leaves)
             self.memory.append([leaves.get(chunk, NOTHING) for chunk in range(self.edges[-1])])
         self.heard = [1 << rank for rank in range(self.size)]
-        self.payloads: dict[Step, _Payload] = {}
-        self.sums: dict[int, tuple[int, int]] = {}  # of a chunk: (the first rank that has it, its value)
+        self.payloads: dict[PostedRound, _Payload] = {}
+        self.sums: dict[int, tuple[int, int]] = {}  # by chunk: (the first rank that checked it, its value)
 
     def run(self) -> None:
         stuck = replay([program.rounds for program in self.programs], self.posted, self.ended)
         if stuck:
             where = {step.rank: f"which waits in round {step.index}" for step in stuck}
-            gone = "which has finished"
+            done = "which has finished"
             lines = [
-                f"  rank {step.rank}, round {step.index}: waits to {_tell(end)}, {where.get(end.peer, gone)}"
+                f"  rank {step.rank}, round {step.index}: waits to {_describe_end(end)}, {where.get(end.peer, done)}"
                 for step in sorted(stuck, key=lambda step: step.rank)
                 for end in step.waits
             ]
@@ -108,8 +108,8 @@ class _Replay:
         for rank in range(self.size):
             self._check_result(rank)
 
-    def posted(self, step: Step) -> None:
-        """Run the copies, look for hazards within the round, and read what is sent."""
+    def posted(self, step: PostedRound) -> None:
+        """Run the copies, check for hazards within the round, and read the values to send."""
         memory = self.memory[step.rank]
         for copy in step.round.copies:
             self._check_span(step, copy.source)
@@ -125,8 +125,8 @@ class _Replay:
         if step.round.sends:
             self.payloads[step] = _Payload(sent, self.heard[step.rank])
 
-    def ended(self, step: Step) -> None:
-        """Put what arrived into memory, in the order of the receives."""
+    def ended(self, step: PostedRound) -> None:
+        """Store the received values in memory, in the order of the receives."""
         memory = self.memory[step.rank]
         for recv, origin in zip(step.round.recvs, step.inbox, strict=True):
             assert origin is not None
@@ -144,90 +144,94 @@ class _Replay:
             else:
                 memory[recv.span.start : recv.span.stop] = arrived
 
-    def _combine(self, step: Step, peer: int, chunk: int, arrived: int) -> int:
+    def _combine(self, step: PostedRound, peer: int, chunk: int, arrived: int) -> int:
         own = self.memory[step.rank][chunk]
         values = self.values
         if own == NOTHING:
-            raise self._error(step, f"adds what rank {peer} sent to chunk {chunk}, which holds nothing yet")
+            raise self._error(step, f"adds the data of rank {peer} to chunk {chunk}, which has no data yet")
         if values.chunk[own] != values.chunk[arrived]:
             what = f"adds chunk {values.chunk[arrived]} from rank {peer} to chunk {values.chunk[own]}"
             raise self._error(step, what)
         twice = values.inputs[own] & values.inputs[arrived]
         if twice:
-            what = f"adds what rank {peer} sent to chunk {chunk} and so counts the input of {_ranks(twice)} twice"
+            what = (
+                f"adds the data of rank {peer} to chunk {chunk}, which counts the input of {_format_ranks(twice)} twice"
+            )
             raise self._error(step, what)
         return values.combine(arrived, own) if peer < step.rank else values.combine(own, arrived)
 
-    def _check_round(self, step: Step, round: Round) -> None:
+    def _check_round(self, step: PostedRound, round: Round) -> None:
         ends: list[Send | Recv] = [*round.sends, *round.recvs]
         for end in ends:
             self._check_span(step, end.span)
             if end.peer == step.rank or not 0 <= end.peer < self.size:
-                raise self._error(step, f"cannot {_tell(end)}")
+                raise self._error(step, f"cannot {_describe_end(end)}")
         for place, recv in enumerate(round.recvs):
             for other in round.recvs[:place]:
                 if recv.span.overlaps(other.span) and not (recv.reduce and other.reduce):
-                    raise self._error(step, f"into the same chunks it would {_tell(other)} and {_tell(recv)}")
+                    raise self._error(
+                        step, f"would {_describe_end(other)} and {_describe_end(recv)} into the same chunks"
+                    )
             for send in round.sends:
                 if not recv.reduce and recv.span.overlaps(send.span):
-                    raise self._error(step, f"while it is to {_tell(send)} it would {_tell(recv)}")
+                    raise self._error(step, f"would {_describe_end(send)} and {_describe_end(recv)} at once")
 
-    def _check_span(self, step: Step, span: Span) -> None:
+    def _check_span(self, step: PostedRound, span: Span) -> None:
         if span.start == span.stop == 0:
             return
         inside = any(start <= span.start and span.stop <= stop for start, stop in pairwise(self.edges))
         if not inside or span.start > span.stop:
             raise self._error(step, f"the chunks {span.start}..{span.stop} are not within one region of {self.edges}")
 
-    def _read(self, step: Step, span: Span, what: str) -> tuple[int, ...]:
+    def _read(self, step: PostedRound, span: Span, what: str) -> tuple[int, ...]:
         values = tuple(self.memory[step.rank][span.start : span.stop])
         if NOTHING in values:
-            raise self._error(step, f"{what} chunk {span.start + values.index(NOTHING)}, which holds nothing yet")
+            raise self._error(step, f"{what} chunk {span.start + values.index(NOTHING)}, which has no data yet")
         return values
 
     def _check_result(self, rank: int) -> None:
         everyone = (1 << self.size) - 1
         if self.programs[rank].verb == "barrier" and self.heard[rank] != everyone:
-            raise self._at_end(rank, f"it has not heard of {_ranks(everyone ^ self.heard[rank])}")
+            raise self._final_error(rank, f"it has not heard of {_format_ranks(everyone ^ self.heard[rank])}")
         for promise in promises(self.programs[rank]):
             got = self.memory[rank][promise.chunk]
             if promise.owner is None:
                 self._check_sum(rank, promise, got)
             elif got != self.leaves[promise.owner][promise.source]:
                 what = f"chunk {promise.chunk} must hold chunk {promise.source} of rank {promise.owner}"
-                raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
+                raise self._final_error(rank, f"{what}, but holds {self._describe(got)}")
 
     def _check_sum(self, rank: int, promise: Promise, got: int) -> None:
         complete = got != NOTHING and self.values.inputs[got] == (1 << (promise.first or self.size)) - 1
         if not complete or self.values.chunk[got] != promise.source:
             whom = f"the first {promise.first}" if promise.first else "all"
             what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over {whom} ranks"
-            raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
+            raise self._final_error(rank, f"{what}, but holds {self._describe(got)}")
         if promise.first:
             return
         first = self.sums.setdefault(promise.chunk, (rank, got))
         if first[1] != got:
-            what = f"chunk {promise.chunk} was added up in another order than on rank {first[0]}"
-            raise self._at_end(rank, f"{what}: {self.values.order(got)}, not {self.values.order(first[1])}")
+            what = f"chunk {promise.chunk} was summed in another order than on rank {first[0]}"
+            raise self._final_error(rank, f"{what}: {self.values.order(got)}, not {self.values.order(first[1])}")
 
     def _describe(self, value: int) -> str:
         if value == NOTHING:
             return "nothing"
-        return f"chunk {self.values.chunk[value]} of {_ranks(self.values.inputs[value])}"
+        return f"chunk {self.values.chunk[value]} of {_format_ranks(self.values.inputs[value])}"
 
-    def _error(self, step: Step, what: str) -> ScheduleError:
+    def _error(self, step: PostedRound, what: str) -> ScheduleError:
         return ScheduleError(f"{self.name}: rank {step.rank}, round {step.index}: {what}")
 
-    def _at_end(self, rank: int, what: str) -> ScheduleError:
+    def _final_error(self, rank: int, what: str) -> ScheduleError:
         return ScheduleError(f"{self.name}: rank {rank}, after round {len(self.programs[rank].rounds) - 1}: {what}")
 
 
-def _tell(end: Send | Recv) -> str:
+def _describe_end(end: Send | Recv) -> str:
     if isinstance(end, Send):
         return f"send {end.span} to rank {end.peer}"
     return f"{'add' if end.reduce else 'receive'} {end.span} from rank {end.peer}"
 
 
-def _ranks(mask: int) -> str:
+def _format_ranks(mask: int) -> str:
     ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

@@ -1,4 +1,4 @@
-"""Wires: how moves travel between ranks, as they are or encoded."""
+"""Wires: send the arrays of moves between ranks, encoded or not."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from commlib.dtypes import Array
 from commlib.errors import MismatchError, UsageError
 from commlib.schedule.layout import even, uneven
 
-_HEAD = 16
-"""Bytes before each payload: a digest of the call, and how long the payload is."""
+_HEADER = 16
+"""Bytes of the header of each payload: a digest of the call, and the length of the payload."""
 
 
 class Wire(Protocol):
-    """The verbs that moves need, on contiguous arrays. All ranks know all lengths: nothing is asked for."""
+    """The verbs that moves need, on contiguous arrays. All ranks know all lengths, so none are exchanged."""
 
     is_plain: bool
-    """Arrays travel as they are."""
+    """Whether arrays are sent without a codec."""
 
     def all_reduce(self, x: Array, *, out: Array) -> Array: ...
 
@@ -38,8 +38,8 @@ class Wire(Protocol):
     def all_to_all_v(self, x: Array, splits: Sequence[int], takes: Sequence[int]) -> Array: ...
 
 
-class Plain:
-    """Arrays as they are."""
+class PlainWire:
+    """Wire without a codec."""
 
     is_plain = True
 
@@ -57,11 +57,11 @@ class Plain:
         return found
 
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
-        """Join arrays of some lengths along dimension 0."""
+        """Join arrays of these lengths along dimension 0."""
         found: Array = self._comm.all_gather_v(x)
         if found.shape[0] != sum(lengths):
             raise MismatchError(
-                f"{self._comm.name}: all_gather: {found.shape[0]} rows came from all ranks, but rank {self._comm.rank} "
+                f"{self._comm.name}: all_gather: {found.shape[0]} rows arrived, but rank {self._comm.rank} "
                 f"expected {list(lengths)}"
             )
         return found
@@ -75,17 +75,17 @@ class Plain:
         return out
 
     def all_to_all_v(self, x: Array, splits: Sequence[int], takes: Sequence[int]) -> Array:
-        """Send each rank its elements of a 1-D array; return what came."""
+        """Send each rank its elements of a 1-D array; return the elements received."""
         found: Array
         found, _ = self._comm.all_to_all_v(x, splits, takes=takes)
         return found
 
 
-class Encoded:
-    """Floats as payloads of a codec of fixed length. Sums are taken in float32, in the order of ranks.
+class EncodedWire:
+    """Wire with a codec of fixed length for floats. Sums are computed in float32, in the order of ranks.
 
-    A payload has a head that says what its rank has called: bytes alone would be taken for other numbers by a rank that
-    means another codec or shape.
+    A payload has a header that identifies its rank's call. Without it, a rank with another codec or shape would decode
+    the bytes to wrong numbers.
     """
 
     is_plain = False
@@ -100,9 +100,9 @@ class Encoded:
         flat = x.reshape(-1)
         shares = even(flat.size, self._comm.size).counts
         own = np.empty(shares[self._comm.rank], np.float32)
-        self._added(flat, shares, own, self._lines("all_reduce", x, x.shape))
+        self._add(flat, shares, own, self._lines("all_reduce", x, x.shape))
         lines = self._lines("all_reduce, second part", own, shares)
-        out.reshape(-1)[...] = self._gathered(own, shares, lines)
+        out.reshape(-1)[...] = self._gather(own, shares, lines)
         return out
 
     def all_gather(self, x: Array, *, out: Array | None = None) -> Array:
@@ -114,56 +114,56 @@ class Encoded:
         return out
 
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
-        """Join arrays of some lengths along dimension 0."""
+        """Join arrays of these lengths along dimension 0."""
         row = math.prod(x.shape[1:])
         lines = self._lines("all_gather", x, (tuple(lengths), *x.shape[1:]))
-        found = self._gathered(x, [length * row for length in lengths], lines)
+        found = self._gather(x, [length * row for length in lengths], lines)
         return found.reshape(sum(lengths), *x.shape[1:])
 
     def reduce_scatter_v(self, x: Array, lengths: Sequence[int], *, out: Array) -> Array:
         """Add the arrays of all ranks; keep this rank's rows of the sum."""
         row = math.prod(x.shape[1:])
         lines = self._lines("reduce_scatter", x, (tuple(lengths), *x.shape[1:]))
-        return self._added(x.reshape(-1), [length * row for length in lengths], out, lines)
+        return self._add(x.reshape(-1), [length * row for length in lengths], out, lines)
 
     def all_to_all_v(self, x: Array, splits: Sequence[int], takes: Sequence[int]) -> Array:
-        """Send each rank its elements of a 1-D array; return what came."""
-        return self._exchanged(x, splits, takes, self._lines("all_to_all", x, "")).astype(x.dtype, copy=False)
+        """Send each rank its elements of a 1-D array; return the elements received."""
+        return self._exchange(x, splits, takes, self._lines("all_to_all", x, "")).astype(x.dtype, copy=False)
 
     def _lines(self, verb: str, x: Array, shape: object) -> list[str]:
         return [verb, f"codec: {self._codec.name}", f"dtype: {x.dtype}", f"shape: {shape}"]
 
-    def _added(self, x: Array, counts: Sequence[int], out: Array, lines: list[str]) -> Array:
+    def _add(self, x: Array, counts: Sequence[int], out: Array, lines: list[str]) -> Array:
         own = counts[self._comm.rank]
-        parts = self._exchanged(x, counts, [own] * self._comm.size, lines).reshape(self._comm.size, own)
+        parts = self._exchange(x, counts, [own] * self._comm.size, lines).reshape(self._comm.size, own)
         total = parts[0].astype(np.float32)
         for part in parts[1:]:
             total += part
         out.reshape(-1)[...] = total
         return out
 
-    def _gathered(self, x: Array, counts: Sequence[int], lines: list[str]) -> Array:
-        return self._decoded(self._comm.all_gather_v(self._encoded(x, lines)), counts, x.dtype, lines)
+    def _gather(self, x: Array, counts: Sequence[int], lines: list[str]) -> Array:
+        return self._decode(self._comm.all_gather_v(self._encode(x, lines)), counts, x.dtype, lines)
 
-    def _exchanged(self, x: Array, splits: Sequence[int], takes: Sequence[int], lines: list[str]) -> Array:
+    def _exchange(self, x: Array, splits: Sequence[int], takes: Sequence[int], lines: list[str]) -> Array:
         cuts = uneven(splits)
         parts = [x[slice(*cuts.slice_of(peer))] for peer in range(self._comm.size)]
-        payloads = [self._encoded(part, lines) for part in parts]
+        payloads = [self._encode(part, lines) for part in parts]
         came, _ = self._comm.all_to_all_v(np.concatenate(payloads), [len(payload) for payload in payloads])
-        return self._decoded(came, takes, np.float32, lines)
+        return self._decode(came, takes, np.float32, lines)
 
-    def _encoded(self, x: Array, lines: list[str]) -> Array:
+    def _encode(self, x: Array, lines: list[str]) -> Array:
         payload = encode(self._codec, x)
         return np.concatenate([np.array([digest_of(lines), len(payload)], np.int64).view(np.uint8), payload])
 
-    def _decoded(self, came: Array, counts: Sequence[int], dtype: Any, lines: list[str]) -> Array:
-        """Return what payloads stand for. Every rank sees the heads of all, and so all raise if one differs."""
+    def _decode(self, came: Array, counts: Sequence[int], dtype: Any, lines: list[str]) -> Array:
+        """Return the values that payloads decode to. Every rank sees all headers, so all raise if one differs."""
         payloads, digests = list[Array](), set[int]()
         while len(came):
-            digest, length = came[:_HEAD].copy().view(np.int64).tolist()
+            digest, length = came[:_HEADER].copy().view(np.int64).tolist()
             digests.add(digest)
-            payloads.append(came[_HEAD : _HEAD + length])
-            came = came[_HEAD + length :]
+            payloads.append(came[_HEADER : _HEADER + length])
+            came = came[_HEADER + length :]
         if len(digests) > 1:
             check_agreement(self._comm, f"{self._comm.name}: {lines[0]}", lines)
         needed = [self._codec.payload_bytes(count) for count in counts]

@@ -1,1 +1,1 @@
-"""Slurm: write batch scripts, submit them, wait for their jobs and collect what came of them. Imports no MPI."""
+"""Slurm: write batch scripts, submit them, wait for their jobs and collect the results. Imports no MPI."""

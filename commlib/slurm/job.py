@@ -1,4 +1,4 @@
-"""Job: all that a batch script says, as data, and which of it cannot be right. [pure]"""
+"""Job: the contents of a batch script as data, with checks. [pure]"""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ LAUNCHERS = {
     "mpirun": 'mpirun -n "$SLURM_NTASKS" --bind-to none',
     "mpiexec": 'mpiexec -n "$SLURM_NTASKS"',
 }
-"""What starts one process for each rank: Open MPI takes pmix and mpirun, MPICH and Intel MPI pmi2 and mpiexec."""
+"""The command that starts one process per rank: pmix and mpirun for Open MPI, pmi2 and mpiexec for MPICH, Intel MPI."""
 
 RUNTIMES = ("apptainer", "singularity", "pyxis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Hold a job as it is asked for. Names are those of sbatch's options where it has one; None leaves it to the site.
+    """A requested job. Names are those of sbatch's options if it has one; None leaves the choice to the site.
 
-    Whoever makes one calls `check`.
+    Call `check` after constructing one.
     """
 
     command: tuple[str, ...]
-    """What each rank runs, word by word."""
+    """The command of each rank, word by word."""
     mpi: str
     """One of LAUNCHERS."""
     job_name: str = "commlib"
@@ -45,11 +45,11 @@ class Job:
     constraint: str | None = None
     exclusive: bool = False
     signal: str | None = None
-    """Signal and seconds before the time limit at which every rank gets it: "USR1@120"."""
+    """A signal for every rank, and the seconds before the time limit: "USR1@120"."""
     requeue: bool | None = None
     array: str | None = None
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch, one in each line."""
+    """Other options of sbatch, one per line."""
     modules: tuple[str, ...] = ()
     venv: str | None = None
     """Folder of a virtual environment."""
@@ -57,17 +57,17 @@ class Job:
     setup: tuple[str, ...] = ()
     """Lines of bash, run on the first node before the ranks start."""
     container: str | None = None
-    """An image: a file or address that the runtime takes."""
+    """An image: a file or an address for the runtime."""
     runtime: str = "apptainer"
     """One of RUNTIMES."""
     bind: tuple[str, ...] = ()
-    """Folders that the container sees: "/scratch", "/here:/there"."""
+    """Folders bound into the container: "/scratch", "/here:/there"."""
 
 
 _NAME = r"[\w.,+-]+", "letters, digits and any of _ . , + -"
 _TIME = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED"
 _RANGE = r"\d+(-\d+(:\d+)?)?"
-# A field, what it must match as a whole, and what to say that is.
+# A field, the pattern that its value must match entirely, and a description of it.
 _PATTERNS = {
     "job_name": (r"[\w.+-]+", "letters, digits and any of _ . + -"),
     "partition": _NAME,
@@ -83,13 +83,13 @@ _PATTERNS = {
 _ONE_LINE = re.compile(r"[^\x00-\x1f\x7f]*")
 
 
-def written(name: str) -> str:
-    """Return how users write the name of a field."""
+def option_name(name: str) -> str:
+    """Return the name of a field as users write it."""
     return name.replace("_", "-")
 
 
 def check(job: Job) -> None:
-    """Raise UsageError if no cluster could run this job: it names the option, what was expected, and what came."""
+    """Raise UsageError if no cluster could run this job. It gives the option, the expected and the actual value."""
     for problem in _problems(job):
         raise UsageError(problem)
 
@@ -99,13 +99,13 @@ def _problems(job: Job) -> Iterator[str]:
         value = getattr(job, name)
         for text in _texts(value):
             if not _ONE_LINE.fullmatch(text):
-                yield f"{written(name)} {text!r}: expected one line without control characters"
+                yield f"{option_name(name)} {text!r}: expected one line without control characters"
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            yield f"{written(name)} is {value}: expected at least 1"
+            yield f"{option_name(name)} is {value}: expected at least 1"
         if name in _PATTERNS and value is not None and not re.fullmatch(_PATTERNS[name][0], value):
-            yield f"{written(name)} {value!r}: expected {_PATTERNS[name][1]}"
+            yield f"{option_name(name)} {value!r}: expected {_PATTERNS[name][1]}"
     if not job.command:
-        yield "no command: expected what each rank runs, after --, such as: -- python train.py"
+        yield "no command: expected the command of each rank, after --, such as: -- python train.py"
     if job.mpi not in LAUNCHERS:
         yield f"mpi {job.mpi!r}: expected {', '.join(LAUNCHERS)}"
     yield from _wrong_names(job)
@@ -115,7 +115,7 @@ def _problems(job: Job) -> Iterator[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Give all text in the value of a field."""
+    """Yield all text in the value of a field."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, tuple):
@@ -138,10 +138,10 @@ def _wrong_containers(job: Job) -> Iterator[str]:
         yield f"runtime {job.runtime!r}: expected {', '.join(RUNTIMES)}"
     if job.container is None:
         if job.bind:
-            yield f"bind {', '.join(job.bind)}: there is no container that could see it; name an image with container"
+            yield f"bind {', '.join(job.bind)}: there is no container to bind it into; name an image with container"
         return
     if job.venv is not None:
-        yield f"venv {job.venv}: a container has a Python of its own; leave venv out"
+        yield f"venv {job.venv}: a container has its own Python; leave venv out"
     if job.runtime == "pyxis" and not LAUNCHERS.get(job.mpi, "srun").startswith("srun"):
         yield f"mpi {job.mpi}: with pyxis srun starts the container; expected pmix, pmi2 or srun"
 
@@ -151,6 +151,14 @@ def _wrong_lines(line: str) -> Iterator[str]:
     if option is None:
         yield f"sbatch {line!r}: expected an option of sbatch, such as --mail-type=END"
         return
-    own = {written(item.name) for item in fields(Job)} - {"command", "mpi", "sbatch", "modules", "venv", "env", "setup"}
-    if option[1] in own:
-        yield f"sbatch {line!r}: expected an option that has no name of its own here; give {option[1]} instead"
+    known = {option_name(item.name) for item in fields(Job)} - {
+        "command",
+        "mpi",
+        "sbatch",
+        "modules",
+        "venv",
+        "env",
+        "setup",
+    }
+    if option[1] in known:
+        yield f"sbatch {line!r}: commlib slurm has this option itself; use {option[1]} instead"

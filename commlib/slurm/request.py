@@ -1,4 +1,4 @@
-"""Request: make a job of what was asked for, and of what this command itself runs with."""
+"""Request: make a job from the given values, with the environment of this command as defaults."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from commlib.errors import UsageError
-from commlib.slurm import here, results
+from commlib.slurm import defaults, results
 from commlib.slurm.job import Job, check
 
-_TO_A_FILE = ("sweep", "step")  # benchmarks that add to a file: the next job finds it, and goes on from there
+_TO_A_FILE = ("sweep", "step")  # benchmarks that append to a file: the next job continues from it
 NONE = "none"  # as a virtual environment: activate none
 
 
 def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
-    """Return the job of these values by field of Job. kind: "run", or "bench", whose command is that of a benchmark.
+    """Return the job of these values, by field of Job. kind: "run", or "bench", whose command is a benchmark.
 
-    folder: of its output and results. Raises UsageError for values that are missing or cannot be right.
+    folder: for its output and results. Raises UsageError for missing or invalid values.
     """
     values = {"command": (), **given}
     if "%" in str(folder):
@@ -27,22 +27,22 @@ def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
     if values.get("venv") == NONE:
         values["venv"] = None
     elif "container" not in values:
-        values.setdefault("venv", here.venv())
+        values.setdefault("venv", defaults.venv())
     if "mpi" not in values:
         if "container" in values:
-            raise UsageError("mpi is not given, and nobody but you knows the MPI library in the container")
-        values["mpi"] = here.mpi()
-    values["env"] = {**here.environment(values["mpi"], values.get("venv")), **values.get("env", {})}
+            raise UsageError("mpi is not given: a container's MPI library is unknown, so name its launcher")
+        values["mpi"] = defaults.mpi()
+    values["env"] = {**defaults.environment(values["mpi"], values.get("venv")), **values.get("env", {})}
     if kind == "bench":
         values.setdefault("job_name", "commlib-bench")
         values["command"] = _bench(values["command"], folder, is_array=is_array)
-    made = Job(**values)
-    check(made)
-    return made
+    result = Job(**values)
+    check(result)
+    return result
 
 
 def _bench(arguments: tuple[str, ...], folder: Path, *, is_array: bool) -> tuple[str, ...]:
-    """Return the command of a benchmark, with a place for its results."""
+    """Return the command of a benchmark, with a destination for its results."""
     if not arguments:
         raise UsageError("no benchmark: expected the arguments of `commlib bench` after --, such as: -- all_reduce")
     if arguments[0] == "report":

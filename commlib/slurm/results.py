@@ -1,4 +1,4 @@
-"""Results: keep what came of a job beside its output: its state, its exit code and the files that it has left."""
+"""Results: save the outcome of a job next to its output: its state, its exit code and its result files."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from commlib.slurm import states
-from commlib.slurm.states import Task
+from commlib.slurm.states import JobTask
 
 
 def output_pattern(*, is_array: bool, is_named: bool) -> str:
-    """Return the name of a job's output as sbatch takes it; `output` gives the same afterwards, unless it is named."""
+    """Return the name of a job's output as a pattern of sbatch; unless it is named, `output` returns the same path."""
     return "%x-" * is_named + ("%A_%a.out" if is_array else "%j.out")
 
 
-def output(folder: Path, task: Task) -> Path:
+def output(folder: Path, task: JobTask) -> Path:
     """Return the file with a task's output."""
     return folder / f"{task.id}.out"
 
 
-def facts(folder: Path, job: str, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return what came of a job whose files are in this folder. results: the files in the folder JOB there."""
+def facts(folder: Path, job: str, tasks: Sequence[JobTask]) -> dict[str, Any]:
+    """Return the outcome of a job with files in this folder. results: the files in the subfolder JOB."""
     return {
         "job": job,
         "exit_code": states.code(tasks),
@@ -33,12 +33,12 @@ def facts(folder: Path, job: str, tasks: Sequence[Task]) -> dict[str, Any]:
 
 
 def keep(folder: Path, found: dict[str, Any]) -> None:
-    """Write what `facts` has returned to JOB.json in the folder. Raises OSError if that cannot be."""
+    """Write the result of `facts` to JOB.json in the folder. Raises OSError on failure."""
     (folder / f"{found['job']}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of an output, of the last 64 KiB; none where there is no such file."""
+    """Return the last lines of an output, from its last 64 KiB; none if there is no such file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))

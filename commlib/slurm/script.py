@@ -1,4 +1,4 @@
-"""Script: write a job down as a batch script that people can read, and run without this project. [pure]"""
+"""Script: write a job as a readable batch script that runs without this project. [pure]"""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 
-from commlib.slurm.job import LAUNCHERS, Job, written
+from commlib.slurm.job import LAUNCHERS, Job, option_name
 
 _PLAIN = ("partition", "account", "qos", "nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "mem",
           "constraint", "array")  # fmt: skip
 
-# Slurm signals the shell of the script only (B:): under mpirun its daemons would get the signal, and end of it.
-_HAND_ON = """# Slurm tells this shell, which tells the ranks.
+# Slurm signals only the shell of the script (B:): mpirun's daemons would get the signal, and it would end them.
+_HAND_ON = """# Slurm signals this shell, which passes the signal on to the ranks.
 trap 'for job in $(jobs -p); do kill -{signal} $job; done' {signal}
 {command} &
 ranks=$!
@@ -23,20 +23,20 @@ wait $ranks"""
 
 
 def script(job: Job, writer: str = "commlib slurm run") -> str:
-    """Return the batch script of a job that `commlib.slurm.job.check` takes. writer: who is said to have written it."""
+    """Return the batch script of a job that has passed `commlib.slurm.job.check`. writer: named as its author."""
     sections = ("\n".join(lines) for lines in (_options(job), _software(job), _environment(job), _ranks(job)) if lines)
     return f"#!/bin/bash\n# Written by `{writer}`; sbatch submits it.\n" + "\n\n".join(sections) + "\n"
 
 
 def _options(job: Job) -> list[str]:
     given = [f"--job-name={job.job_name}", f"--output={_quoted(job.output)}"]
-    given += [f"--{written(name)}={value}" for name in _PLAIN if (value := getattr(job, name)) is not None]
+    given += [f"--{option_name(name)}={value}" for name in _PLAIN if (value := getattr(job, name)) is not None]
     if job.exclusive:
         given.append("--exclusive")
     if job.signal is not None:
         given.append(f"--signal=B:{job.signal}")
     if job.requeue is not None:
-        # Else the output of the run before is lost.
+        # Without append, the output of the previous run is lost.
         given += ["--requeue", "--open-mode=append"] if job.requeue else ["--no-requeue"]
     return [f"#SBATCH {option}" for option in (*given, *job.sbatch)]
 
@@ -63,7 +63,7 @@ def _environment(job: Job) -> list[str]:
 def _ranks(job: Job) -> list[str]:
     lines = [
         f"# The ranks: {job.ntasks_per_node} on each of {job.nodes} nodes.",
-        "trap : TERM  # scancel and the time limit tell the ranks as well: let them end",
+        "trap : TERM  # scancel and the time limit also signal the ranks: let them end",
     ]
     command = " \\\n    ".join(" ".join(words) for words in _command(job))
     if job.signal is None:
@@ -73,11 +73,11 @@ def _ranks(job: Job) -> list[str]:
 
 
 def _command(job: Job) -> Iterator[list[str]]:
-    """Give the words of the launcher, of the container and of the command, as bash takes them."""
+    """Yield the words of the launcher, of the container and of the command, quoted for bash."""
     launcher = [LAUNCHERS[job.mpi]]
     under_srun = launcher[0].startswith("srun")
     if under_srun and job.cpus_per_task is not None:
-        launcher.append(f"--cpus-per-task={job.cpus_per_task}")  # srun does not take it from the job
+        launcher.append(f"--cpus-per-task={job.cpus_per_task}")  # srun does not inherit it from the job
     yield launcher
     if job.container is not None and job.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(job.bind)}"] if job.bind else []
@@ -90,7 +90,7 @@ def _command(job: Job) -> Iterator[list[str]]:
 
 
 def _words(words: Iterable[str]) -> list[str]:
-    """Quote words for bash, which puts in the values of Slurm's variables and of no others."""
+    """Quote words for bash, which expands Slurm's variables and no others."""
     return [_expanding(word) if "$SLURM_" in word else shlex.quote(word) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""States: read what Slurm says of a job, from its controller or its database. [pure]"""
+"""States: parse Slurm's description of a job, from its controller or its database. [pure]"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# As the manual of squeue lists them; a job that is requeued is pending again.
+# As in squeue's manual; a requeued job is pending again.
 ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -14,20 +14,20 @@ ENDED = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Hold what is known of a job, or of one task of an array."""
+class JobTask:
+    """The state of a job, or of one task of an array."""
 
     id: str
-    """As Slurm takes it: "12", or "12_3" of an array."""
+    """Slurm's number: "12", or "12_3" of an array."""
     state: str
     exit_code: int = 0
-    """Of the batch script."""
+    """Exit code of the batch script."""
     signal: int = 0
-    """That ended the batch script; 0 if none did."""
+    """Signal that ended the batch script; 0 if none did."""
     reason: str = ""
-    """Why it waits, or failed."""
+    """The reason why it waits, or failed."""
     nodes: str = ""
-    """As Slurm writes it: "h[0-3]"."""
+    """In Slurm's form: "h[0-3]"."""
     run_time: str = ""
     """Days, hours, minutes and seconds: "1-02:03:04"."""
     restarts: int = 0
@@ -39,25 +39,25 @@ class Task:
 
     @property
     def code(self) -> int:
-        """What a shell would say of it: 0 if it is complete and all went well, 128 + n after signal n."""
+        """The exit code as in a shell: 0 if the task succeeded, 128 + n after signal n."""
         if self.signal:
             return 128 + self.signal
         return self.exit_code or int(self.state != "COMPLETED")
 
 
-def from_controller(text: str) -> list[Task]:
-    """Return the tasks in what `scontrol --oneliner show job` prints, a line for each."""
+def from_controller(text: str) -> list[JobTask]:
+    """Return the tasks printed by `scontrol --oneliner show job`, one per line."""
     return [_from_line(line) for line in text.splitlines() if line.strip()]
 
 
-def _from_line(line: str) -> Task:
+def _from_line(line: str) -> JobTask:
     def value(key: str, default: str = "") -> str:
         found = re.search(rf"(?:^| ){key}=(\S*)", line)
         return default if found is None or found[1] in ("(null)", "None", "N/A") else found[1]
 
     code, _, signal = value("ExitCode", "0:0").partition(":")
     number = value("ArrayTaskId")
-    return Task(
+    return JobTask(
         id=f"{value('ArrayJobId')}_{number}" if number else value("JobId"),
         state=value("JobState", "UNKNOWN"),
         exit_code=int(code),
@@ -72,25 +72,25 @@ def _from_line(line: str) -> Task:
 DATABASE_FIELDS = "JobID,State,ExitCode,NodeList,Elapsed"
 
 
-def from_database(text: str) -> list[Task]:
-    """Return the tasks in what `sacct --allocations --noheader --parsable2` prints of DATABASE_FIELDS."""
+def from_database(text: str) -> list[JobTask]:
+    """Return the tasks printed by `sacct --allocations --noheader --parsable2` with DATABASE_FIELDS."""
     tasks = []
     for line in text.splitlines():
         if line.count("|") == DATABASE_FIELDS.count(","):
             number, state, exit_code, nodes, elapsed = line.split("|")
             code, _, signal = exit_code.partition(":")
             state = state.partition(" ")[0]  # "CANCELLED by 1000"
-            tasks.append(Task(number, state, int(code), int(signal or 0), nodes=nodes, run_time=elapsed))
+            tasks.append(JobTask(number, state, int(code), int(signal or 0), nodes=nodes, run_time=elapsed))
     return tasks
 
 
-def code(tasks: Sequence[Task]) -> int:
-    """Return the exit code of a job: the highest of its tasks'."""
+def code(tasks: Sequence[JobTask]) -> int:
+    """Return the exit code of a job: the highest of its tasks."""
     return max((task.code for task in tasks), default=1)
 
 
-def summary(tasks: Sequence[Task]) -> str:
-    """Return one line about a job that has one task or several. It changes when something happens."""
+def summary(tasks: Sequence[JobTask]) -> str:
+    """Return one line about a job of one or several tasks. It changes when the state of a task changes."""
     if len(tasks) == 1:
         [task] = tasks
         details = [task.state, task.reason and f"({task.reason})", task.nodes and f"on {task.nodes}"]
@@ -100,8 +100,8 @@ def summary(tasks: Sequence[Task]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def elapsed(tasks: Sequence[Task]) -> str:
-    """Return the longest time that a task has run: "00:01:16". Empty if none has begun."""
+def elapsed(tasks: Sequence[JobTask]) -> str:
+    """Return the longest run time of a task: "00:01:16". Empty if none has begun."""
     return max(
         (task.run_time for task in tasks if task.state != "PENDING"), key=lambda text: (len(text), text), default=""
     )

@@ -1,4 +1,4 @@
-"""Table: read a job from a TOML file, whose keys are the names of the options.
+"""Table: read a job from a TOML file; its keys are the names of the options.
 
 partition = "gpu"
 nodes = 4
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from commlib.errors import UsageError
-from commlib.slurm.job import Job, written
+from commlib.slurm.job import Job, option_name
 
-# What a value must be, by the annotation of its field: its type, that of its items, and what to say that is.
+# The expected value, by the annotation of its field: its type, the type of its items, and a description.
 _KINDS: dict[str, tuple[type, type, str]] = {
     "str": (str, str, 'text, such as "1"'),
     "int": (int, int, "a whole number"),
@@ -30,32 +30,32 @@ _KINDS: dict[str, tuple[type, type, str]] = {
     "tuple[str, ...]": (list, str, 'a list of texts, such as ["a", "b"]'),
     "Mapping[str, str]": (dict, str, 'a table of texts, such as NAME = "value"'),
 }
-_NUMBERS_TOO = ("gpus_per_node", "time")  # text that may be all digits, so that people write a number
+_NUMBERS_TOO = ("gpus_per_node", "time")  # text that may be all digits, so a number is accepted
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the values in a file by field of Job. Raises UsageError that names the file and the key."""
+    """Return the values in a file, by field of Job. Raises UsageError with the file and the key."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
-    return of_document(document, str(path))
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    return parse_document(document, str(path))
 
 
-def of_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of a document by field of Job. where: what to call it. Raises UsageError."""
+def parse_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a document, by field of Job. where: its name in errors. Raises UsageError."""
     known = {item.name: str(item.type).removesuffix(" | None") for item in fields(Job) if item.name != "output"}
     values = {}
     for key, value in document.items():
         name = key.replace("-", "_")
         if name not in known:
             near = get_close_matches(name, known, 1)
-            hint = f"do you mean {written(near[0])}?" if near else f"expected {', '.join(map(written, known))}"
+            hint = f"do you mean {option_name(near[0])}?" if near else f"expected {', '.join(map(option_name, known))}"
             raise UsageError(f"{where}: unknown key {key!r}: {hint}")
         if name in values:
-            raise UsageError(f"{where}: {written(name)} is there twice, with - and with _")
+            raise UsageError(f"{where}: {option_name(name)} is given twice, with - and with _")
         values[name] = _checked(name, known[name], value, f"{where}: {key} = {value!r}")
     return values
 

@@ -1,4 +1,4 @@
-"""Waiting: ask for a job's state, ever less often, until it has ended."""
+"""Waiting: poll a job's state, at growing intervals, until it has ended."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import time
 from collections.abc import Callable
 
 from commlib.slurm import client
-from commlib.slurm.states import Task, elapsed, summary
+from commlib.slurm.states import JobTask, elapsed, summary
 
 FIRST, LONGEST, GROWTH = 0.5, 10.0, 1.3
-"""Seconds between two looks, and how they grow: sites dislike many. A controller keeps jobs for minutes."""
-PATIENCE = 900.0  # seconds without an answer, after which it gives up: a controller may be restarted meanwhile
+"""Seconds between two polls, and their growth: sites dislike frequent ones. A controller keeps jobs for minutes."""
+PATIENCE = 900.0  # seconds without an answer before it gives up: a controller may be restarted meanwhile
 
 
 def wait(
     job: str,
     tell: Callable[[str, str], None],
     *,
-    look: Callable[[str], list[Task]] = client.look,
+    look: Callable[[str], list[JobTask]] = client.query_job,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[Task]:
-    """Return the tasks of a job when all have ended. tell: called at each look, with a line about its
-    state and with the time that it has run.
+) -> list[JobTask]:
+    """Return the tasks of a job when all have ended. tell: called at each poll, with the state and the run time.
 
-    A job that is requeued has not ended. Raises SlurmError if Slurm does not know the job, UnreachableError if it has
+    A requeued job has not ended. Raises SlurmError if Slurm does not know the job, UnreachableError if it has
     not answered for 900 s.
     """
     pause, silent = FIRST, 0.0

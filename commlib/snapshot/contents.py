@@ -1,6 +1,6 @@
-"""Contents: what containers, objects and functions hold, past what a user's class does when it is asked. [pure]
+"""Contents of containers, objects and functions, read without running methods of users' classes. [pure]
 
-A table that makes objects when one of them is asked for would make them, and more.
+A table that creates entries on access would otherwise create them here.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def elements_of(value: list[Any] | tuple[Any, ...] | deque[Any] | set[Any] | fro
 
 
 def own_method(value: Any, name: str) -> Callable[..., Any]:
-    """Return a method of a container that reads or writes it and does no more; of what only looks like one its own."""
+    """Return the built-in method of a container or of a subclass; for other objects the method of their class."""
     kind = next((one for one in _KINDS if issubclass(type(value), one)), None)
     return getattr(value, name) if kind is None else functools.partial(getattr(kind, name), value)
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of an object's own attributes, those that it has in slots, too."""
+    """Return the names and values of an object's own attributes, including those in slots."""
     kind: Any = type(value)
     found: list[tuple[str, Any]] = []
     if kind.__dictoffset__:
-        with suppress(AttributeError):  # some that are not written in Python hide it
+        with suppress(AttributeError):  # some types not written in Python hide it
             found += object.__getattribute__(value, "__dict__").items()
     for name, member in _slots_of(kind):
         try:
             found.append((name, member.__get__(value, kind)))
-        except AttributeError:  # nothing is in it
+        except AttributeError:  # the slot is empty
             continue
     return found
 
@@ -51,15 +51,15 @@ def may_have_attributes(kind: Any) -> bool:
     return bool(kind.__dictoffset__ or _slots_of(kind))
 
 
-def held_by(function: FunctionType) -> list[Any]:
-    """Return the defaults of a function, what it closes over, and its attributes."""
+def list_held(function: FunctionType) -> list[Any]:
+    """Return the defaults, closed-over values and attributes of a function."""
     cells = map(content_of, function.__closure__ or ())
     named = (function.__kwdefaults__ or {}), function.__dict__
     return [*(function.__defaults__ or ()), *cells, *(one for table in named for one in table.values())]
 
 
 def content_of(cell: CellType) -> Any:
-    """Return what is in a cell; None if nothing is in it by now."""
+    """Return the contents of a cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:

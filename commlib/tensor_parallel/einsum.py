@@ -1,4 +1,4 @@
-"""Einsum: find which dimensions of a kernel are outputs of its layer, and which are added up. [pure]"""
+"""Einsum: find the dimensions of a kernel that are outputs of its layer, and those that are summed. [pure]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EQUATION = re.compile(r"([a-zA-Z]*(?:\.\.\.)?[a-zA-Z]*),([a-zA-Z]+)->([a-zA-Z]*
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EinsumDim:
     """A letter of an equation: its dimension in the kernel, and in the input or output (after dots from the end)."""
 
     letter: str
@@ -29,35 +29,35 @@ class Einsum:
 
     @classmethod
     def of(cls, what: str, equation: str) -> Einsum:
-        """Return an equation as it is written. Raises UsageError for what is no equation of two operands."""
+        """Return an equation from its text. Raises UsageError unless it has two operands."""
         found = _EQUATION.fullmatch(equation.replace(" ", ""))
         if found is None:
             raise UsageError(f"{what}: equation {equation!r}: expected an input, a kernel and an output: 'ab,bc->ac'")
         return cls(*found.groups())
 
     @property
-    def columns(self) -> tuple[Place, ...]:
+    def columns(self) -> tuple[EinsumDim, ...]:
         """The kernel's dimensions that only the output has, in the kernel's order."""
         return self._places(self.outputs, self.inputs)
 
     @property
-    def rows(self) -> tuple[Place, ...]:
-        """The kernel's dimensions over which products are added up: those that only the input has."""
+    def rows(self) -> tuple[EinsumDim, ...]:
+        """The kernel's dimensions that only the input has, over which products are summed."""
         return self._places(self.inputs, self.outputs)
 
     def bias(self, letter: str, axes: str) -> int | None:
-        """Return the dimension of a letter in a bias that has these letters of the output; None if it has it not.
+        """Return the dimension of a letter in a bias with these letters of the output; None if the bias lacks it.
 
-        A bias of Keras begins with the first of its letters, and has all dimensions of the output from there on.
+        A bias of Keras starts at the first of its letters, and has all dimensions of the output from that one on.
         """
         if letter not in axes:
             return None
         letters = self.outputs.replace("...", "")
         return letters.index(letter) - min(letters.index(one) for one in axes)
 
-    def _places(self, within: str, without: str) -> tuple[Place, ...]:
+    def _places(self, within: str, without: str) -> tuple[EinsumDim, ...]:
         return tuple(
-            Place(letter, at, _position(within, letter))
+            EinsumDim(letter, at, _position(within, letter))
             for at, letter in enumerate(self.kernel)
             if letter in within and letter not in without
         )

@@ -1,7 +1,7 @@
-"""Equations: which dimension of an operation's result is which one of its inputs, as in einsum. [pure]
+"""Equations: relate the dimensions of an operation's result to those of its inputs, as in einsum. [pure]
 
-Each dimension has a number: equal numbers are the same dimension. `~n` is a dimension of length 1 that is repeated
-along n. A number that the result lacks is summed, averaged or else reduced. What an operation computes is left out.
+Each dimension has a number: equal numbers are the same dimension. `~n` is a dimension of length 1 that is broadcast
+along n. A number missing in the result is summed, averaged or otherwise reduced. The computation itself is left out.
 
     softmax of (rows, words) over words     Equation(((0, 1),), (0, 1), needs={1})
     (rows, columns) + (1, columns)          Equation(((0, 1), (~0, 1)), (0, 1))
@@ -17,15 +17,15 @@ from commlib.errors import UsageError
 Shape = tuple[int, ...]
 
 NEW = 1 << 20
-"""A dimension that the result has for the first time."""
+"""A new dimension of the result."""
 
 UNKNOWN_LENGTH = 1 << 30
-"""The length of a dimension that is not known while a model is traced."""
+"""The length of a dimension that is not known during tracing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """The numbers of the dimensions of each input and of the result. needs: of which all must be at hand."""
+    """The dimension numbers of each input and of the result. needs: dimensions that must not be sharded."""
 
     inputs: tuple[tuple[int, ...], ...]
     output: tuple[int, ...]
@@ -33,19 +33,19 @@ class Equation:
 
 
 def pointwise(*shapes: Shape) -> Equation:
-    """Return the equation of an operation on single elements, with shapes that are broadcast as in numpy."""
+    """Return the equation of an element-wise operation, with shapes that are broadcast as in numpy."""
     rank = max(map(len, shapes), default=0)
     longest = [max((shape[at - rank] for shape in shapes if len(shape) >= rank - at), default=1) for at in range(rank)]
-    return Equation(tuple(_aligned(shape, longest) for shape in shapes), tuple(range(rank)))
+    return Equation(tuple(_align(shape, longest) for shape in shapes), tuple(range(rank)))
 
 
-def along(shape: Shape, dims: Collection[int]) -> Equation:
-    """Return the equation of an operation that needs all of some dimensions and keeps them: softmax, norms, sorting."""
+def dimwise(shape: Shape, dims: Collection[int]) -> Equation:
+    """Return the equation of an operation that needs full dimensions and keeps them: softmax, norms, sorting."""
     every = tuple(range(len(shape)))
     return Equation((every,), every, frozenset(dim % len(shape) for dim in dims))
 
 
-def reduced(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equation:
+def reduction(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equation:
     """Return the equation of sums, means and extremes over some dimensions. kept: with length 1."""
     gone = {dim % len(shape) for dim in dims}
     every = tuple(range(len(shape)))
@@ -53,9 +53,9 @@ def reduced(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equat
     return Equation((every,), output)
 
 
-def viewed(rank: int, dims: Sequence[int]) -> Equation:
-    """Return the equation of transposing, slicing and picking: `dims` has for each dimension of the result the one of
-    the input that it is, wholly; -1 if it is none. What a dimension is picked from must be at hand.
+def selection(rank: int, dims: Sequence[int]) -> Equation:
+    """Return the equation of transposing, slicing and picking: `dims` has for each dimension of the result the equal
+    dimension of the input, or -1. Input dimensions that are sliced or picked from must not be sharded.
     """
     every = tuple(range(rank))
     gone = frozenset(every).difference(dims)
@@ -63,7 +63,7 @@ def viewed(rank: int, dims: Sequence[int]) -> Equation:
 
 
 def product(left: Shape, right: Shape) -> Equation:
-    """Return the equation of a product of matrices, in batches or not; of vectors, too."""
+    """Return the equation of a product of matrices or vectors, with or without batch dimensions."""
     rows, columns, between = NEW - 1, NEW - 2, NEW - 3
     batch = pointwise(left[:-2], right[:-2])
     first = (*batch.inputs[0], rows)[: len(left) - 1]
@@ -83,7 +83,7 @@ def attention(query: Shape, key: Shape, value: Shape) -> Equation:
 
 
 def einsum(text: str, shapes: Sequence[Shape]) -> Equation:
-    """Return the equation of einsum's own notation, an ellipsis included."""
+    """Return the equation of einsum's notation, including an ellipsis."""
     given, arrow, output = text.replace(" ", "").partition("->")
     terms = given.split(",")
     if len(terms) != len(shapes):
@@ -97,7 +97,7 @@ def einsum(text: str, shapes: Sequence[Shape]) -> Equation:
     return Equation(inputs, _numbers(output, width, width))
 
 
-def _aligned(shape: Shape, longest: Sequence[int]) -> tuple[int, ...]:
+def _align(shape: Shape, longest: Sequence[int]) -> tuple[int, ...]:
     first = len(longest) - len(shape)
     return tuple(
         ~(first + at) if length == 1 and longest[first + at] != 1 else first + at for at, length in enumerate(shape)

@@ -1,6 +1,6 @@
-"""Features: layers that have something of their own for each feature, as batch norms have weights and moments. [pure]
+"""Features: layers with weights or moments for each feature, such as batch norms. [pure]
 
-Between a Column and its Row that is divided with the features: `Sequence` names their dimension.
+Between a Column and its Row, these are sharded with the features: `Sequence` names the feature dimension.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from commlib.sharding.sharding import Sharding
 
 
 def check_dim(what: str, asked: int, dim: int, *, mixes: bool = True) -> None:
-    """Raise UsageError unless a style asks for the dimension that a layer has weights of; both counted from the front.
+    """Raise UsageError unless a style names the dimension of a layer's weights; both are counted from the front.
 
-    mixes: the layer looks at all of the others together.
+    mixes: whether the layer mixes all other dimensions.
     """
     if asked != dim:
-        also = ", and looks at all of the others together" if mixes else ""
+        also = ", and mixes all of the others" if mixes else ""
         raise UsageError(
-            f"plan: {what} has weights of dimension {dim}{also}: Sequence({dim}) divides it with its features, else "
+            f"plan: {what} has weights of dimension {dim}{also}: Sequence({dim}) shards it with its features, else "
             "leave it whole"
         )
 
 
 def check_length(what: str, length: int | None, dim: int, expected: int) -> None:
-    """Raise UsageError unless a rank has as many features as weights. what: the layer, and which rank calls it."""
+    """Raise UsageError unless a rank has as many features as weights. what: the layer, and the calling rank."""
     if length not in (expected, None):
         raise UsageError(
-            f"{what}: its input has length {length} along dimension {dim}, expected {expected}: divide features evenly "
+            f"{what}: its input has length {length} along dimension {dim}, expected {expected}: split features evenly "
             "before it (Column without units=), or gather them"
         )
 
 
 def own_groups(features: Sharding, rank: int, size: int) -> int:
-    """Return how many groups of features, its units, one of `size` ranks has."""
+    """Return the number of groups of features, its units, on one of `size` ranks."""
     assert isinstance(features.units, int)
     return features.length(rank, size) * features.units // features.shape[0]

@@ -1,13 +1,14 @@
-"""Heads: how those of queries, and those of keys and values that serve them, are divided among ranks. [pure]"""
+"""Head units: split heads of queries among ranks, together with their heads of keys and values. [pure]"""
 
 from __future__ import annotations
 
 
 def units_of_queries(queries: int, keys: int, size: int) -> int:
-    """Return in which units heads of queries are divided among `size` ranks, each beside its head of keys and values.
+    """Return the number of units in which query heads are split among `size` ranks, with their key and value heads.
 
-    Groups of queries with one head of keys stay whole where there is one for each rank. Keys that are fewer, and divide
-    the number of ranks, are shared: as many ranks have one, each with some of its queries. 0 if neither goes.
+    Groups of queries with one head of keys are not split if there is at least one for each rank. Fewer heads of keys
+    are shared if they divide the number of ranks: equally many ranks have each head, with some of its queries.
+    Otherwise 0.
     """
     if keys >= size:
         return keys

@@ -1,9 +1,9 @@
-"""Lengths: numbers that a model asks for in shapes, which know what they were computed of. [pure]
+"""Traced lengths: integers in the shapes that a model asks for, which record their origin. [pure]
 
-A model says `x.view(rows, tokens, self.num_heads, self.head_dim)`, or `x.expand(*k.shape[:2], self.groups, -1)`. While
-it is traced its own numbers and those of shapes are of this class: integers like others, with a formula. So it can be
-told what the model would ask for on a rank, where tensors are shorter, and which of its own numbers have to be those of
-the rank.
+A model calls `x.view(rows, tokens, self.num_heads, self.head_dim)`, or `x.expand(*k.shape[:2], self.groups, -1)`. While
+it is traced, its attributes and the lengths of shapes are of this class: integers with a formula. The formulas give the
+shapes that the model would ask for on a rank, where tensors are shorter, and the attributes that must have the rank's
+value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Source = tuple[str, str] | tuple[int, int]
-"""An attribute of a module, by their names; or a dimension of a value, by its number and its place."""
+"""An attribute of a module, by their names; or a dimension of a value, by its number and its index."""
 
 Known = Mapping[Source, int]
-"""What is another number on a rank than in the whole."""
+"""Values that differ on a rank from those of the unsharded model."""
 
 
-class Uses(dict[Source, str]):
-    """Sources whose number was used as one, and the line of the user's that did so. line: returns what is running."""
+class NumberUses(dict[Source, str]):
+    """Sources whose value was used as a number, and the user's line that did so. line: returns the running line."""
 
     def __init__(self, line: Callable[[], str] = str) -> None:
         super().__init__()
@@ -33,34 +33,34 @@ class Uses(dict[Source, str]):
 
 
 class Length(int):
-    """An integer that was computed of `sources`.
+    """An integer computed from `sources`.
 
-    used: to which sources are added when a number is used as one, and not for another length: as a float, or in a
+    used: receives the sources when the value is used as a number, and not for another length: as a float, or in a
     product with a tensor.
     """
 
     sources: frozenset[Source]
     formula: Callable[[Known], int]
-    used: Uses
+    used: NumberUses
 
     @classmethod
-    def of(cls, value: int, source: Source, used: Uses) -> Length:
+    def of(cls, value: int, source: Source, used: NumberUses) -> Length:
         """Return the number of one source."""
         return cls.made(value, frozenset([source]), lambda known: known.get(source, int(value)), used)
 
     @classmethod
-    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: Uses) -> Length:
+    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: NumberUses) -> Length:
         """Return a number with its formula."""
         found = cls(value)
         found.sources, found.formula, found.used = sources, formula, used
         return found
 
     def note_use(self) -> None:
-        """Note that the number itself counts."""
+        """Note that the value is used as a number."""
         self.used.note(self.sources)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # what leaves the process, or is copied, is a number like others
+        return int, (int(self),)  # pickled or copied, it is a plain number
 
     def __neg__(self) -> Any:
         return 0 - self
@@ -87,21 +87,21 @@ class Length(int):
 
 
 def length_at(length: int, known: Known) -> int:
-    """Return what a number is on a rank. Raises ZeroDivisionError if it is divided by one that is 0 there."""
+    """Return the value of a number on a rank. Raises ZeroDivisionError if its formula divides by 0 there."""
     return length.formula(known) if isinstance(length, Length) else length
 
 
 def sources_of(length: int) -> frozenset[Source]:
-    """Return what a number was computed of."""
+    """Return the sources of a number."""
     return length.sources if isinstance(length, Length) else frozenset()
 
 
 def attribute(source: Source) -> str:
-    """Return the whole name of a module's attribute; of the model's own it is that alone."""
+    """Return the full name of a module's attribute; for attributes of the model itself the bare name."""
     return f"{source[0]}.{source[1]}" if source[0] else f"{source[1]}"
 
 
-def _computed(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
+def _compute_length(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
     both = [one for one in (left, right) if isinstance(one, Length)]
     if not (isinstance(left, int) and isinstance(right, int)):
         for one in both:
@@ -115,8 +115,8 @@ def _computed(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
 
 
 def _operators(name: str, compute: Callable[[int, int], int]) -> None:
-    setattr(Length, f"__{name}__", lambda self, other: _computed(compute, self, other))
-    setattr(Length, f"__r{name}__", lambda self, other: _computed(compute, other, self))
+    setattr(Length, f"__{name}__", lambda self, other: _compute_length(compute, self, other))
+    setattr(Length, f"__r{name}__", lambda self, other: _compute_length(compute, other, self))
 
 
 for _name, _compute in {

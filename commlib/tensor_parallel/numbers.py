@@ -1,8 +1,8 @@
-"""Numbers: which of a model's own numbers, such as heads, must be a rank's, so that the shapes it asks for are. [pure]
+"""Per-rank numbers: find a model's numbers, such as heads, that need a rank's value for its shapes to be right. [pure]
 
-Each number in a shape is held against what it has to be on every rank, where some dimensions are shorter. Where it
-would be that of the whole, the attributes that it was computed of are tried: each gets the rank's part of its value, as
-few of them as do, so that all shapes that the model asks for are right, those which are whole included.
+Each number in a shape is compared with its required value on every rank, where some dimensions are shorter. If it
+would have the unsharded value, the attributes that it was computed from are tried: each gets the rank's part of its
+value, as few of them as possible, until all shapes of the model are right, including those of unsharded tensors.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from commlib.schedule.layout import even
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel.equations import UNKNOWN_LENGTH
 from commlib.tensor_parallel.lengths import Source, attribute, length_at, sources_of
-from commlib.tensor_parallel.states import State
+from commlib.tensor_parallel.placements import Placement
 from commlib.tensor_parallel.styles import Column, PerRank, Style
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 _MOST = 6
-"""How many attributes are tried."""
+"""Maximum number of attributes that are tried."""
 
-_TOLD = 4
-"""How many lines of a model are told that keep layers whole."""
+_MOST_LINES = 4
+"""Maximum number of lines of a model in a reason for not sharding layers."""
 
 
-class NotPossible(Exception):
-    """The reason why layers stay whole."""
+class NotShardable(Exception):
+    """The reason for not sharding some layers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Layers of a model that are divided, with the steps between them, the states of values there, styles, and units.
+class ShardedRegion:
+    """Layers of a model to shard, with the steps between them, the placements of values in them, styles, and units.
 
-    model: the trace of all of it.
+    model: the full trace.
     """
 
-    model: Trace
-    trace: Trace
-    states: Mapping[int, State]
+    model: ModelTrace
+    trace: ModelTrace
+    states: Mapping[int, Placement]
     styles: Mapping[str, Style]
     units: int
     size: int
 
     @property
     def shared(self) -> set[int]:
-        """Numbers of heads that are fewer than the ranks."""
+        """Numbers of heads that are smaller than the number of ranks."""
         divided = [state for state in self.states.values() if state.is_divided]
         found = {state.units for state in divided} | {units for state in divided for _, units in state.fused}
         return {units for units in found if 1 < units < self.size and self.size % units == 0}
@@ -70,14 +70,14 @@ class Part:
             return Sharding((length,), 0, parts_of(state.by, style.parts, length)).length(rank, self.size)
         return even(length, self.size).counts[rank]
 
-    def _spans(self, state: State, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return where the pieces of a rank begin and end in the whole, along what is fused."""
+    def _spans(self, state: Placement, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the spans of a rank's pieces in the full dimension, along fused features."""
         parts, units = zip(*state.fused, strict=True)
         whole = Sharding((sum(parts),), 0, parts, tuple(count or self.units for count in units), shared=True)
         return whole.spans(rank, self.size)
 
-    def ends(self, step: Step, rank: int) -> tuple[int, int]:
-        """Return what a piece has to ask for on a rank, as it says that in the whole: from the end, too."""
+    def ends(self, step: TraceStep, rank: int) -> tuple[int, int]:
+        """Return the bounds that a slice needs on a rank, in the form of the given ones: also from the end."""
         (first, last), state = step.asked, self.states.get(step.inputs[0])
         if state is None or not (state.fused and state.is_divided and state.dim == step.dim):
             return int(first), int(last)
@@ -92,24 +92,26 @@ class Part:
         return at(int(first)), at(int(last))
 
 
-def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerRank]:
-    """Return the attributes that must be those of a rank. given: those that have been found to be.
+def numbers_per_rank(part: ShardedRegion, given: Mapping[str, PerRank]) -> dict[str, PerRank]:
+    """Return the attributes that need a rank's value. given: those found before.
 
-    Raises NotPossible where no change of attributes makes all shapes right.
+    Raises NotPossible if no change of attributes makes all shapes right.
     """
     for source, line in part.trace.used.items():
         value, dim = source
         if isinstance(value, int) and isinstance(dim, int):
             state = part.states.get(value)
             if state is not None and state.is_divided and state.dim == dim:
-                raise NotPossible(
-                    f"{line}: the length of what is {state} is used as a number, and is another on a rank"
+                raise NotShardable(
+                    f"{line}: the length of a tensor that is {state} is used as a number, and differs on a rank"
                 )
     wrong = [step for step in part.trace.steps if _misfit(part, step, given)]
     if not wrong:
         return {}
     first = {one for step in wrong for asked, _ in _misfits(part, step, given) for one in _attributes_of(asked)}
-    able = {one for step in part.trace.steps for one in _attributes(step)}.difference(given, _used(part.trace))
+    able = {one for step in part.trace.steps for one in _attributes(step)}.difference(
+        given, _used_attributes(part.trace)
+    )
     tried = sorted(able, key=lambda name: (name not in first, name))[:_MOST]
     options = [PerRank(part.units), *(PerRank(among=count) for count in sorted(part.shared))]
     for names in (some for count in range(len(tried)) for some in combinations(tried, count + 1)):
@@ -123,11 +125,11 @@ def numbers_per_rank(part: Part, given: Mapping[str, PerRank]) -> dict[str, PerR
                 _misfit(part, step, more) for step in part.model.steps if _is_elsewhere(part, step, names)
             ):
                 return more
-    raise NotPossible(_fixed(part, given, tried, options))
+    raise NotShardable(_describe_fixed(part, given, tried, options))
 
 
-def _fixed(part: Part, given: Mapping[str, PerRank], tried: list[str], options: list[PerRank]) -> str:
-    """Return what keeps shapes to those of the whole, line by line, whichever numbers are a rank's."""
+def _describe_fixed(part: ShardedRegion, given: Mapping[str, PerRank], tried: list[str], options: list[PerRank]) -> str:
+    """Return the lines that fix shapes to unsharded values, whichever numbers have a rank's value."""
 
     def left(numbers: Mapping[str, PerRank]) -> list[str]:
         return [said for step in part.trace.steps if (said := _misfit(part, step, numbers))]
@@ -137,40 +139,40 @@ def _fixed(part: Part, given: Mapping[str, PerRank], tried: list[str], options: 
         if len(fewer := left({**numbers, name: style})) < len(best):
             best, numbers = fewer, {**numbers, name: style}
     said = list(dict.fromkeys(best))
-    more = f"; and {len(said) - _TOLD} more" if len(said) > _TOLD else ""
-    return "; ".join(said[:_TOLD]) + more
+    more = f"; and {len(said) - _MOST_LINES} more" if len(said) > _MOST_LINES else ""
+    return "; ".join(said[:_MOST_LINES]) + more
 
 
-def _misfit(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> str:
-    """Return why a step does not ask for what it has to on every rank; "" if it does."""
+def _misfit(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]) -> str:
+    """Return why a step does not ask for the required shape on every rank; "" if it does."""
     for asked, dim in _misfits(part, step, numbers):
         if step.kind == "split":
-            return f"{step.at} splits features into {list(step.asked)}: let it say how many pieces"
+            return f"{step.at} splits features into {list(step.asked)}: pass the number of pieces instead"
         if step.kind == "piece":
-            return f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, and on a rank {asked} is another one"
+            return f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, but on a rank {asked} is a different one"
         shape = f"{step.at} asks for the shape {list(step.asked)}"
-        return f"{shape}: let it say -1 for dimension {dim}, of which a rank has less than {int(asked)}"
+        return f"{shape}, but a rank has less than {int(asked)} in dimension {dim}: use -1"
     return ""
 
 
-def _misfits(part: Part, step: Step, numbers: Mapping[str, PerRank]) -> Iterator[tuple[int, int]]:
-    """Yield the numbers that a step asks for, and their dimensions, which are not those of a rank."""
+def _misfits(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers that a step asks for, and their dimensions, if they are wrong on a rank."""
     for rank in range(part.size if step.asked and step.outputs else 0):
         for dim, asked, expected in _expected(part, step, rank):
             try:
-                own = length_at(asked, _known(part, asked, numbers, rank))
-            except ZeroDivisionError:  # by heads of which a rank would have none
+                own = length_at(asked, _rank_values(part, asked, numbers, rank))
+            except ZeroDivisionError:  # by a number of heads that is 0 on a rank
                 own = UNKNOWN_LENGTH
             if own != expected:
                 yield asked, dim
 
 
-def _is_elsewhere(part: Part, step: Step, names: tuple[str, ...]) -> bool:
+def _is_elsewhere(part: ShardedRegion, step: TraceStep, names: tuple[str, ...]) -> bool:
     return bool(step.asked) and not _attributes(step).isdisjoint(names) and step not in part.trace.steps
 
 
-def _expected(part: Part, step: Step, rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the dimension, the number that a step asks for, and what that has to be on a rank."""
+def _expected(part: ShardedRegion, step: TraceStep, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the dimension, the number that a step asks for, and the number required on a rank."""
     if step.kind == "split":
         dim = step.dim % len(part.model.shapes[step.inputs[0]])
         for asked, value in zip(step.asked, step.outputs, strict=False):
@@ -186,7 +188,7 @@ def _expected(part: Part, step: Step, rank: int) -> Iterator[tuple[int, int, int
             yield dim, asked, part.own(step.outputs[0], dim, rank)
 
 
-def _known(part: Part, length: int, numbers: Mapping[str, PerRank], rank: int) -> dict[Source, int]:
+def _rank_values(part: ShardedRegion, length: int, numbers: Mapping[str, PerRank], rank: int) -> dict[Source, int]:
     known: dict[Source, int] = {}
     for source in sources_of(length):
         first, second = source
@@ -197,8 +199,8 @@ def _known(part: Part, length: int, numbers: Mapping[str, PerRank], rank: int) -
     return known
 
 
-def _attributes(step: Step) -> set[str]:
-    """Return the attributes of modules of which the numbers that a step asks for were computed."""
+def _attributes(step: TraceStep) -> set[str]:
+    """Return the module attributes from which a step's numbers were computed."""
     return {one for asked in step.asked for one in _attributes_of(asked)}
 
 
@@ -206,5 +208,5 @@ def _attributes_of(length: int) -> set[str]:
     return {attribute(one) for one in sources_of(length) if isinstance(one[0], str)}
 
 
-def _used(trace: Trace) -> set[str]:
+def _used_attributes(trace: ModelTrace) -> set[str]:
     return {attribute(one) for one in trace.used if isinstance(one[0], str)}

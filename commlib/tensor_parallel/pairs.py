@@ -1,4 +1,4 @@
-"""Pairs: the styles of layers whose features reach one other layer, as the operations between them ask for. [pure]"""
+"""Pairs: styles of layers whose features reach one other layer, as the operations between them require. [pure]"""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from math import gcd
 
 from commlib.sharding.sharding import parts_of
 from commlib.tensor_parallel.lengths import attribute, sources_of
-from commlib.tensor_parallel.numbers import NotPossible, Part, numbers_per_rank
+from commlib.tensor_parallel.numbers import NotShardable, ShardedRegion, numbers_per_rank
+from commlib.tensor_parallel.placements import SETTLED, Placement
 from commlib.tensor_parallel.rules import PlanError, check
-from commlib.tensor_parallel.states import SETTLED, State
 from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Sequence, Slice, Style
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 _OUTSIDE = ("given", "constant", "weight")
 _ANY_WEIGHT = -1
-"""The number of a value that stands for weights of layers before."""
+"""The number of a value that represents weights of earlier layers."""
 
-States = Mapping[int, State]
-"""The states of values, by their numbers."""
+States = Mapping[int, Placement]
+"""Placements of values, by their numbers."""
 
 
-def divided_pair(
-    trace: Trace,
+def shard_pair(
+    trace: ModelTrace,
     undivided: States,
     size: int,
     firsts: list[str],
@@ -33,40 +33,40 @@ def divided_pair(
 ) -> dict[str, Style]:
     """Return styles for the layers `firsts`, for `lasts`, and for norms, dropout and numbers between them.
 
-    undivided: the states of all values where no layer is divided. given: numbers that have a style already. beside: by
-    layers among `firsts` the one whose result theirs is added to, as whose features theirs are divided.
+    undivided: placements of all values of the unsharded model. given: numbers that have a style already. beside: for
+    low-rank layers among `firsts` the layer whose result theirs is added to, and whose sharding they share.
 
-    The rules are asked, and what they refuse is mended where the trace shows how: fused features that are split into
-    parts, heads of keys and values that all queries share, dropout of what is divided, tables that have a bias for each
-    head. Raises PlanError for what they refuse after that, and NotPossible where they cannot tell, where there are too
-    few heads, or where numbers in shapes fit the whole alone.
+    Styles are checked by the rules, and refused ones are corrected if the trace shows how: fused features that are
+    split into parts, heads of keys and values that all queries share, dropout of sharded values, tables with a bias for
+    each head. Raises PlanError for styles that are still refused, and NotPossible if the rules cannot decide, if there
+    are too few heads, or if numbers in shapes fit only the unsharded model.
     """
-    part = _between(trace, undivided, {*firsts, *lasts})
+    part = _steps_between(trace, undivided, {*firsts, *lasts})
     asked: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
-    styles, states = _accepted(part, asked, firsts, beside)
+    styles, states = _accept(part, asked, firsts, beside)
     heads = {name: _heads(part, states, name) for name in firsts}
-    made = {name: count for name in firsts if not any(heads[name]) and (count := _made(part, states, name))}
+    made = {name: count for name in firsts if not any(heads[name]) and (count := _heads_made(part, states, name))}
     if any(count < size for count in made.values()):
         heads |= {name: (count,) for name, count in made.items()}
-    for name, base in beside.items():  # what is made of their sum goes by one of the two
+    for name, base in beside.items():  # operations on their sum follow one of the two
         heads[name] = heads[base] = max(heads[name], heads[base])
     most = max((max(counts) for counts in heads.values()), default=0)
     one = [name for name in firsts if 1 in heads[name]]
     if one and most >= size:  # it serves the queries of all ranks
         changes = {name: _with_one_head(styles[name], heads[name]) for name in one}
-        styles, states = _accepted(part, styles | changes, firsts, beside, size)
+        styles, states = _accept(part, styles | changes, firsts, beside, size)
         heads = {name: tuple(0 if count == 1 else count for count in counts) for name, counts in heads.items()}
     few = {name: [count for count in counts if _are_few(count, size)] for name, counts in heads.items()}
     shared = {name: min(counts) for name, counts in few.items() if counts}
     units = gcd(*(count for counts in heads.values() for count in counts if not _are_few(count, size)))
     if shared and (units == 0 or units % size):
-        raise NotPossible(f"{min(shared.values())} heads for {size} ranks")
+        raise NotShardable(f"{min(shared.values())} heads for {size} ranks")
     if shared:
         styles = styles | {name: _with_units(styles[name], heads[name], units, size) for name in shared}
         styles |= {name: PerRank(among=size // min(shared.values())) for name in _repeats(part, states, set(shared))}
-        styles, states = _accepted(part, styles, firsts, beside, size)
+        styles, states = _accept(part, styles, firsts, beside, size)
     if units and units < size:
-        raise NotPossible(f"{units} heads for {size} ranks")
+        raise NotShardable(f"{units} heads for {size} ranks")
     for name, style in styles.items():
         if isinstance(style, Column) and name not in shared:
             _refuse_few(_call(part, name), style, units, size)
@@ -76,9 +76,9 @@ def divided_pair(
             styles[name] = PerRank(units)
     for name, style in styles.items():
         if isinstance(style, Slice) and (style.units % size or (units and units % size)):
-            raise NotPossible(f"{name} has something for {style.units} heads, for {size} ranks")
+            raise NotShardable(f"{name} has values for {style.units} heads, for {size} ranks")
     numbers = {name: style for name, style in styles.items() if isinstance(style, PerRank)}
-    more = numbers_per_rank(Part(trace, part, states, styles, units, size), numbers)
+    more = numbers_per_rank(ShardedRegion(trace, part, states, styles, units, size), numbers)
     rows: dict[str, Style] = dict.fromkeys(lasts, Row(units=units))
     return {name: style for name, style in styles.items() if name not in given} | rows | more
 
@@ -88,33 +88,33 @@ def _are_few(heads: int, size: int) -> bool:
 
 
 def _with_one_head(style: Style, heads: tuple[int, ...]) -> Style:
-    """Return the style of a layer whose one head, or that of some of its parts, is for all others."""
+    """Return the style of a layer whose one head, or that of some of its parts, serves all others."""
     if isinstance(style, Column) and len(heads) > 1:
         return Column(style.parts, tuple(int(count == 1) for count in heads))
     return Replicate(into_sharded=True)
 
 
 def _with_units(style: Style, heads: tuple[int, ...], units: int, size: int) -> Style:
-    """Return the style of a layer whose heads, or those of some of its parts, are fewer than the ranks."""
+    """Return the style of a layer with fewer heads than ranks, in all or some of its parts."""
     given = style.units if isinstance(style, Column) and not isinstance(style.units, int) else (0,) * len(heads)
     own = [count if _are_few(count, size) else units for count in heads]
     found = tuple(one or count for one, count in zip(given, own, strict=True))
     return Column(style.parts, found) if isinstance(style, Column) and len(found) > 1 else Column(units=found[0])
 
 
-def _accepted(
-    part: Trace, styles: dict[str, Style], firsts: list[str], beside: Mapping[str, str], size: int = 1
+def _accept(
+    part: ModelTrace, styles: dict[str, Style], firsts: list[str], beside: Mapping[str, str], size: int = 1
 ) -> tuple[dict[str, Style], States]:
-    """Return styles that the rules accept, and the states of values with them.
+    """Return styles that the rules accept, and the placements of values with them.
 
-    Raises PlanError if there are none, and NotPossible where the rules cannot tell.
+    Raises PlanError if there are none, and NotPossible if the rules cannot decide.
     """
     for _ in part.steps:
         try:
             check(part, styles, size=size)
             break
         except PlanError as error:
-            changes = _mended(part, styles, firsts, error)
+            changes = _correct(part, styles, firsts, error)
             if not changes:
                 raise
             together = [{name, base} for name, base in beside.items() if not changes.keys().isdisjoint({name, base})]
@@ -124,45 +124,45 @@ def _accepted(
     checked = check(part, styles, size=size)
     for doubt in checked.doubts:
         if not doubt.is_of_gradient:
-            raise NotPossible(f"{doubt}")
+            raise NotShardable(f"{doubt}")
     return styles, checked.states
 
 
-def _mended(part: Trace, styles: Mapping[str, Style], firsts: list[str], error: PlanError) -> dict[str, Style]:
-    """Return other styles after the rules have refused some; none if there is nothing to be done."""
+def _correct(part: ModelTrace, styles: Mapping[str, Style], firsts: list[str], error: PlanError) -> dict[str, Style]:
+    """Return corrected styles after the rules have refused some; none if no correction is known."""
     step, state = error.step, error.state
     first = styles.get(state.by)
     if step.layer and step.layer not in styles and (step.weights or step.draws):
         return {step.layer: Sequence(state.dim)}
-    if error.rule == "gradient":  # of a norm of each head, that is written in operations
+    if error.rule == "gradient":  # of a norm of each head, written in operations
         makers = [part.maker(value) for value in step.inputs]
         norms = {one.layer for one in makers if one.kind == "weight" and one.layer} - styles.keys()
         return dict.fromkeys(norms, Sequence(state.dim))
     if isinstance(first, Column) and first.parts == 1:
-        if error.rule == "parts" and step.kind == "piece" and (lengths := _fused(part, step, state)):
+        if error.rule == "parts" and step.kind == "piece" and (lengths := _fused_lengths(part, step, state)):
             return {state.by: Column(lengths if len(set(lengths)) > 1 else len(lengths))}
         if error.rule == "parts" and step.kind == "split":
             fused = len(part.shapes[step.outputs[0]]) == len(part.shapes[step.inputs[0]])
             lengths = tuple(part.shapes[value][step.dim] for value in step.outputs) if fused else ()
             return {state.by: Column(lengths if len(set(lengths)) > 1 else len(step.outputs))}
-        if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a dimension of their own
+        if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a separate dimension
             length = part.shapes[step.inputs[0]][state.dim]
             return {state.by: Column(length) if length > 1 else Replicate(into_sharded=True)}  # the one head
     if isinstance(first, Column) and error.rule in ("needs", "meet") and state.parts == 1 != first.parts:
         parts = parts_of(state.by, first.parts, _call(part, state.by).size[1])
         one_head = Column(parts, tuple(int(length < max(parts)) for length in parts))
-        if len(set(parts)) > 1 and one_head != first:  # of keys and values, for all of queries
+        if len(set(parts)) > 1 and one_head != first:  # of keys and values, for all queries
             return {state.by: one_head}
     if error.rule == "meet":
-        if of_heads := _of_heads(part, styles, step, state) or _arguments(part, styles, step, state):
+        if of_heads := _head_styles(part, styles, step, state) or _argument_styles(part, styles, step, state):
             return of_heads
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
         return {name: Replicate(into_sharded=True) for name, width in widths.items() if width < max(widths.values())}
     return {}
 
 
-def _fused(part: Trace, step: Step, state: State) -> tuple[int, ...]:
-    """Return the lengths of what is fused in features, of which pieces are picked; () if these are not all of it."""
+def _fused_lengths(part: ModelTrace, step: TraceStep, state: Placement) -> tuple[int, ...]:
+    """Return the lengths of fused features from which pieces are picked; () if the pieces are not all of them."""
     value, length = step.inputs[0], part.shapes[step.inputs[0]][step.dim]
     users = [part.steps[at] for at in part.users[value]]
     picked = {slice(*one.asked).indices(length)[:2] for one in users if one.kind == "piece" and one.dim == step.dim}
@@ -173,16 +173,16 @@ def _fused(part: Trace, step: Step, state: State) -> tuple[int, ...]:
     return tuple((last - first) * features // length for first, last in ends) if features % length == 0 else ()
 
 
-def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State) -> dict[str, Style]:
-    """Return styles for what has something for each head, and meets heads: tables, and constants of their number."""
+def _head_styles(part: ModelTrace, styles: Mapping[str, Style], step: TraceStep, state: Placement) -> dict[str, Style]:
+    """Return styles for values with an entry for each head that combine with heads: tables, and constants."""
     shapes = [part.shapes[value] for value in step.inputs]
     lengths = {shape[state.dim] for shape in shapes if state.dim < len(shape)} - {1}
     found: dict[str, Style] = {}
     for value in step.inputs:
-        for one in behind(part, value, past_layers=True) or ():
-            if one.kind == "equation" and one.asked:  # one head of keys, repeated for all of queries
+        for one in trace_back(part, value, past_layers=True) or ():
+            if one.kind == "equation" and one.asked:  # one head of keys, repeated for all queries
                 found |= {name: PerRank() for name in _expanding(part, one) if name not in styles}
-        for one in behind(part, value) or ():
+        for one in trace_back(part, value) or ():
             if one.kind == "table" and one.layer not in styles and one.size[1] in lengths:
                 found[one.layer] = Column()
             for length in one.asked if one.kind == "constant" else ():
@@ -192,13 +192,15 @@ def _of_heads(part: Trace, styles: Mapping[str, Style], step: Step, state: State
     return found
 
 
-def _arguments(part: Trace, styles: Mapping[str, Style], step: Step, state: State) -> dict[str, Style]:
-    """Return styles for arguments of modules that have something for each head, and meet heads."""
+def _argument_styles(
+    part: ModelTrace, styles: Mapping[str, Style], step: TraceStep, state: Placement
+) -> dict[str, Style]:
+    """Return styles for arguments of modules with an entry for each head that combine with heads."""
     lengths = {part.shapes[value][state.dim] for value in step.inputs if state.dim < len(part.shapes[value])}
     length, found = max(lengths, default=1), dict[str, Style]()
     units = length // state.parts
     for value in step.inputs if units > 1 else ():
-        last = [one for one in behind(part, value) or () if one.kind == "slice"][-1:]
+        last = [one for one in trace_back(part, value) or () if one.kind == "slice"][-1:]
         if last and last[0].layer not in styles:
             shape = part.shapes[last[0].outputs[0]]
             dims = [(one != length, dim) for dim, one in enumerate(shape) if one > 1 and one % units == 0]
@@ -207,8 +209,8 @@ def _arguments(part: Trace, styles: Mapping[str, Style], step: Step, state: Stat
     return found
 
 
-def _repeats(part: Trace, states: States, names: set[str]) -> set[str]:
-    """Return the numbers of modules by which what some layers give is repeated for the heads that it serves."""
+def _repeats(part: ModelTrace, states: States, names: set[str]) -> set[str]:
+    """Return the numbers of modules that set how often some layers' outputs are repeated for their heads."""
     found = set[str]()
     for step in part.steps:
         if step.kind == "equation" and step.asked and states[step.inputs[0]].by in names:
@@ -216,8 +218,8 @@ def _repeats(part: Trace, states: States, names: set[str]) -> set[str]:
     return found
 
 
-def _expanding(part: Trace, step: Step) -> set[str]:
-    """Return the numbers of modules that say how often a step repeats something."""
+def _expanding(part: ModelTrace, step: TraceStep) -> set[str]:
+    """Return the numbers of modules that set how often a step repeats a value."""
     shape, made = part.shapes[step.inputs[0]], part.shapes[step.outputs[0]]
     shape = (1,) * (len(made) - len(shape)) + tuple(shape)
     return {
@@ -228,10 +230,10 @@ def _expanding(part: Trace, step: Step) -> set[str]:
     }
 
 
-def behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step] | None:
-    """Return the steps that a value is made by, in their order; None if layers that mix features are among them.
+def trace_back(trace: ModelTrace, value: int, *, past_layers: bool = False) -> list[TraceStep] | None:
+    """Return the steps that make a value, in their order; None if layers that mix features are among them.
 
-    past_layers: then those after these layers.
+    past_layers: return only the steps after these layers instead.
     """
     found, waiting = set[int](), [value]
     while waiting:
@@ -247,21 +249,21 @@ def behind(trace: Trace, value: int, *, past_layers: bool = False) -> list[Step]
     return [trace.steps[at] for at in sorted(found)]
 
 
-def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
-    """Return the steps from the first to the last call of some layers. What they take from before is whole.
+def _steps_between(trace: ModelTrace, undivided: States, names: set[str]) -> ModelTrace:
+    """Return the steps from the first to the last call of some layers, with unsharded inputs.
 
-    With them go the steps before that make what comes from no layers that mix features: angles of positions, tables.
+    Earlier steps without layers that mix features are included: angles of positions, tables.
     """
     calls = [at for at, step in enumerate(trace.steps) if step.kind == "product" and step.layer in names]
     steps = list(trace.steps[calls[0] : calls[-1] + 1])
     earlier = [step for step in trace.steps[: calls[0]] if step.kind in _OUTSIDE]
     known = {value for step in (*earlier, *steps) for value in step.outputs}
-    sources = [Step("", "weight", (), (_ANY_WEIGHT,))]
+    sources = [TraceStep("", "weight", (), (_ANY_WEIGHT,))]
     for value in dict.fromkeys(value for step in steps for value in step.inputs):
         if value not in known:
-            made_by = behind(trace, value)
+            made_by = trace_back(trace, value)
             if made_by is None or undivided[value].name != "whole":
-                sources.append(Step("", "unknown", (_ANY_WEIGHT,), (value,)))
+                sources.append(TraceStep("", "unknown", (_ANY_WEIGHT,), (value,)))
                 known.add(value)
             else:
                 more = [step for step in made_by if not known.issuperset(step.outputs)]
@@ -272,12 +274,12 @@ def _between(trace: Trace, undivided: States, names: set[str]) -> Trace:
     return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, kept=kept)
 
 
-def _call(part: Trace, name: str) -> Step:
+def _call(part: ModelTrace, name: str) -> TraceStep:
     return next(step for step in part.steps if step.layer == name and step.kind in ("product", "table"))
 
 
-def _heads(part: Trace, states: States, name: str) -> tuple[int, ...]:
-    """Return how many heads the features of a layer, or of each of its parts, become; 0 of those that become none."""
+def _heads(part: ModelTrace, states: States, name: str) -> tuple[int, ...]:
+    """Return the number of heads that the features of a layer, or of each of its parts, become; 0 for none."""
     made = next(states[step.outputs[0]] for step in part.steps if step.layer == name and step.kind == "product")
     found = [0] * max(1, len(made.fused))
     for step in part.steps:
@@ -292,18 +294,18 @@ def _heads(part: Trace, states: States, name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _made(part: Trace, states: States, name: str) -> int:
-    """Return how many heads a layer gives by itself, whose results have a dimension of heads; 0 if they have none."""
+def _heads_made(part: ModelTrace, states: States, name: str) -> int:
+    """Return the number of heads in the output of a layer with a dimension of heads; 0 without one."""
     call = _call(part, name)
     state = states[call.outputs[0]]
     return call.size[1] if state.by == name and state.dim + 1 < len(part.shapes[call.outputs[0]]) else 0
 
 
-def _refuse_few(step: Step, style: Column, units: int, size: int) -> None:
+def _refuse_few(step: TraceStep, style: Column, units: int, size: int) -> None:
     parts = parts_of(step.layer, style.parts, step.size[1]) or (step.size[1],)
     if not isinstance(style.units, int):
         parts = tuple(part for part, count in zip(parts, style.units, strict=True) if count != 1)
     if min(parts) < size:
-        raise NotPossible(f"{min(parts)} features for {size} ranks")
+        raise NotShardable(f"{min(parts)} features for {size} ranks")
     if units and any(part % units for part in parts):
-        raise NotPossible(f"features {list(parts)} of {step.layer} are not {units} equal heads")
+        raise NotShardable(f"features {list(parts)} of {step.layer} cannot be split into {units} equal heads")

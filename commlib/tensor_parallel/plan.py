@@ -1,4 +1,4 @@
-"""Plan: which layer has which style, by patterns of names. [pure]"""
+"""Plan: map layers to styles, by patterns of names. [pure]"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Slic
 from commlib.tensor_parallel.styles import Sequence as SequenceStyle
 
 Plan = Mapping[str, Style]
-"""Styles by patterns of names, in which `*` stands for any characters: {"layers.*.up": Column(), "*.down": Row()}."""
+"""Styles by patterns of names, in which `*` matches any characters: {"layers.*.up": Column(), "*.down": Row()}."""
 
 _STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate, PerRank, Slice)
 
@@ -26,11 +26,11 @@ def resolve(
     numbers: Sequence[str] = (),
     arguments: Sequence[str] = (),
 ) -> dict[str, S]:
-    """Return the style of each layer that the plan names, in the order of `names`: those of all layers.
+    """Return the style of each layer that the plan names, in the order of `names`, which lists all layers.
 
-    A whole name counts before a pattern. kinds: the classes of styles. numbers, arguments: those of modules, for
-    `PerRank` and `Slice`; they come last. Raises UsageError for what is no style, for a pattern that no layer has, and
-    for a layer with two styles.
+    An exact name has priority over a pattern. kinds: the classes of styles. numbers, arguments: names for `PerRank` and
+    `Slice`; they come last. Raises UsageError for other objects, for a pattern that matches no layer, and for a layer
+    with two styles.
     """
     given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
     for pattern, style in plan.items():
@@ -39,7 +39,7 @@ def resolve(
             raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
         able = numbers if isinstance(style, PerRank) else arguments if isinstance(style, Slice) else names
         named = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
-        # A configuration is an object of its own, which `*.num_heads` does not mean.
+        # `*.num_heads` does not match numbers of a configuration object.
         matched = [name for name in named if able is not numbers or ".config." in pattern or ".config." not in name]
         if not matched:
             close = get_close_matches(pattern, able, 3, 0.4) or list(able)[:8]
@@ -55,10 +55,10 @@ def _one(name: str, found: list[tuple[str, S]]) -> S:
     styles = exact or [style for _, style in found]
     if any(style != styles[0] for style in styles):
         said = ", ".join(f"{pattern!r}: {style}" for pattern, style in found)
-        raise UsageError(f"plan: {name} has several styles: {said}: give it one, under its whole name")
+        raise UsageError(f"plan: {name} has several styles: {said}: give it only one, under its full name")
     return styles[0]
 
 
 def lines(styles: Mapping[str, object]) -> list[str]:
-    """Return the styles as text, one line for each layer: what ranks compare."""
+    """Return the styles as text that ranks compare, one line for each layer."""
     return [f"{name}: {style}" for name, style in styles.items()]

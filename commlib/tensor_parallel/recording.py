@@ -1,4 +1,4 @@
-"""Recording: number a framework's tensors while a model runs, and note its steps. [pure]"""
+"""StepRecording: number a framework's tensors while a model runs, and record its steps. [pure]"""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import FrameType
 from typing import Any
 
 from commlib.tensor_parallel.equations import Shape
-from commlib.tensor_parallel.lengths import Uses
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.lengths import NumberUses
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
-class Recording:
-    """The steps so far. Tensors are told apart by `key`, their identity, so all of them are kept until it goes.
+class StepRecording:
+    """The steps recorded so far. Tensors are identified by `key`, so all of them are kept alive with the recording.
 
-    shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
-    step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
-    is_discrete: returns whether a tensor is of integers or booleans. line: returns the user's line that is running.
+    shape_of: returns a tensor's shape. outside: for a tensor that no step has made, returns the kind of step
+    ("constant" or "weight") that it comes from and its layer, or None if unknown. is_discrete: returns whether a tensor
+    has integers or booleans. line: returns the running line of the user's code.
     """
 
     def __init__(
@@ -31,66 +31,66 @@ class Recording:
     ) -> None:
         self._shape_of, self._outside, self._key, self._is_discrete = shape_of, outside, key, is_discrete
         self._numbers: dict[Hashable, int] = {}
-        self._came = set[Hashable]()
+        self._outside_tensors = set[Hashable]()
         """Tensors from outside."""
         self.tensors: list[Any] = []
-        """By their numbers."""
-        self._steps: list[Step] = []
+        """Tensors by their numbers."""
+        self._steps: list[TraceStep] = []
         self.learned = set[int]()
-        """Values that weights had a part in."""
-        self.used = Uses(line)
-        """Of lengths, those that were used as numbers."""
+        """Values computed from weights."""
+        self.used = NumberUses(line)
+        """Lengths that were used as numbers."""
         self.made = set[int]()
-        """Values that are made of others."""
+        """Values computed from other values."""
         self.detached = set[int]()
         """Values whose gradient reaches no weight."""
         self.detaches = False
-        """What runs now records no gradients, as the model has asked."""
+        """Whether the model has turned off gradients for the running code."""
         self.numbers: dict[str, int] = {}
-        """Attributes of modules that shapes may be asked for with."""
+        """Attributes of modules that may occur in shapes."""
 
     def number_of(self, tensor: Any) -> int | None:
-        """Return the number of a tensor; None if no step has had it."""
+        """Return the number of a tensor; None if no step has used it."""
         return self._numbers.get(self._key(tensor))
 
     def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
-        """Note a step: its results are new values, even where a tensor was changed in place."""
+        """Record a step. Its results are new values, even if a tensor was changed in place."""
         taken = tuple(self.number(tensor) for tensor in inputs)
         results = list(outputs)
         made = tuple(map(self._new, results))
-        self._came.update(map(self._key, results if kind == "given" else ()))
+        self._outside_tensors.update(map(self._key, results if kind == "given" else ()))
         if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
             self.learned.update(made)
         self.made.update(made if taken else ())
         has_weights = kind in ("product", "table", "attention") or more.get("weights", False)
         if self.detaches or kind == "constant" or (taken and not has_weights and self.detached.issuperset(taken)):
             self.detached.update(made)
-        self._steps.append(Step(layer, kind, taken, made, **more))
+        self._steps.append(TraceStep(layer, kind, taken, made, **more))
 
     def knows(self, tensor: Any) -> bool:
-        """Return whether a tensor has a number yet."""
+        """Return whether a tensor has a number already."""
         return self._key(tensor) in self._numbers
 
     def is_from_outside(self, tensor: Any) -> bool:
-        """Return whether a tensor was there before: its value is another one only if it was written."""
-        return self._key(tensor) in self._came
+        """Return whether a tensor existed before the run: its value changes only if it is written to."""
+        return self._key(tensor) in self._outside_tensors
 
     def stands_for(self, tensor: Any, number: int) -> None:
-        """Take another tensor for a value from now on. It must be kept as long as this."""
+        """Identify another tensor with a value from now on. The caller must keep it alive as long as this."""
         self._numbers[self._key(tensor)] = number
 
     def detach(self, tensor: Any) -> None:
-        """Note that the gradient of a value is cut off there."""
+        """Note that the gradient of a value is cut off at this tensor."""
         self.detached.add(self.number(tensor))
 
     def trace(
         self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool, held: Iterable[int] = ()
-    ) -> Trace:
-        """Return what was recorded of a model that returned `results`. held: values that somebody holds after that."""
+    ) -> ModelTrace:
+        """Return the trace of a model that returned `results`. held: values that are kept after the call."""
         outputs = tuple(self.number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
         discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
-        return Trace(
+        return ModelTrace(
             tuple(self._steps),
             shapes,
             outputs,
@@ -104,19 +104,19 @@ class Recording:
         )
 
     def number(self, tensor: Any) -> int:
-        """Return the number of a value; one that no step has made comes from outside."""
+        """Return the number of a value; a value that no step has made comes from outside."""
         known = self._numbers.get(self._key(tensor))
         if known is not None:
             return known
         kind, layer = self._outside(tensor) or ("unseen", "")
         text = f"a weight of {layer or 'the model'}" if kind == "weight" else "a value from outside"
         number = self._new(tensor)
-        self._came.add(self._key(tensor))
+        self._outside_tensors.add(self._key(tensor))
         if kind == "weight":
             self.learned.add(number)
         elif kind == "constant":
             self.detached.add(number)
-        self._steps.append(Step(layer, kind, (), (number,), text))
+        self._steps.append(TraceStep(layer, kind, (), (number,), text))
         return number
 
     def _new(self, tensor: Any) -> int:
@@ -126,13 +126,13 @@ class Recording:
 
 
 def running_line(packages: Sequence[str]) -> str:
-    """Return the line of the user's code that is running, as file:line. packages: folders of what is not the user's."""
+    """Return the running line of the user's code, as file:line. packages: folders of other code."""
     frame = _outside(packages)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def runs_within(folders: Sequence[str], packages: Sequence[str]) -> bool:
-    """Return whether what is running, but for that of some packages, is in one of these folders."""
+    """Return whether the running code, outside of some packages, is in one of these folders."""
     frame = _outside(packages)
     return frame is not None and frame.f_code.co_filename.startswith(tuple(folders))
 
@@ -145,10 +145,10 @@ def _outside(packages: Sequence[str]) -> FrameType | None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a name of a module or a class mean something else for a while: a framework's call that has no hook.
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a name of a module or a class within a context: for a framework's call that has no hook.
 
-    What a class has inherited is its own meanwhile.
+    An inherited attribute of a class is overridden in the class meanwhile.
     """
     is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)

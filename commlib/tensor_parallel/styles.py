@@ -1,4 +1,4 @@
-"""Styles: how a layer is divided among the ranks of an axis. [pure]"""
+"""Styles: kinds of sharding of a layer among the ranks of an axis. [pure]"""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from commlib.schedule.layout import even
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Divide a layer's outputs: features of a linear layer, heads of attention, channels of a convolution.
+    """Shard a layer's outputs: features of a linear layer, heads of attention, channels of a convolution.
 
-    Its input is whole on every rank, or with `sequence` its shards along that dimension are gathered. Its output stays
-    divided, for a `Row` to follow, unless `gather`. parts: several weights in one, as fused Q, K and V or gate and up
-    are, as a number of equal ones or their lengths; each is divided by itself. units: what stays whole, such as the
-    number of heads (those of K and V, where these have fewer); or a number for each part. What has fewer units than
-    there are ranks, and divides their number, is shared by as many: Column(parts=(512, 64, 64), units=(8, 1, 1)).
+    Its input is unsharded; with `sequence`, its shards along that dimension are gathered. Its output stays sharded, for
+    a `Row` to follow, unless `gather`. parts: several fused weights, such as Q, K and V or gate and up, as a number of
+    equal ones or their lengths; each is sharded separately. units: number of pieces that are not split, such as heads
+    (those of K and V, if there are fewer); or a number for each part. If there are fewer units than ranks, and they
+    divide the number of ranks, several ranks share each: Column(parts=(512, 64, 64), units=(8, 1, 1)).
     """
 
     parts: int | tuple[int, ...] = 1
@@ -43,16 +43,16 @@ class Column:
 
     @property
     def shares(self) -> bool:
-        """Whether what has fewer units than there are ranks is shared by some: of one part, or units of each."""
+        """Whether ranks may share units if there are fewer than ranks: with one part, or with units for each part."""
         return self.parts == 1 or not isinstance(self.units, int)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Divide a layer's inputs: its input is divided as the output of a `Column` is, its output is added up.
+    """Shard a layer's inputs: its input is sharded like the output of a `Column`, and its output is summed over ranks.
 
-    The bias is added once, after that. The output is whole on every rank, or with `sequence` divided along that
-    dimension. split: the input is whole, and each rank takes its part. units: as for the `Column` before it.
+    The bias is added once, after the sum. The output is unsharded; with `sequence`, it is sharded along that dimension.
+    split: the input is unsharded, and each rank takes its shard. units: as for the `Column` before it.
     """
 
     split: bool = False
@@ -66,11 +66,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Divide the rows of an embedding, or of the linear layer that makes logits, by words.
+    """Shard an embedding's rows, or the outputs of the linear layer that makes logits, by words.
 
-    An embedding's output is whole, or with `sequence` divided along that dimension. Logits stay divided for
-    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it. Of divided logits any
-    other loss, and an argmax, would be that of this rank's words: nothing can tell that, so gather them for these.
+    An embedding's output is unsharded; with `sequence`, it is sharded along that dimension. Logits stay sharded for
+    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it. Any other loss, or an
+    argmax, of sharded logits would use only this rank's words, which cannot be detected: gather them for these.
     """
 
     gather: bool = False
@@ -82,11 +82,11 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Leave a layer's weights whole, for an input that is divided along `dim`: norms and dropout between blocks.
+    """Keep a layer's weights unsharded, for an input that is sharded along `dim`: norms and dropout between blocks.
 
-    Each rank has a part of the gradient of its weights; these are added. Dropout draws other masks on each rank: give
-    it this style, too, where features are divided (-1), between a `Column` and its `Row`. What has weights for each
-    feature there, as batch norms have, is divided with them, along the dimension of features: 1 in PyTorch.
+    Each rank has a partial gradient of its weights; these are summed. Dropout draws different masks on each rank: give
+    it this style also for sharded features (-1), between a `Column` and its `Row`. Layers with weights for each
+    feature, such as batch norms, are sharded with the features, along the feature dimension: 1 in PyTorch.
     """
 
     dim: int = 1
@@ -97,10 +97,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Leave a layer whole on every rank.
+    """Keep a layer unsharded on every rank.
 
-    into_sharded: its output is used together with what is divided, as K and V of one head for all are: then each rank
-    has a part of its gradient, and these are added.
+    into_sharded: its output is combined with sharded values, such as K and V of one head for all: then each rank has a
+    partial gradient of it, and these are summed.
     """
 
     into_sharded: bool = False
@@ -108,10 +108,10 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Give a rank its part of a number: an attribute of a module that asks for as many heads, or features, in shapes.
+    """Give a rank its part of a number: an attribute of a module with a number of heads, or features, used in shapes.
 
-    It is named as a layer is: {"h.0.attn.num_heads": PerRank(12)}. units: as for the `Column` whose heads it counts.
-    among: how many ranks divide it, if not all: those that share a head of keys, of how often that is repeated.
+    It is named like a layer: {"h.0.attn.num_heads": PerRank(12)}. units: as for the `Column` whose heads it counts.
+    among: number of ranks that split it, if not all: for a repeat count, the ranks that share a head of keys.
     """
 
     units: int = 0
@@ -130,11 +130,11 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Give a module this rank's part of an argument that has something for each head, such as biases of ALiBi.
+    """Give a module this rank's slice of an argument with an entry for each head, such as biases of ALiBi.
 
-    It is named as a layer is: {"h.0.attn.alibi": Slice(0, 12)}. dim: that of the argument which has heads, or, as often
-    as it has them, batches of heads. units: how many heads there are. What has length 1 there is for all, and stays.
-    No gradient goes through it but that of this rank's heads: it is for what has none.
+    It is named like a layer: {"h.0.attn.alibi": Slice(0, 12)}. dim: the dimension of the argument that has heads, or
+    batches times heads. units: number of heads. An argument of length 1 there serves all heads, and is not sliced. Only
+    the gradient of this rank's heads flows through it, so it is meant for arguments without one.
     """
 
     dim: int
@@ -157,7 +157,7 @@ def _lengths(style: str, parts: Sequence_[int]) -> tuple[int, ...]:
 
 def _check_units(style: str, units: int) -> None:
     if not isinstance(units, int) or units < 0:
-        raise UsageError(f"{style}: units is {units!r}, expected how many pieces stay whole, such as heads")
+        raise UsageError(f"{style}: units is {units!r}, expected a number of pieces that are not split, such as heads")
 
 
 def _check_dim(style: str, dim: int | None) -> None:
@@ -166,7 +166,7 @@ def _check_dim(style: str, dim: int | None) -> None:
 
 
 def brief(style: Style) -> str:
-    """Return a style as it would be written: with what is not as by default."""
+    """Return a style as source text: only arguments that differ from the defaults."""
     if isinstance(style, Slice):
         return f"Slice({style.dim}, {style.units})"
     plain = type(style)()

@@ -1,4 +1,4 @@
-"""Table: a plan as text, a row for each layer that was thought of, and each number that changes. [pure]"""
+"""Table: a plan as text, with a row for each candidate layer, and for each number that changes. [pure]"""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel.styles import Column, PerRank, Row, Style, Vocabulary, brief
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
-def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Trace, size: int) -> str:
-    """Return a plan in columns: layer, style, the size of its weight and of rank 0's part, and the reason."""
+def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: ModelTrace, size: int) -> str:
+    """Return a plan in columns: layer, style, the size of its weight and of rank 0's shard, and the reason."""
     sizes = {step.layer: step for step in trace.steps if step.layer}
-    rows = [("layer", "style", "whole", f"rank 0 of {size}", "why")]
+    rows = [("layer", "style", "full", f"rank 0 of {size}", "why")]
     for name in [name for name in sizes if name in plan or name in reasons]:
         whole = sizes[name].size
-        own = _own(sizes[name], plan.get(name), size)
+        own = _own_size(sizes[name], plan.get(name), size)
         why = reasons.get(name, "as given")
-        style = brief(plan[name]) if name in plan else "whole"
+        style = brief(plan[name]) if name in plan else "unsharded"
         rows.append((name or "(model)", style, _text(whole), _text(own), why))
     for name, given in plan.items():
         if isinstance(given, PerRank):
@@ -32,8 +32,8 @@ def _text(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}" if any(size) else ""
 
 
-def _own(step: Step, style: Style | None, size: int) -> tuple[int, int]:
-    """Return the size of what rank 0 keeps of a weight."""
+def _own_size(step: TraceStep, style: Style | None, size: int) -> tuple[int, int]:
+    """Return the size of rank 0's shard of a weight."""
     first, last = step.size
     match style:
         case Column() if step.kind == "attention":

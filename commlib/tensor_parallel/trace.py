@@ -1,24 +1,24 @@
-"""Trace: what a model does with an input, as data: its layers, and the operations between them. [pure]
+"""ModelTrace: a model's run on an input as data: its layers, and the operations between them. [pure]
 
-Values have numbers. A step takes some and makes others; steps stand in the order in which they ran. Kinds of steps:
+Values have numbers. A step takes values and makes others; steps are in the order of their execution. Kinds of steps:
 
-    given       an argument of the model; `constant`: a value that comes from elsewhere and has no gradient, as a mask
-    weight      a weight of the model that is used by itself, outside the layers below
-    unseen      a value that nothing has made which could be seen; of a function that was tried on parts, an equation
+    given       an argument of the model; `constant`: a value from elsewhere without a gradient, such as a mask
+    weight      a weight of the model that is used directly, outside the layers below
+    unseen      a value of unknown origin; for a function that was tried on shards, with an equation
     product     a layer that mixes all features: linear layers, convolutions
-    table       a layer that looks rows up: embeddings
-    attention   a layer that is a whole attention, with its projections
-    equation    what an `Equation` describes: elementwise operations, norms, softmax, products of activations, ...
-    slice       an argument of a module that has no gradient, of which it may be given this rank's part
+    table       a layer that looks up rows: embeddings
+    attention   a layer that is a complete attention, with its projections
+    equation    an operation with an `Equation`: elementwise operations, norms, softmax, products of activations, ...
+    slice       an argument of a module that has no gradient, of which a rank may get its slice
     reshape     the same elements in the same order in another shape
-    split       pieces along a dimension; `join` puts pieces together
-    piece       neighbours that are picked along a dimension, of which there are more; with an equation, too
-    gradient    what a function that nobody can look into gives for the gradient of one that it takes
-    unknown     anything else: of what is whole it makes what is whole, of all else nothing is known; with an
-                equation that tells of its values, and a gradient that somebody has written
-    shape       the shape of a divided layer's weight is asked for, outside of that layer
-    number      elements of a value leave the tensors, as numbers of Python or arrays of numpy: item, a condition; or,
-                with a `dim`, the length of that
+    split       pieces along a dimension; `join` concatenates or stacks pieces
+    piece       a slice of contiguous elements along a dimension; with an equation, too
+    gradient    the gradient of an input that an opaque function returns
+    unknown     any other operation: with unsharded inputs its result is unsharded, otherwise unknown; with an
+                equation, if only its gradient is user-written
+    shape       the shape of a sharded layer's weight is read, outside of that layer
+    number      elements of a value are read as Python numbers or numpy arrays: item, a condition; or, with a `dim`,
+                its length
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from commlib.tensor_parallel.lengths import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """One call of a layer, or of an operation within it.
 
-    layer: its name; "" for an operation between layers. text: what it is, such as "Linear", or "softmax in blocks.0".
-    dim: along which is split or joined. dims: those of a product's features, before and after, or of the features that
-    each have weights of their own in an equation. size: what a layer has in the whole: (inputs, outputs) of a product,
-    (words, features) of a table, (heads, heads) of attention, (groups, features) of a norm of groups. weights: an
-    equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. untold: of a
-    layer that was tried on parts, what nobody could tell, in words. asked: the shape that a reshape, an expansion or a
-    constant was asked for, -1 included, or the lengths of pieces, if numbers were given: `lengths` where these are
-    known; of a piece where it begins and ends, as a slice says that. place: the line that makes the call, as file:line.
-    The last step of a call that failed has no outputs.
+    layer: its name; "" for an operation between layers. text: a description, such as "Linear", or "softmax in
+    blocks.0". dim: the dimension of a split or join. dims: the feature dimensions of a product, before and after, or
+    the dimension of an equation's features that each have their own weights. size: full size of a layer: (inputs,
+    outputs) of a product, (words, features) of a table, (heads, heads) of attention, (groups, features) of a norm of
+    groups. weights: an equation with weights, such as a norm. draws: whether it draws random numbers, such as dropout.
+    untold: open doubt about a layer that was tried on shards, as text. asked: the shape requested by a reshape, an
+    expansion or a constant, including -1, or the lengths of pieces, if given as numbers: `lengths` if these are known;
+    for a piece its start and stop, as in a slice. place: the line of the call, as file:line. The last step of a failed
+    call has no outputs.
     """
 
     layer: str
@@ -63,29 +63,29 @@ class Step:
 
     @property
     def where(self) -> str:
-        """Return how messages call it."""
+        """Return its name in messages."""
         said = self.text or self.kind
         return f"{self.layer} ({said})" if self.layer else said
 
     @property
     def at(self) -> str:
-        """Return how messages call it, and the line that makes the call."""
+        """Return its name in messages, and the line of the call."""
         return f"{self.where}, {self.place}" if self.place else self.where
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The steps of one call, the shapes of all values, and the numbers of those that the model returns.
+class ModelTrace:
+    """The steps of one call, the shapes of all values, and the numbers of the values that the model returns.
 
-    tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
-    discrete: values that are integers or booleans, and so have no gradient. learns: arguments whose gradients go on to
-    what has made them. used: sources of `lengths` whose number the model uses for something else than a shape, and the
-    line that does. numbers: the attributes among them, by names such as "h.0.num_heads". kept: values that the model
-    has made, and neither returns nor lets go: somebody holds them after its call, as an attribute or a list does.
-    detached: values without a gradient that could come back to weights, as the model has cut it off.
+    tied: layers that share a weight. whole: whether the model was unsharded, so shapes are full ones. discrete: values
+    that are integers or booleans, and so have no gradient. learns: arguments whose gradients flow to their makers.
+    used: sources of `lengths` whose value the model uses for other purposes than a shape, with the line that does so.
+    numbers: the attributes among them, by names such as "h.0.num_heads". kept: values that the model has made, does not
+    return, and that are still referenced after its call, for example by an attribute or a list. detached: values
+    without a gradient to weights, because the model has cut it off.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TraceStep, ...]
     shapes: Mapping[int, Shape]
     outputs: tuple[int, ...]
     tied: tuple[tuple[str, ...], ...] = ()
@@ -99,7 +99,7 @@ class Trace:
 
     @cached_property
     def users(self) -> Mapping[int, Sequence[int]]:
-        """Which steps take a value, by its number."""
+        """The steps that take each value, by its number."""
         found: dict[int, list[int]] = {}
         for at, step in enumerate(self.steps):
             for value in dict.fromkeys(step.inputs):
@@ -108,9 +108,9 @@ class Trace:
 
     @property
     def way(self) -> Hashable:
-        """Return what tells calls apart that go other ways through a model, whatever the lengths of their values are.
+        """A key that is equal for calls with the same operations, whatever the lengths of their values.
 
-        But for lengths that the model says itself: where a batch has another one, it may say another one.
+        Lengths that the model itself passes are part of it, although they may vary with the batch.
         """
         steps = tuple(
             (step.layer, step.kind, step.text, step.dim, step.dims, step.asked, _dimensions(step.equation), step.inputs)
@@ -120,25 +120,25 @@ class Trace:
 
     @cached_property
     def makers(self) -> Mapping[int, int]:
-        """Which step makes a value, by its number."""
+        """The step that makes each value, by its number."""
         return {value: at for at, step in enumerate(self.steps) for value in step.outputs}
 
-    def maker(self, value: int) -> Step:
+    def maker(self, value: int) -> TraceStep:
         """Return the step that makes a value."""
         return self.steps[self.makers[value]]
 
 
 def _dimensions(equation: Equation | None) -> Hashable:
-    """Return which dimensions meet, also where one of length 1 is repeated along another."""
+    """Return the dimensions that are combined, including those where length 1 is broadcast along another one."""
     if equation is None:
         return None
     numbers = tuple(tuple(max(number, ~number) for number in dims) for dims in equation.inputs)
     return numbers, equation.output, equation.needs
 
 
-def reach(trace: Trace, users: Mapping[int, Sequence[int]], step: Step) -> tuple[list[Step], set[int]]:
-    """Return the layers that a layer's result reaches without another one between, and the values on the way."""
-    ends: dict[int, Step] = {}
+def reach(trace: ModelTrace, users: Mapping[int, Sequence[int]], step: TraceStep) -> tuple[list[TraceStep], set[int]]:
+    """Return the layers that a layer's result reaches without another layer between, and the values on the way."""
+    ends: dict[int, TraceStep] = {}
     waiting, seen = list(step.outputs), set(step.outputs)
     while waiting:
         for at in users.get(waiting.pop(), ()):

@@ -1,4 +1,4 @@
-"""The verbs on tensors, said once: an adapter says how its tensors become arrays and back.
+"""Tensor verbs for all frameworks: an adapter only converts its tensors to arrays and back.
 
 _verb = VerbMaker(__name__, "Tensor")
 _ordered = OrderedVerbs(Bridge(Tensor, read, new))
@@ -7,11 +7,11 @@ all_reduce, all_reduce_async = _verb(_ordered.all_reduce)
 
 from __future__ import annotations
 
-from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, Call, Place, Startable
-from commlib.tensor_verbs.either import check_ordered, choose_root
-from commlib.tensor_verbs.maker import VerbMaker
-from commlib.tensor_verbs.ordered import OrderedVerbs, ReturningVerbs, WritingVerbs
-from commlib.tensor_verbs.work import TensorWork
+from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, Startable, TargetTensor, TensorCall
+from commlib.tensor_verbs.ordered_verbs import OrderedVerbs, ReturningVerbs, WritingVerbs
+from commlib.tensor_verbs.tensor_work import TensorWork
+from commlib.tensor_verbs.verb_arguments import check_ordered, choose_root
+from commlib.tensor_verbs.verb_maker import VerbMaker
 
 __all__ = [
     "NOTHING",
@@ -20,9 +20,9 @@ __all__ = [
     "ROWS",
     "SAME",
     "Bridge",
-    "Call",
+    "TensorCall",
     "OrderedVerbs",
-    "Place",
+    "TargetTensor",
     "ReturningVerbs",
     "Startable",
     "TensorWork",

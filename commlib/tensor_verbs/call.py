@@ -1,4 +1,4 @@
-"""One call of a verb on tensors: at once, on the progress thread, or wherever an adapter runs its host function."""
+"""Call of a verb on tensors: run it and wait, start it on the progress thread, or run its host function elsewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
-from commlib.horovod import running
-from commlib.tensor_verbs.work import TensorWork
+from commlib.horovod import require_world
+from commlib.tensor_verbs.tensor_work import TensorWork
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,9 +20,9 @@ R = TypeVar("R")
 class Bridge(Generic[T]):
     """Turn the tensors of a framework into arrays and back.
 
-    tensor: their class. read: an array with a tensor's values, contiguous; it is only read. new: the tensor over an
-    array that the core made. room: a new array like another one, for a result; None is numpy's. in_order: within it the
-    core works on devices in the order of the streams that the framework has there now.
+    tensor: the tensor class. read: returns a contiguous array with a tensor's values, which is only read. new: returns
+    the tensor over an array that the core made. room: returns an uninitialised array like another one, for a result;
+    None: numpy's. in_order: a context in which the core orders its device work after the framework's current streams.
     """
 
     tensor: type[T]
@@ -32,39 +32,39 @@ class Bridge(Generic[T]):
     in_order: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class Result(Protocol):
-    """Hold what comes back from a verb, and how it becomes what the user gets."""
+class TensorResult(Protocol):
+    """The result of a verb, and its conversion to the user's type."""
 
     def finish(self, bridge: Bridge[Any], answer: Any) -> Any:
-        """Return it for the answer of the core."""
+        """Convert the answer of the core to the user's result."""
         ...
 
 
-class Place(Result, Protocol):
-    """A tensor that a verb writes to: `array` is its memory, or stands in for it until `finish`."""
+class TargetTensor(TensorResult, Protocol):
+    """A tensor that a verb writes to: `array` is its memory, or a substitute for it until `finish`."""
 
     @property
     def array(self) -> Array: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _ResultKind:
     make: Callable[[Bridge[Any], Any], Any]
 
     def finish(self, bridge: Bridge[Any], answer: Any) -> Any:
         return self.make(bridge, answer)
 
 
-SAME = _Kind(lambda bridge, answer: bridge.new(answer))
+SAME = _ResultKind(lambda bridge, answer: bridge.new(answer))
 """A tensor of the shape and dtype of the last input."""
-ROWS = _Kind(lambda bridge, answer: bridge.new(answer))
+ROWS = _ResultKind(lambda bridge, answer: bridge.new(answer))
 """A tensor of the dtype of the last input, with another number of rows."""
-RECEIVED = _Kind(lambda bridge, answer: (bridge.new(answer[0]), bridge.new(answer[1])))
-"""Two tensors: rows like those of the first input, and int64 how many came from each rank."""
-NOTHING = _Kind(lambda bridge, answer: None)
+RECEIVED = _ResultKind(lambda bridge, answer: (bridge.new(answer[0]), bridge.new(answer[1])))
+"""Two tensors: rows like those of the first input, and the number of rows received from each rank, int64."""
+NOTHING = _ResultKind(lambda bridge, answer: None)
 """None."""
-OBJECT = _Kind(lambda bridge, answer: answer)
-"""What is no tensor, as it is."""
+OBJECT = _ResultKind(lambda bridge, answer: answer)
+"""An object that is no tensor, returned unchanged."""
 
 
 class Startable(Protocol[R]):
@@ -75,11 +75,11 @@ class Startable(Protocol[R]):
         ...
 
     def start(self) -> TensorWork[R]:
-        """Start it."""
+        """Start it, and return its handle."""
         ...
 
 
-class Call(Generic[R]):
+class TensorCall(Generic[R]):
     """A verb with its tensors.
 
     `host` gets the communicator's verb, or its `_async` twin, and an array for each of `inputs`; it calls the verb.
@@ -94,9 +94,9 @@ class Call(Generic[R]):
         verb: str,
         host: Callable[..., Any],
         inputs: tuple[Any, ...],
-        result: Result,
+        result: TensorResult,
     ) -> None:
-        self.bridge, self.comm, self.verb = bridge, comm or running(), verb
+        self.bridge, self.comm, self.verb = bridge, comm or require_world(), verb
         self.host, self.inputs, self.result = host, inputs, result
 
     def run(self) -> R:

@@ -1,5 +1,5 @@
-"""Traces: read the timelines of all ranks, put them on one clock, merge them, and say who waited for whom.
+"""Traces: read the timelines of all ranks, put them on one clock, merge them, and report which ranks waited for which.
 
 Needs neither MPI nor numpy. `files.read_all` reads, `align.align` finds the clocks, `merge.merged` and
-`summary.summarise` do the rest; profiles of PyTorch and TensorFlow can be merged in.
+`summary.summarise` produce the output. Profiles of PyTorch and TensorFlow can be merged in.
 """

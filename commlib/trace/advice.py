@@ -1,4 +1,4 @@
-"""Advice: what to try, by rules over the figures of a summary."""
+"""Advice: rules that derive suggestions from the figures of a summary."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """Say `text` where the figure `measure` is at least `least`, and `other` at most `most`. Shares are 0 to 1."""
+class AdviceRule:
+    """Give `text` if the figure `measure` is at least `least`, and `other` at most `most`. Shares are 0 to 1."""
 
     measure: str
     least: float
@@ -18,63 +18,63 @@ class Rule:
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "worst_share",
         0.7,
-        "rank {worst} keeps the others waiting: of the time that ranks lose for each other {worst_share:.0%} is lost "
-        "for it. Look at its input pipeline, its node (frequency, other processes) and its share of the work",
+        "rank {worst} keeps the others waiting: it causes {worst_share:.0%} of the time that ranks lose to late ranks. "
+        "Check its input pipeline, its node (frequency, other processes) and its share of the work",
         "lost_share_is_small",
         0,
     ),
-    Rule(
+    AdviceRule(
         "lost_share",
         0.1,
-        "ranks lose {lost_share:.0%} of their time waiting for one that comes later, and not always for the same: "
-        "give all the same work, batch by batch (lengths of sequences, shuffling), and let data be loaded ahead",
+        "ranks lose {lost_share:.0%} of their time to late ranks, and not always to the same one: "
+        "give all ranks equal work in each batch (sequence lengths, shuffling), and prefetch data",
         "worst_share",
         0.7,
     ),
-    Rule(
+    AdviceRule(
         "moving_share",
         0.1,
-        "programs stand still {moving_share:.0%} of the time while data moves: overlap it (DistributedOptimizer with "
-        "overlap, *_async), send less (compression=\"auto\", float16), or find what is slow by commlib bench",
+        "threads are idle {moving_share:.0%} of the time while data moves: overlap it (DistributedOptimizer with "
+        "overlap, *_async), send less (compression=\"auto\", float16), or find the slow part with commlib bench",
     ),
-    Rule(
+    AdviceRule(
         "small_share",
         0.3,
         "{small_share:.0%} of the time in which collectives move data goes to arrays of 4 KiB or less: reduce several "
-        "together (larger buckets, one array), or call plan_* once for the same memory again and again",
+        "together (larger buckets, one array), or call plan_* once for memory that is used repeatedly",
         "exposed_share_is_small",
         0,
     ),
-    Rule(
+    AdviceRule(
         "codec_share",
         0.3,
-        "encoding and decoding take {codec_share:.0%} of the time of communication: try a cheaper codec (float16, "
-        "int8), or none within a fast network: compression=\"auto\" measures it",
+        "encoding and decoding take {codec_share:.0%} of the communication time: try a cheaper codec (float16, "
+        "int8), or none on a fast network: compression=\"auto\" measures it",
     ),
-    Rule(
+    AdviceRule(
         "queue_share",
         0.2,
         "operations wait {queue_share:.0%} of their time in the queue behind others of their group: use several groups "
-        "for what is independent, or launch later what is needed later",
+        "for independent operations, or launch the less urgent ones later",
         "lost_share",
         0.05,
     ),
-    Rule(
+    AdviceRule(
         "agreeing_share",
         0.3,
-        "named operations spend {agreeing_share:.0%} of their time until all ranks have asked for them: ask for them "
-        "in the order in which they become ready, or use calls without names, which need no agreement",
+        "named operations wait {agreeing_share:.0%} of their time until all ranks have requested them: request them "
+        "in the order in which they become ready, or use calls without names, which need no negotiation",
     ),
-    Rule(
+    AdviceRule(
         "stages_share",
         0.2,
-        "stages of the pipeline wait {stages_share:.0%} of their time for messages: take more microbatches, another "
-        "schedule (commlib show pipeline compares them), or stages of more equal cost (split=\"auto\")",
+        "pipeline stages wait {stages_share:.0%} of their time for messages: use more microbatches, another "
+        "schedule (commlib show pipeline compares them), or more balanced stages (split=\"auto\")",
     ),
-    Rule(
+    AdviceRule(
         "imbalance",
         2.0,
         "the busiest expert of {busiest} gets {imbalance:.1f} times the mean: raise the auxiliary loss, set a capacity "
@@ -84,7 +84,7 @@ RULES = (
 
 
 def advise(figures: Mapping[str, float | int | str]) -> list[str]:
-    """Return what to try, the first rule first."""
+    """Return the suggestions, in the order of the rules."""
     found = []
     for rule in RULES:
         value = figures.get(rule.measure, 0)

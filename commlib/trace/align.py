@@ -1,9 +1,10 @@
 """Align: put the times of several ranks on one clock.
 
-Ranks of one machine have one clock. Those of several have compared theirs by messages, and their files say so. Where
-they have not, collectives say it: a rank cannot have its result before the last one has come, so each one bounds how
-far two clocks are apart, from both sides; the ends of collectives, which are about simultaneous, say where between.
-Bounds are rigorous, so what was measured is moved into them where a clock has drifted since.
+Ranks of one machine share a clock. Ranks of several machines compare their clocks by messages and record the result in
+their files. Without such a comparison, collectives give bounds: a rank cannot have its result before the last rank has
+arrived, so each collective bounds the offset of two clocks from both sides. Ranks finish a collective at about the same
+time, which gives an estimate within the bounds. The bounds are rigorous, so measured offsets are clamped to them where
+a clock has drifted since.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from statistics import median
 
 from commlib.errors import UsageError
 from commlib.trace.files import COMMLIB, Sample, Trace
-from commlib.trace.meetings import TOGETHER
-from commlib.trace.operations import Key, Operation, Story
+from commlib.trace.matched_collectives import TOGETHER
+from commlib.trace.operations import Key, RankActivity, TracedCall
 
-_WINDOWS, _LEAST = 16, 12  # pieces of a run in which clocks are compared; collectives in one of them at least
+_WINDOWS, _LEAST = 16, 12  # windows of a run in which clocks are compared; least collectives in a window
 
 SAME, MEASURED, COLLECTIVES = "one clock", "measured by messages", "by the ends of collectives"
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How the clock of some ranks becomes that of all. points: (time of its own, what to add), by time. Units: ns.
+    """Converts the clock of some ranks to the common clock. Units: ns.
 
-    error: what is added is right but for so much. how: where it is from.
+    points: (time of this clock, offset to add), by time. error: the bound on the error of the offset. how: its source.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -37,7 +38,7 @@ class Clock:
     error: float = 0.0
 
     def offset(self, time: int) -> float:
-        """Return what to add: between two points on their line, beyond them as at the nearest."""
+        """Return the offset to add: linear between two points, constant before the first and after the last."""
         points = self.points
         at = bisect_right(points, (time, float("inf")))
         if at in (0, len(points)):
@@ -51,25 +52,28 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The clock of each rank, and what a reader should know of them."""
+    """The clock of each rank, and notes for the reader."""
 
     clocks: Mapping[int, Clock]
     notes: tuple[str, ...]
 
     def of(self, trace: Trace, timelines: Mapping[int, Trace]) -> Clock:
-        """Return the clock of a file's times: of a profile they are times of day, of which its timeline knows one."""
+        """Return the clock for a file's times.
+
+        The times of a profile are times of day; the timeline of its rank relates them to the common clock.
+        """
         clock = self.clocks[trace.rank]
         if trace.kind == COMMLIB:
             return clock
         timeline = timelines[trace.rank]
-        lag = timeline.wall - timeline.start  # what a time of day is ahead of the monotonic clock
+        lag = timeline.wall - timeline.start  # the offset of the time of day from the monotonic clock
         return Clock(tuple((time + lag, offset - lag) for time, offset in clock.points), clock.how, clock.error)
 
 
-def align(traces: Sequence[Trace], stories: Sequence[Story]) -> Alignment:
-    """Return the clocks of the ranks that have a timeline. Raises UsageError where nothing relates two of them."""
+def align(traces: Sequence[Trace], stories: Sequence[RankActivity]) -> Alignment:
+    """Return the clocks of the ranks with a timeline. Raises UsageError if nothing relates two of them."""
     timelines = {trace.rank: trace for trace in traces if trace.kind == COMMLIB}
-    told = {story.rank: story for story in stories}
+    by_rank = {story.rank: story for story in stories}
     groups: dict[str, list[int]] = {}
     for rank in sorted(timelines):
         groups.setdefault(timelines[rank].clock or f"of rank {rank} alone", []).append(rank)
@@ -78,18 +82,18 @@ def align(traces: Sequence[Trace], stories: Sequence[Story]) -> Alignment:
         return Alignment(dict.fromkeys(ranks, Clock(((0, 0.0),), SAME)), ())
     found: dict[int, Clock] = {}
     notes: list[str] = []
-    root, measured = _measured(groups, timelines)
+    root, measured = _measured_clocks(groups, timelines)
     for name, ranks in sorted(groups.items(), key=lambda item: (item[0] != root, item[0] not in measured, item[1])):
         if name == root:
             clock = Clock(((0, 0.0),), SAME)
         else:
-            clock = _placed(ranks, measured.get(name), found, told, notes)
+            clock = _align_group(ranks, measured.get(name), found, by_rank, notes)
         found.update(dict.fromkeys(ranks, clock))
     return Alignment(found, tuple(notes))
 
 
-def _measured(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -> tuple[str, dict[str, Clock]]:
-    """Return whose clock is that of all, and those that were compared with it by messages."""
+def _measured_clocks(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -> tuple[str, dict[str, Clock]]:
+    """Return the group of ranks with the reference clock, and the clocks that were compared with it by messages."""
     samples = {
         name: sorted({sample for rank in ranks for sample in timelines[rank].samples}, key=lambda one: one.time)
         for name, ranks in groups.items()
@@ -101,9 +105,9 @@ def _measured(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -
         return min(groups, key=lambda name: groups[name]), {}
     clocks = {}
     for name, found in samples.items():
-        if (said := [one for one in found if one.to == to]) and name != root:
-            clocks[name] = Clock(_extended(said), MEASURED, max(one.error for one in found))
-    if not root:  # the timeline of the rank that all compared with is not here: one of them stands for its clock
+        if (chosen := [one for one in found if one.to == to]) and name != root:
+            clocks[name] = Clock(_extrapolate(chosen), MEASURED, max(one.error for one in found))
+    if not root:  # the reference rank has no timeline here: use the clock of another rank as the reference
         root = min(clocks, key=lambda name: groups[name])
         own = clocks.pop(root)
         clocks = {
@@ -113,23 +117,26 @@ def _measured(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -
     return root, clocks
 
 
-def _extended(said: Sequence[Sample]) -> tuple[tuple[int, float], ...]:
-    """Return what comparisons say as points, with the line of the first and the last one continued a day to both sides.
+def _extrapolate(samples: Sequence[Sample]) -> tuple[tuple[int, float], ...]:
+    """Return the comparisons as points, extrapolated by a day on both sides along the line from the first to the last.
 
-    It is as steep as they prove: what they differ by within their errors is no drift.
+    The slope is the least that the measurements prove: differences within their errors do not count as drift.
     """
-    points = tuple((one.time, float(one.offset)) for one in said)
+    points = tuple((one.time, float(one.offset)) for one in samples)
     (first, low), (last, high) = points[0], points[-1]
     if last <= first:
         return points[:1]
-    drift = max(0.0, abs(high - low) - said[0].error - said[-1].error)
+    drift = max(0.0, abs(high - low) - samples[0].error - samples[-1].error)
     slope, day = (drift if high > low else -drift) / (last - first), 86_400 * 10**9
     return ((first - day, low - slope * day), *points, (last + day, high + slope * day))
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What one collective says of two clocks: the offset is in [low, high], and about `guess`. time: of the placed."""
+    """The bounds that one collective gives for two clocks: the offset is in [low, high], about `guess`.
+
+    time: of the new clock.
+    """
 
     time: int
     low: int
@@ -137,27 +144,27 @@ class _Bound:
     guess: int
 
     def nearest(self, offset: float) -> float:
-        """Return the possible offset that is nearest to this one; the middle where none is, for want of room."""
+        """Return the possible offset nearest to this one; the middle if the bounds contradict each other."""
         if self.low > self.high:
             return (self.low + self.high) / 2
         return min(max(offset, float(self.low)), float(self.high))
 
 
-def _placed(
+def _align_group(
     ranks: Sequence[int],
     measured: Clock | None,
     placed: Mapping[int, Clock],
-    stories: Mapping[int, Story],
+    stories: Mapping[int, RankActivity],
     notes: list[str],
 ) -> Clock:
-    """Return the clock of some ranks, given those of others."""
+    """Return the clock of some ranks, given the clocks of others."""
     bounds = _bounds(ranks, placed, stories)
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     if measured is None:
         if not bounds:
             raise UsageError(
-                f"trace: nothing says how the clock of {who} relates to that of the others: no common collective, and "
-                "the file has no comparison by messages; commlib.timeline and COMMLIB_TIMELINE with {rank} make one"
+                f"trace: cannot relate the clock of {who} to the clocks of the others: no common collective, and "
+                "no comparison by messages in the file; commlib.timeline and COMMLIB_TIMELINE with {rank} write one"
             )
         windows = _windows(bounds)
         points = tuple((one.time, one.nearest(one.guess)) for one in windows)
@@ -166,27 +173,27 @@ def _placed(
         return Clock(points, COLLECTIVES, error)
     corrected, worst = [], 0.0
     for one in _windows(bounds) if bounds else ():
-        said = measured.offset(one.time)
-        right = one.nearest(said)
-        worst = max(worst, abs(right - said))
+        offset = measured.offset(one.time)
+        right = one.nearest(offset)
+        worst = max(worst, abs(right - offset))
         corrected.append((one.time, right))
     if worst <= measured.error + 1e3:
         return measured
     notes.append(
-        f"{who}: the clock ran away by {worst / 1e3:.0f} us after it was compared by messages: corrected {COLLECTIVES}"
+        f"{who}: the clock drifted by {worst / 1e3:.0f} us after its comparison by messages: corrected {COLLECTIVES}"
     )
     return Clock(tuple(corrected), f"{MEASURED}, corrected {COLLECTIVES}", measured.error)
 
 
-def _bounds(ranks: Sequence[int], placed: Mapping[int, Clock], stories: Mapping[int, Story]) -> list[_Bound]:
-    there = {rank: _together(stories[rank].operations) for rank in (*ranks, *placed)}
+def _bounds(ranks: Sequence[int], placed: Mapping[int, Clock], stories: Mapping[int, RankActivity]) -> list[_Bound]:
+    by_rank = {rank: _synchronizing(stories[rank].operations) for rank in (*ranks, *placed)}
     known: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
     for rank, clock in placed.items():
-        for key, one in there[rank].items():
+        for key, one in by_rank[rank].items():
             known[key].append((clock.move(one.arrived), clock.move(one.ended)))
     found = []
     for rank in ranks:
-        for key, one in there[rank].items():
+        for key, one in by_rank[rank].items():
             if others := known.get(key):
                 low = max(arrived for arrived, _ in others) - one.ended
                 high = min(ended for _, ended in others) - one.arrived
@@ -195,12 +202,12 @@ def _bounds(ranks: Sequence[int], placed: Mapping[int, Clock], stories: Mapping[
     return sorted(found, key=lambda one: one.time)
 
 
-def _together(operations: Iterable[Operation]) -> dict[Key, Operation]:
+def _synchronizing(operations: Iterable[TracedCall]) -> dict[Key, TracedCall]:
     return {one.key: one for one in operations if one.verb in TOGETHER and one.key[1] and not one.error}
 
 
 def _windows(bounds: Sequence[_Bound]) -> list[_Bound]:
-    """Return one bound for each part of the run: a clock may drift from one to the next."""
+    """Return one bound for each window of the run: a clock may drift from one to the next."""
     count = max(1, min(_WINDOWS, len(bounds) // _LEAST))
     edges = [len(bounds) * part // count for part in range(count + 1)]
     found = []

@@ -1,7 +1,7 @@
-"""Critical path: what a step would be shorter by, if it took no time. Found backwards, from who ends it last.
+"""Critical path: the chain of computation and waits that determines the length of a step, found backwards from its end.
 
-A rank computes until it stands still; what it stands still for ends when the last rank has come and data has moved; so
-the path goes on there, with what that rank did before.
+A rank computes until it waits for communication. The wait ends when the last rank has arrived and the data has moved.
+The path therefore continues on that last rank, with its preceding work.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from commlib.trace.meetings import Meeting
+from commlib.trace.idle import IdleTime
+from commlib.trace.matched_collectives import MatchedCall
 from commlib.trace.operations import Key
-from commlib.trace.standing import Stand
 
 COMPUTE = "computes"
 
-_MOST = 100_000  # segments, should a trace be so broken that the way back does not end
+_MOST = 100_000  # segments, in case a broken trace makes the search endless
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of the path: what `rank` did. Units: ns."""
+class PathSegment:
+    """A piece of the path: the activity of `rank`. Units: ns."""
 
     rank: int
     what: str
@@ -30,10 +30,10 @@ class Segment:
     ended: int
 
 
-class Paths:
-    """Finds critical paths. stood: when each rank's thread stood still."""
+class CriticalPaths:
+    """Finds critical paths. stood: the idle times of each rank's thread."""
 
-    def __init__(self, stood: Mapping[int, Sequence[Stand]], met: Iterable[Meeting]) -> None:
+    def __init__(self, stood: Mapping[int, Sequence[IdleTime]], met: Iterable[MatchedCall]) -> None:
         self._stood = stood
         self._ends = {rank: [one.ended for one in stands] for rank, stands in stood.items()}
         self._met = {meeting.key: meeting for meeting in met}
@@ -43,58 +43,58 @@ class Paths:
                 before[rank, meeting.key[0]].append((part.ended, meeting.key))
         self._before = {place: sorted(ends) for place, ends in before.items()}
 
-    def back(self, rank: int, end: int, start: int) -> list[Segment]:
+    def back(self, rank: int, end: int, start: int) -> list[PathSegment]:
         """Return the path that ends at `end` on `rank` and begins at `start`, the first segment first."""
-        found: list[Segment] = []
+        found: list[PathSegment] = []
         now = end
         while now > start and len(found) < _MOST:
-            stand = self._standing(rank, now)
+            stand = self._last_idle(rank, now)
             if stand is None or stand.ended <= start:
-                found.append(Segment(rank, COMPUTE, start, now))
+                found.append(PathSegment(rank, COMPUTE, start, now))
                 break
             if stand.ended < now:
-                found.append(Segment(rank, COMPUTE, stand.ended, now))
+                found.append(PathSegment(rank, COMPUTE, stand.ended, now))
                 now = stand.ended
             before = rank, now
-            rank, now = self._through(rank, now, stand, start, found)
-            if (rank, now) == before:  # clocks that are a little apart: what it stood still for began no earlier
+            rank, now = self._walk_back(rank, now, stand, start, found)
+            if (rank, now) == before:  # clocks differ slightly: the awaited operation began no earlier
                 now = max(stand.began, start)
-                found.append(Segment(rank, stand.what, now, before[1]))
+                found.append(PathSegment(rank, stand.what, now, before[1]))
         return [one for one in reversed(found) if one.ended > one.began]
 
-    def _standing(self, rank: int, now: int) -> Stand | None:
-        """Return the last time before `now` that the thread stood still."""
+    def _last_idle(self, rank: int, now: int) -> IdleTime | None:
+        """Return the last idle time that began before `now`, cut off at `now`."""
         stands = self._stood.get(rank, ())
         at = bisect_left(self._ends.get(rank, []), now)
         if at < len(stands) and stands[at].began < now:
             one = stands[at]
-            return Stand(one.began, now, one.key, one.what)
+            return IdleTime(one.began, now, one.key, one.what)
         return stands[at - 1] if at else None
 
-    def _through(self, rank: int, now: int, stand: Stand, start: int, found: list[Segment]) -> tuple[int, int]:
-        """Go back through what is waited for; return where the path goes on."""
+    def _walk_back(self, rank: int, now: int, stand: IdleTime, start: int, found: list[PathSegment]) -> tuple[int, int]:
+        """Walk back through the awaited operations; return the rank and time at which the path continues."""
         meeting, what = self._met.get(stand.key), stand.what
         while meeting is not None and rank in meeting.parts and len(found) < _MOST:
             last = meeting.last(rank)
             part = meeting.parts[last]
-            came = min(max(part.arrived, start), now)
-            found.append(Segment(rank, what, came, now))
-            rank, now = last, came
-            earlier = self._queued_behind(rank, part.launched, now, meeting)
+            arrival = min(max(part.arrived, start), now)
+            found.append(PathSegment(rank, what, arrival, now))
+            rank, now = last, arrival
+            earlier = self._find_blocker(rank, part.launched, now, meeting)
             if earlier is None:
-                if part.launched < now and not part.exposed:  # it was launched, and its turn came later
+                if part.launched < now and not part.exposed:  # it was launched before its turn came
                     launched = max(part.launched, start)
-                    found.append(Segment(rank, what, launched, now))
+                    found.append(PathSegment(rank, what, launched, now))
                     now = launched
                 return rank, now
             meeting, what = earlier, earlier.what
         began = max(stand.began, start)
         if began < now:
-            found.append(Segment(rank, what, began, now))
+            found.append(PathSegment(rank, what, began, now))
         return rank, min(now, began)
 
-    def _queued_behind(self, rank: int, launched: int, now: int, meeting: Meeting) -> Meeting | None:
-        """Return the operation of the same group that had to end first: between the launch and the turn of this one."""
+    def _find_blocker(self, rank: int, launched: int, now: int, meeting: MatchedCall) -> MatchedCall | None:
+        """Return the operation of the same group that delayed this one: it ended between this launch and its turn."""
         ends = self._before.get((rank, meeting.key[0]), [])
         at = bisect_left(ends, (now + 1, meeting.key)) - 1
         while at >= 0 and ends[at][1] == meeting.key:

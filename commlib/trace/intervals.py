@@ -1,15 +1,15 @@
-"""Intervals: sets of times as sorted pieces (begin, end) that do not touch."""
+"""Intervals: sets of times as sorted, disjoint pieces (begin, end) that do not touch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Piece = tuple[int, int]
+Interval = tuple[int, int]
 
 
-def union(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the times that are in any of the pieces."""
-    found: list[Piece] = []
+def union(pieces: Iterable[Interval]) -> list[Interval]:
+    """Return the union of the pieces."""
+    found: list[Interval] = []
     for began, ended in sorted(pieces):
         if ended <= began:
             continue
@@ -20,8 +20,8 @@ def union(pieces: Iterable[Piece]) -> list[Piece]:
     return found
 
 
-def common(some: Sequence[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """Return the times that are in both of two sets."""
+def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of two sets."""
     found, i, j = [], 0, 0
     while i < len(some) and j < len(others):
         began, ended = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
@@ -34,6 +34,6 @@ def common(some: Sequence[Piece], others: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def length(pieces: Iterable[Piece]) -> int:
-    """Return how long a set lasts."""
+def length(pieces: Iterable[Interval]) -> int:
+    """Return the total duration of a set."""
     return sum(ended - began for began, ended in pieces)

@@ -1,7 +1,7 @@
-"""Merge: the events of all ranks, and of profiles, as one trace for Perfetto and chrome://tracing.
+"""Merge: combine the events of all ranks, and of profiles, into one trace for Perfetto and chrome://tracing.
 
-A process for each rank, and one for each of a profile's processes after that of its rank. Times are those of the common
-clock, in us from the first event. Arrows go from the last rank of a collective to those that waited for it.
+Each rank is a process, followed by one process for each process in its profiles. Times are on the common clock, in us
+from the first event. Arrows go from the last rank of a collective to the ranks that waited for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 from commlib.errors import UsageError
 from commlib.trace.align import Alignment, Clock
 from commlib.trace.files import COMMLIB, Trace
-from commlib.trace.meetings import Meeting
-from commlib.trace.operations import Story
+from commlib.trace.matched_collectives import MatchedCall
+from commlib.trace.operations import RankActivity
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
-_EXPOSED = 1_000_000  # the row of what kept a rank's thread waiting: no row of a timeline has this number
+_EXPOSED = 1_000_000  # the row for the waits of a rank's thread: no row of a timeline has this number
 
-_ARROW = 10_000  # ns: for less no rank has waited
+_ARROW = 10_000  # ns: shorter waits get no arrow
 
 
-def merged(
-    traces: Sequence[Trace], stories: Sequence[Story], alignment: Alignment, met: Sequence[Meeting] = ()
-) -> list[Event]:
+def merge_events(
+    traces: Sequence[Trace], stories: Sequence[RankActivity], alignment: Alignment, met: Sequence[MatchedCall] = ()
+) -> list[TraceEvent]:
     """Return the events of one trace, by time. stories, met: on the common clock; arrows are drawn for `met`."""
     timelines = {trace.rank: trace for trace in traces if trace.kind == COMMLIB}
-    named: list[Event] = []
-    events: list[tuple[int, Event]] = []
+    named: list[TraceEvent] = []
+    events: list[tuple[int, TraceEvent]] = []
     pid = len(timelines) and max(timelines) + 1
     order = {rank: 1000 * place for place, rank in enumerate(sorted(timelines))}
     for trace in traces:
@@ -41,25 +41,25 @@ def merged(
             named += _process(
                 trace.rank, f"rank {trace.rank}" + f" ({trace.host})" * bool(trace.host), order[trace.rank]
             )
-            events += _of_rank(trace, clock, named)
+            events += _rank_events(trace, clock, named)
         else:
             pids = {}
             for number in dict.fromkeys(event.get("pid") for event in trace.events):
                 pids[number], pid = pid, pid + 1
                 order[trace.rank] += 1
                 named += _process(pids[number], f"rank {trace.rank}: {trace.kind}", order[trace.rank])
-            events += _of_profile(trace, clock, pids, named)
+            events += _profile_events(trace, clock, pids, named)
     for story in stories:
         named.append(_row(story.rank, _EXPOSED, "exposed wait"))
-        events += _exposed(story)
+        events += _wait_events(story)
     events += _arrows(met, {story.rank: story for story in stories})
     events.sort(key=lambda pair: pair[0])
     first = events[0][0] if events else 0
     return [*named, *({**event, "ts": round((time - first) / 1e3, 3)} for time, event in events)]
 
 
-def write(events: Iterable[Event], path: str) -> None:
-    """Write a trace, compressed where its name ends in .gz; the file is there as a whole or not at all.
+def write(events: Iterable[TraceEvent], path: str) -> None:
+    """Write a trace atomically, compressed if its name ends in .gz.
 
     Raises UsageError if it cannot be written.
     """
@@ -75,25 +75,25 @@ def write(events: Iterable[Event], path: str) -> None:
         raise UsageError(f"trace merge: cannot write {path}: {error.strerror or error}") from error
 
 
-def _process(pid: int, name: str, order: int) -> list[Event]:
+def _process(pid: int, name: str, order: int) -> list[TraceEvent]:
     return [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}},
     ]
 
 
-def _row(pid: int, tid: int, name: str) -> Event:
+def _row(pid: int, tid: int, name: str) -> TraceEvent:
     return {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
-def _of_rank(trace: Trace, clock: Clock, named: list[Event]) -> Iterator[tuple[int, Event]]:
+def _rank_events(trace: Trace, clock: Clock, named: list[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
     for event in trace.events:
         if event["ph"] == "M":
             if event.get("name") == "thread_name":
                 named.append(_row(trace.rank, event.get("tid", 0), event["args"]["name"]))
-        elif "ts" in event and event.get("cat") != "wait":  # those have a row of their own, with blocking calls
+        elif "ts" in event and event.get("cat") != "wait":  # waits share a row with blocking calls
             changed = {**event, "pid": trace.rank}
-            if "id" in event:  # viewers take the same number for the same thing, whatever the process
+            if "id" in event:  # viewers join equal IDs across processes
                 changed["id"] = f"{trace.rank}: {event['id']}"
             time = trace.start + round(event["ts"] * 1e3)
             args = event.get("args")
@@ -102,7 +102,9 @@ def _of_rank(trace: Trace, clock: Clock, named: list[Event]) -> Iterator[tuple[i
             yield clock.move(time), changed
 
 
-def _of_profile(trace: Trace, clock: Clock, pids: Mapping[Any, int], named: list[Event]) -> Iterator[tuple[int, Event]]:
+def _profile_events(
+    trace: Trace, clock: Clock, pids: Mapping[Any, int], named: list[TraceEvent]
+) -> Iterator[tuple[int, TraceEvent]]:
     tids: dict[Any, int] = {}
     for event in trace.events:
         changed = {**event, "pid": pids[event.get("pid")]}
@@ -119,19 +121,19 @@ def _of_profile(trace: Trace, clock: Clock, pids: Mapping[Any, int], named: list
             yield clock.move(trace.start + round(event["ts"] * 1e3)), changed
 
 
-def _exposed(story: Story) -> Iterator[tuple[int, Event]]:
-    """Yield, in one row, when a thread of the user's stood still: in blocking calls, and in waits."""
+def _wait_events(story: RankActivity) -> Iterator[tuple[int, TraceEvent]]:
+    """Yield the waits of a rank's user threads, in one row: blocking calls, and waits on work handles."""
     waits = [(one.began, one.ended, one.verb) for one in story.operations if one.exposed]
     waits += [(span.began, span.ended, span.name) for span in story.of("wait")]
     until = 0
     for began, ended, name in sorted(waits, key=lambda wait: (wait[0], -wait[1])):
-        if began >= until:  # else it is a part of what the thread waits for already
+        if began >= until:  # otherwise it is part of an enclosing wait
             until = ended
             length = round((ended - began) / 1e3, 3)
             yield began, {"ph": "X", "pid": story.rank, "tid": _EXPOSED, "name": name, "cat": "wait", "dur": length}
 
 
-def _arrows(met: Sequence[Meeting], stories: Mapping[int, Story]) -> Iterator[tuple[int, Event]]:
+def _arrows(met: Sequence[MatchedCall], stories: Mapping[int, RankActivity]) -> Iterator[tuple[int, TraceEvent]]:
     for number, meeting in enumerate(met):
         for rank, part in meeting.parts.items():
             last = meeting.last(rank)
@@ -140,5 +142,5 @@ def _arrows(met: Sequence[Meeting], stories: Mapping[int, Story]) -> Iterator[tu
                 continue
             arrow = {"cat": "waits", "name": f"{meeting.what} waits", "id": f"waits {number}.{rank}"}
             yield late.arrived, {"ph": "s", "pid": last, "tid": late.row, **arrow}
-            within = max(part.arrived, part.ended - 1000)  # where a viewer finds the slice that ends there
+            within = max(part.arrived, part.ended - 1000)  # within the slice, so viewers bind the arrow to it
             yield within, {"ph": "f", "bp": "e", "pid": rank, "tid": part.row, **arrow}

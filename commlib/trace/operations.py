@@ -1,4 +1,4 @@
-"""Operations: what a timeline says, as operations, waits and spans with a begin and an end, instead of as events."""
+"""Operations: convert the events of a timeline to operations, waits and spans with a begin and an end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from commlib.trace.files import Trace
 
 Key = tuple[str, int]
-"""Calls of which group, and which one: the same on all ranks. ("", 0) for messages."""
+"""(group key, number of the call): the same on all ranks. ("", 0) for messages."""
 
 NO_KEY: Key = ("", 0)
 
@@ -17,11 +17,12 @@ _NEGOTIATE = "NEGOTIATE_"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TracedCall:
     """One operation of a rank. Times: ns of the file's clock, or of the common one.
 
-    arrived: when this rank was there for it: it had asked for a named one, and the turn of another had come. queued:
-    when it was launched. exposed: it ran in the thread that called it. key: ("", 0) for messages. row: in the file.
+    queued: when it was launched. arrived: when this rank was ready for it: it had requested a named operation, or the
+    turn of another operation had come. exposed: it ran in its caller's thread. key: ("", 0) for messages. row: in the
+    file.
     """
 
     rank: int
@@ -39,10 +40,10 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Something beside the operations. category: "wait", "pack", "codec", "pipeline", "bucket" or "step".
+class TracedSpan:
+    """An activity other than an operation. category: "wait", "pack", "codec", "pipeline", "bucket" or "step".
 
-    key: of the operation that is waited for.
+    key: for a wait, the awaited operation.
     """
 
     rank: int
@@ -56,23 +57,23 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """What one rank did. end: the last time that the file speaks of."""
+class RankActivity:
+    """The activity of one rank. end: the last time in the file."""
 
     rank: int
     start: int
     end: int
-    operations: tuple[Operation, ...]
-    spans: tuple[Span, ...]
+    operations: tuple[TracedCall, ...]
+    spans: tuple[TracedSpan, ...]
     loads: Mapping[str, tuple[int, ...]]
-    """How often each expert of a layer was chosen, added up."""
+    """How often each expert of a layer was chosen, in total."""
 
-    def of(self, category: str) -> list[Span]:
-        """Return the spans of a category, in the order of their ends."""
+    def of(self, category: str) -> list[TracedSpan]:
+        """Return the spans of a category, ordered by their ends."""
         return [span for span in self.spans if span.category == category]
 
-    def moved(self, move: Callable[[int], int]) -> Story:
-        """Return the same on another clock."""
+    def moved(self, move: Callable[[int], int]) -> RankActivity:
+        """Return the same activity on another clock."""
         operations = tuple(
             replace(
                 one,
@@ -87,9 +88,9 @@ class Story:
         return replace(self, start=move(self.start), end=move(self.end), operations=operations, spans=spans)
 
 
-def story(trace: Trace) -> Story:
-    """Return what a timeline tells. What had not ended as the file did ends with it."""
-    found = _Reading(trace)
+def read_activity(trace: Trace) -> RankActivity:
+    """Return the operations and spans of a timeline. Unfinished ones end at the end of the file."""
+    found = _TimelineReader(trace)
     for event in trace.events:
         found.take(event)
     return found.story()
@@ -104,18 +105,18 @@ class _Open:
     queued: int = 0
 
 
-class _Reading:
+class _TimelineReader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._now = trace.start
         self._calls: dict[int, str] = {}  # of each row
         self._rows: dict[int, list[_Open]] = {}
-        self._asked: dict[int, int] = {}  # when the operation of a row of names was asked for
+        self._requested: dict[int, int] = {}  # when the named operation of a row was requested
         self._queued: dict[Any, int] = {}
         self._launched: dict[tuple[str, int], int] = {}  # by the name of a group and the number of its call
-        self._over: dict[tuple[Any, Any], list[_Open]] = {}  # what may overlap, by category and number
-        self._operations: list[Operation] = []
-        self._spans: list[Span] = []
+        self._overlapping: dict[tuple[Any, Any], list[_Open]] = {}  # open asynchronous events, by category and number
+        self._operations: list[TracedCall] = []
+        self._spans: list[TracedSpan] = []
         self._loads: dict[str, list[int]] = {}
 
     def take(self, event: dict[str, Any]) -> None:
@@ -131,17 +132,17 @@ class _Reading:
             self._end(stack.pop(), self._now, args)
         elif phase == "b":
             self._begin_overlapping(event, args)
-        elif phase == "e" and (stack := self._over.get((event.get("cat"), event.get("id")))):
+        elif phase == "e" and (stack := self._overlapping.get((event.get("cat"), event.get("id")))):
             self._end_overlapping(stack.pop(), args)
         elif phase == "i" and event.get("cat") == "step":
-            self._spans.append(Span(self._trace.rank, "step", event["name"], self._now, self._now, args))
+            self._spans.append(TracedSpan(self._trace.rank, "step", event["name"], self._now, self._now, args))
         elif phase == "C" and event["name"].startswith("load of "):
             numbers = [int(number) for number in args.values()]
             before = self._loads.setdefault(event["name"].removeprefix("load of "), [0] * len(numbers))
             before[:] = [one + other for one, other in zip(before, numbers, strict=False)]
 
-    def story(self) -> Story:
-        for stacks in (self._rows, self._over):
+    def story(self) -> RankActivity:
+        for stacks in (self._rows, self._overlapping):
             for stack in stacks.values():
                 for opened in reversed(stack):
                     if opened.event["ph"] == "B":
@@ -150,19 +151,19 @@ class _Reading:
                         self._end_overlapping(opened, {"error": "unfinished"})
         operations = tuple(sorted(self._operations, key=lambda one: one.began))
         loads = {name: tuple(numbers) for name, numbers in self._loads.items()}
-        return Story(self._trace.rank, self._trace.start, self._now, operations, tuple(self._spans), loads)
+        return RankActivity(self._trace.rank, self._trace.start, self._now, operations, tuple(self._spans), loads)
 
     def _end(self, opened: _Open, ended: int, ending: Mapping[str, Any]) -> None:
         event, facts = opened.event, _args(opened.event)
         row, name = event.get("tid", 0), event.get("name", "")
         if "cat" in event:
-            self._spans.append(Span(self._trace.rank, event["cat"], name, opened.time, ended, facts, NO_KEY, row))
+            self._spans.append(TracedSpan(self._trace.rank, event["cat"], name, opened.time, ended, facts, NO_KEY, row))
         elif name.startswith(_NEGOTIATE):
-            self._asked[row] = opened.time
+            self._requested[row] = opened.time
         elif "sequence" in facts:
             key = (self._calls.get(row, ""), facts["sequence"])
             launched = facts.get("group", ""), facts["sequence"]
-            queued = self._asked.pop(row, 0) or self._launched.pop(launched, opened.time)
+            queued = self._requested.pop(row, 0) or self._launched.pop(launched, opened.time)
             named = "by name" in key[0]
             arrived = queued if named else opened.time
             self._operation(opened, ended, ending, key=key, queued=queued, arrived=arrived)
@@ -172,7 +173,7 @@ class _Reading:
     ) -> None:
         facts = _args(opened.event)
         self._operations.append(
-            Operation(
+            TracedCall(
                 self._trace.rank,
                 key,
                 opened.event.get("name", "").lower(),
@@ -190,21 +191,23 @@ class _Reading:
 
     def _begin_overlapping(self, event: dict[str, Any], args: Mapping[str, Any]) -> None:
         kind, number = event.get("cat"), event.get("id")
-        self._over.setdefault((kind, number), []).append(_Open(event, self._now))
+        self._overlapping.setdefault((kind, number), []).append(_Open(event, self._now))
 
     def _end_overlapping(self, opened: _Open, ending: Mapping[str, Any]) -> None:
         event, kind, facts = opened.event, opened.event.get("cat", ""), _args(opened.event)
         ended = self._now
         if kind == "message":
             self._operation(opened, ended, ending, key=NO_KEY, queued=opened.time, arrived=opened.time)
-        elif kind == "queue":  # its end knows which call it is
+        elif kind == "queue":  # its end event has the number of the call
             self._launched[ending.get("group", ""), ending.get("sequence", 0)] = opened.time
         elif kind == "wait":
             key = (facts.get("calls", ""), facts.get("sequence", 0))
-            self._spans.append(Span(self._trace.rank, kind, event["name"], opened.time, ended, facts, key))
+            self._spans.append(TracedSpan(self._trace.rank, kind, event["name"], opened.time, ended, facts, key))
         else:
             ended = ending.get("ended_ns", ended)
-            self._spans.append(Span(self._trace.rank, kind, event["name"], opened.time, max(opened.time, ended), facts))
+            self._spans.append(
+                TracedSpan(self._trace.rank, kind, event["name"], opened.time, max(opened.time, ended), facts)
+            )
 
 
 def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:

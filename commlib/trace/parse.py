@@ -1,4 +1,4 @@
-"""Parse: the events of a trace in Chrome's format, of which the end may be missing. Source: "Trace Event Format"."""
+"""Parse: read the events of a trace in Chrome's format, even if its end is missing. Source: "Trace Event Format"."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LIST = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*")
 
 
-def unpacked(data: bytes) -> bytes:
-    """Return what a gzip file holds, as far as it goes; other bytes as they are."""
+def unpack(data: bytes) -> bytes:
+    """Return the decompressed content of a gzip file, as far as it is intact; other data unchanged."""
     if not data.startswith(_GZIP):
         return data
     parts = []
-    while data.startswith(_GZIP):  # a file may be several, one after another
+    while data.startswith(_GZIP):  # a file may have several members
         member = zlib.decompressobj(wbits=31)
         try:
             parts.append(member.decompress(data))
@@ -28,12 +28,12 @@ def unpacked(data: bytes) -> bytes:
 
 
 def parse(data: bytes) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-    """Return the events of a trace, what else its file says, and whether the file is whole.
+    """Return the events of a trace, the other fields of its file, and whether the file is complete.
 
-    An array of events, or an object with them under "traceEvents". Of a file that ends early, those that are whole.
-    Raises ValueError for anything else.
+    The file is an array of events, or an object with one under "traceEvents". A truncated file yields its complete
+    events. Raises ValueError for any other content.
     """
-    text = unpacked(data).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    text = unpack(data).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     try:
         found = json.loads(text)
     except ValueError:
@@ -43,25 +43,25 @@ def parse(data: bytes) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
         return _events(events), found, True
     if isinstance(found, list):
         return _events(found), {}, True
-    raise ValueError("no array of events, and no object that has one under 'traceEvents'")
+    raise ValueError("neither an array of events nor an object with one under 'traceEvents'")
 
 
 def _cut_off(text: str) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
     facts: dict[str, Any] = {}
     if text.startswith("["):
         at = 1
-    elif text.startswith("{") and (there := _LIST.search(text)) is not None:
-        at, head = there.end(), text[: there.start()].rstrip().rstrip(",")
+    elif text.startswith("{") and (start := _LIST.search(text)) is not None:
+        at, head = start.end(), text[: start.start()].rstrip().rstrip(",")
         try:
             facts = json.loads(head + "}")
         except ValueError:
-            facts = {}  # what else the file says is lost; its events are not
+            facts = {}  # the other fields are lost; the events are not
     else:
-        raise ValueError("no JSON that begins as a trace does")
+        raise ValueError("not JSON that begins like a trace")
     decoder = json.JSONDecoder()
     found: list[Any] = []
     while True:
-        at = _NEXT.match(text, at).end()  # type: ignore[union-attr]  # it matches anything
+        at = _NEXT.match(text, at).end()  # type: ignore[union-attr]  # it matches any text
         try:
             event, at = decoder.raw_decode(text, at)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Summary: who waited for whom, how much communication was hidden, what a step's time went to, and what to try."""
+"""Summary: the waits between ranks, the overlap of communication, the critical path of a step, and advice."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import pairwise
 from typing import Any
 
 from commlib.trace.advice import advise
-from commlib.trace.critical import Paths
-from commlib.trace.intervals import Piece, length, union
-from commlib.trace.meetings import Meeting, meetings
-from commlib.trace.operations import Operation, Story
-from commlib.trace.standing import Stand, lost, stands
+from commlib.trace.critical import CriticalPaths
+from commlib.trace.idle import IdleTime, find_idle_times, find_lost_time
+from commlib.trace.intervals import Interval, length, union
+from commlib.trace.matched_collectives import MatchedCall, match_calls
+from commlib.trace.operations import RankActivity, TracedCall
 
 _SMALL = 4096  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank's time. Units: seconds, but for counts.
+    """One rank's time. Units: seconds, except for counts.
 
-    span: from its first to its last event. communication: in which operations ran, or messages were under way.
-    exposed: of that, in which its thread stood still; hidden: the rest of it. lost: in which it stood still because
-    another rank had not come. moving: the rest of the exposed. came_last: how often another rank lost time for it, and
-    kept_waiting: how much all of them did. codec, packing: encoding and decoding; packing for fusion.
+    span: from its first to its last event. communication: with operations running, or messages in flight. exposed: the
+    part of it with an idle thread; hidden: the rest. lost: idle because another rank had not arrived. moving: the rest
+    of `exposed`. came_last: how often another rank lost time to this one; kept_waiting: how much time all others lost
+    to it. codec, packing: encoding and decoding; packing for fusion.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankFigures:
 
 @dataclass(frozen=True, slots=True)
 class VerbFigures:
-    """All calls of a verb, on all ranks. bytes: of each rank's arrays. seconds: from a call's turn to its end."""
+    """All calls of a verb, on all ranks. bytes: of each rank's arrays. seconds: from the turn of a call to its end."""
 
     verb: str
     calls: int
@@ -54,7 +54,7 @@ class VerbFigures:
 
 @dataclass(frozen=True, slots=True)
 class PathPart:
-    """What a part of the critical path went to: `what` a rank did, and for how long, in seconds and as a share."""
+    """A part of the critical path: `what` a rank did, and for how long, in seconds and as a share of the path."""
 
     rank: int
     what: str
@@ -64,10 +64,10 @@ class PathPart:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Training steps. marked_by: who said that they end: "user", "pipeline", "gradients"; "" if nobody did.
+    """Training steps. marked_by: the source of the step marks: "user", "pipeline", "gradients"; "" if there are none.
 
-    Then the whole run counts as one. typical: the number of the step of median length, from 1; path: where its time
-    went, the most first.
+    Without marks the whole run counts as one step. typical: the number of the step of median length, from 1. path: the
+    composition of its critical path, the largest part first.
     """
 
     marked_by: str
@@ -79,7 +79,7 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the timelines of some ranks say."""
+    """The figures from the timelines of some ranks."""
 
     ranks: tuple[RankFigures, ...]
     verbs: tuple[VerbFigures, ...]
@@ -89,33 +89,33 @@ class Summary:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as what JSON has."""
+        """Return the summary as JSON-compatible values."""
         return asdict(self)
 
 
-def summarise(stories: Sequence[Story], notes: Sequence[str] = ()) -> Summary:
-    """Return the summary of what ranks did, all on one clock. notes: what is known about the files."""
-    met = meetings(stories)
-    stood = {story.rank: stands(story) for story in stories}
-    lost_for = {story.rank: lost(story.rank, stood[story.rank], met) for story in stories}
+def summarise(stories: Sequence[RankActivity], notes: Sequence[str] = ()) -> Summary:
+    """Return the summary of the ranks' activities, all on one clock. notes: remarks about the files."""
+    met = match_calls(stories)
+    stood = {story.rank: find_idle_times(story) for story in stories}
+    lost_for = {story.rank: find_lost_time(story.rank, stood[story.rank], met) for story in stories}
     ranks = [_rank(story, stood[story.rank], lost_for) for story in stories]
     verbs = _verbs([one for story in stories for one in story.operations])
     steps = _steps(stories, stood, met)
     notes = list(notes)
     if len(stories) == 1:
-        notes.append("of one rank: give the files of all to see who waited for whom")
+        notes.append("the file of one rank only: pass the files of all ranks to see which ranks waited for which")
     figures = _figures(stories, ranks, met)
     return Summary(tuple(ranks), tuple(verbs), steps, len(met), tuple(advise(figures)), tuple(notes))
 
 
-def _seconds(pieces: Sequence[Piece]) -> float:
+def _seconds(pieces: Sequence[Interval]) -> float:
     return length(pieces) / 1e9
 
 
-Lost = Mapping[int, tuple[Mapping[int, list[Piece]], dict[int, int]]]
+LostTimes = Mapping[int, tuple[Mapping[int, list[Interval]], dict[int, int]]]
 
 
-def _rank(story: Story, standing: Sequence[Stand], lost_for: Lost) -> RankFigures:
+def _rank(story: RankActivity, standing: Sequence[IdleTime], lost_for: LostTimes) -> RankFigures:
     busy = [(one.began, one.ended) for one in story.operations]
     still = union((one.began, one.ended) for one in standing)
     communication = union([*busy, *still])
@@ -139,8 +139,8 @@ def _rank(story: Story, standing: Sequence[Stand], lost_for: Lost) -> RankFigure
     )
 
 
-def _verbs(operations: Sequence[Operation]) -> list[VerbFigures]:
-    found: dict[str, list[Operation]] = defaultdict(list)
+def _verbs(operations: Sequence[TracedCall]) -> list[VerbFigures]:
+    found: dict[str, list[TracedCall]] = defaultdict(list)
     for one in operations:
         found[one.verb].append(one)
     figures = [
@@ -152,9 +152,11 @@ def _verbs(operations: Sequence[Operation]) -> list[VerbFigures]:
     return sorted(figures, key=lambda verb: -verb.seconds)
 
 
-def _steps(stories: Sequence[Story], stood: Mapping[int, Sequence[Stand]], met: Sequence[Meeting]) -> StepFigures:
+def _steps(
+    stories: Sequence[RankActivity], stood: Mapping[int, Sequence[IdleTime]], met: Sequence[MatchedCall]
+) -> StepFigures:
     who, ends = _marks(stories)
-    paths = Paths(stood, met)
+    paths = CriticalPaths(stood, met)
     if ends:
         limits = [max(at) for at in zip(*ends.values(), strict=True)]
         lengths = [later - earlier for earlier, later in pairwise(limits)]
@@ -177,8 +179,8 @@ def _steps(stories: Sequence[Story], stood: Mapping[int, Sequence[Stand]], met: 
     return StepFigures(who, count, middle / 1e9, typical, path)
 
 
-def _marks(stories: Sequence[Story]) -> tuple[str, dict[int, list[int]]]:
-    """Return who marked the ends of steps on all ranks, and when these were: as many on each as the least has."""
+def _marks(stories: Sequence[RankActivity]) -> tuple[str, dict[int, list[int]]]:
+    """Return the source of the step marks, and their times by rank: the same number for each, the least of all."""
     for who in ("user", "pipeline", "gradients"):
         ends = {
             story.rank: [span.ended for span in story.of("step") if span.facts.get("by") == who] for story in stories
@@ -189,8 +191,8 @@ def _marks(stories: Sequence[Story]) -> tuple[str, dict[int, list[int]]]:
     return "", {}
 
 
-def _moving(met: Sequence[Meeting]) -> int:
-    """Return how long ranks were in collectives after the last one had come, all ranks together."""
+def _moving(met: Sequence[MatchedCall]) -> int:
+    """Return how long ranks were in collectives after the last one had arrived, summed over all ranks."""
     return sum(
         max(0, part.ended - max(one.arrived for one in meeting.parts.values()))
         for meeting in met
@@ -199,9 +201,9 @@ def _moving(met: Sequence[Meeting]) -> int:
 
 
 def _figures(
-    stories: Sequence[Story], ranks: Sequence[RankFigures], met: Sequence[Meeting]
+    stories: Sequence[RankActivity], ranks: Sequence[RankFigures], met: Sequence[MatchedCall]
 ) -> dict[str, float | int | str]:
-    """Return what the rules of `advice` look at."""
+    """Return the figures for the rules of `advice`."""
     operations = [one for story in stories for one in story.operations]
     span = sum(rank.span for rank in ranks) or 1.0
     inside = sum(rank.communication for rank in ranks) or 1.0

@@ -1,8 +1,8 @@
-"""XPlane: the profiles that TensorFlow writes (`*.xplane.pb`), as events of a trace.
+"""XPlane: read the profiles that TensorFlow writes (`*.xplane.pb`) as events of a trace.
 
-They are protocol buffers: fields, each a key (number << 3 | kind) and a value. The few that are needed are read here,
-so that no TensorFlow has to be loaded. Source: tsl/profiler/protobuf/xplane.proto. Times of events are offsets from
-that of their line. This is a time of day, or (TensorFlow 2.21) counts from the start of the profile, which stands in
+They are protocol buffers: fields, each a key (number << 3 | kind) and a value. This module parses only the few fields
+it needs, so TensorFlow need not be loaded. Source: tsl/profiler/protobuf/xplane.proto. Times of events are offsets from
+the time of their line. That is a time of day, or (TensorFlow 2.21) relative to the start of the profile, which is in
 the plane "Task Environment".
 """
 
@@ -25,7 +25,7 @@ _KEY, _VALUE = 1, 2
 
 _START = "profile_start_time"  # the statistic
 
-_YEAR_2000 = 946_684_800 * 10**9  # ns: a time of day is later
+_YEAR_2000 = 946_684_800 * 10**9  # ns: any time of day is later
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -33,27 +33,27 @@ Field = tuple[int, Any]
 
 
 def read_xplane(data: bytes) -> tuple[int, list[dict[str, Any]]]:
-    """Return when a profile began (ns since 1970), and its events: "X" with ts and dur (us), and "M" with names.
+    """Return the start of a profile (ns since 1970), and its events: "X" with ts and dur (us), and "M" with names.
 
-    Of a profile that ends early, those of the planes that are whole. Raises ValueError for other bytes.
+    A truncated profile yields the events of its complete planes. Raises ValueError for any other content.
     """
     events: list[dict[str, Any]] = []
     planes = [value for number, value in _fields(data, whole=False) if number == _PLANES]
     if not planes or not all(isinstance(plane, bytes) for plane in planes):
-        raise ValueError("no planes of a profile")
+        raise ValueError("not a profile: it has no planes")
     found = [list(_fields(plane)) for plane in planes]
     lines = [dict(_fields(value)) for plane in found for number, value in plane if number == _LINES]
     first = min((line.get(_LINE_TIME, 0) for line in lines if _LINE_EVENTS in line), default=0)
     start = next((value for plane in found if (value := _start_of(plane))), first)
     if start < _YEAR_2000:
-        raise ValueError("a profile that does not say when it was")
+        raise ValueError("a profile without a start time")
     for pid, fields in enumerate(found):
         events += _plane(pid, fields, start if first >= _YEAR_2000 else 0)
     return start, events
 
 
 def _start_of(plane: list[Field]) -> int:
-    """Return when the profile began, if this plane says so; else 0."""
+    """Return the start time of the profile if this plane has it; else 0."""
     names: dict[int, str] = {}
     for number, value in plane:
         if number == _STAT_METADATA:
@@ -95,7 +95,7 @@ def _text(value: Any) -> str:
 
 
 def _fields(data: bytes, *, whole: bool = True) -> Iterator[Field]:
-    """Return the fields of a message. whole: raise ValueError where the last one is cut off, rather than stop there."""
+    """Return the fields of a message. whole: raise ValueError if the last one is truncated; otherwise stop there."""
     at = 0
     try:
         while at < len(data):
@@ -117,7 +117,7 @@ def _fields(data: bytes, *, whole: bool = True) -> Iterator[Field]:
             yield key >> 3, value
     except IndexError:
         if whole:
-            raise ValueError("a message that ends early") from None
+            raise ValueError("a truncated message") from None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

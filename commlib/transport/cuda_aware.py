@@ -1,6 +1,6 @@
-"""CUDA-aware MPI: ask an MPI library whether it takes memory of GPUs. A claim: `commlib.transport.cuda_probe` tries it.
+"""CUDA-aware MPI: query an MPI library whether it accepts GPU memory. `commlib.transport.cuda_probe` tests the claim.
 
-Each library is asked in its own words: some have a function for it, and others go by settings alone.
+The query depends on the library: some have a function for it, others depend on settings only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _OFF = ("", "0", "no", "off", "false", "disable")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Say what a library claims, None where it cannot be asked, and in words how that was found out."""
+    """A library's claim, None if it cannot be queried, and a text with the source of the claim."""
 
     says: bool | None
     how: str
 
 
 def ask_loaded(MPI: Any) -> Answer:
-    """Ask the library that mpi4py's module `MPI` has loaded. MPI must have been started."""
+    """Query the library that mpi4py's module `MPI` has loaded. MPI must be started."""
     try:
-        library = ctypes.CDLL(MPI.__file__)  # and what it is linked with: that very MPI, whatever its name
+        library = ctypes.CDLL(MPI.__file__)  # finds the symbols of its MPI library too, whatever its file name
     except OSError as error:
         return Answer(None, f"mpi4py's module cannot be opened: {error}")
     return ask(library, MPI.Get_library_version())
@@ -39,10 +39,10 @@ def ask(
     environment: Mapping[str, str] = os.environ,
     mapped: Callable[[], str] = Path("/proc/self/maps").read_text,
 ) -> Answer:
-    """Ask a library.
+    """Query a library.
 
-    library: finds its functions, as a ctypes.CDLL does. version: what it calls itself. mapped: returns text that names
-    the files of all libraries in this process.
+    library: gives its functions as attributes, like a ctypes.CDLL. version: its version text. mapped: returns a text
+    with the files of all libraries in this process.
     """
     answer = _by_settings(version, environment, mapped) or _by_functions(library)
     name = " ".join(version.split("\n")[0].split(",")[0].split())
@@ -50,7 +50,7 @@ def ask(
 
 
 def _by_settings(version: str, environment: Mapping[str, str], mapped: Callable[[], str]) -> Answer | None:
-    """Answer for libraries that take memory of GPUs only if they are told to; None for others."""
+    """Return the answer for libraries that accept GPU memory only by a setting; None for others."""
     if "CRAY MPICH" in version.upper():
         if environment.get("MPICH_GPU_SUPPORT_ENABLED", "") in _OFF:
             return Answer(False, "MPICH_GPU_SUPPORT_ENABLED is not 1")
@@ -68,7 +68,7 @@ def _by_settings(version: str, environment: Mapping[str, str], mapped: Callable[
 
 
 def _by_functions(library: Any) -> Answer:
-    # Open MPI, whose function says only how it was built up to version 4: the setting can turn it off.
+    # Open MPI: up to version 4 its function reports only the build, but this setting can turn the support off.
     if _flag(library, "opal_cuda_support") is False:
         return Answer(
             False, "opal_cuda_support is off: built without CUDA, or turned off by OMPI_MCA_opal_cuda_support"
@@ -78,13 +78,13 @@ def _by_functions(library: Any) -> Answer:
         if query(ctypes.c_int(_CUDA), ctypes.byref(found)) == 0:
             return Answer(bool(found.value), f"MPIX_GPU_query_support says {found.value} for CUDA")
     if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
-        said = query()
-        return Answer(bool(said), f"MPIX_Query_cuda_support says {said}")
+        reply = query()
+        return Answer(bool(reply), f"MPIX_Query_cuda_support says {reply}")
     return Answer(None, "it has neither MPIX_Query_cuda_support nor MPIX_GPU_query_support")
 
 
 def _flag(library: Any, name: str) -> bool | None:
-    """Return a truth value that a library holds; None if it has none of this name."""
+    """Return a bool variable of a library; None if it has none of this name."""
     try:
         return bool(ctypes.c_bool.in_dll(library, name).value)
     except (ValueError, TypeError):  # TypeError: not a library of ctypes'

@@ -1,8 +1,8 @@
-"""Cuda probe: try in a process of its own whether MPI sends and receives memory of a GPU. It may die of it.
+"""CUDA probe: test in a separate process whether MPI sends and receives GPU memory, because the test may crash.
 
-`probe` starts `python -m commlib.transport.cuda_probe`, without what the launcher has told this process: so MPI
-starts alone there. MPI sends bytes to
-itself, from memory of the GPU and into it, by its ways for short and for long messages.
+`probe` starts `python -m commlib.transport.cuda_probe` without the launcher's environment variables, so MPI starts
+there as a single process. It sends bytes from GPU memory to GPU memory of the same process, in short and in long
+messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.launch.mpi_start import load_mpi
-from commlib.process.alone import Answer, ask, tell
+from commlib.process.probe_process import ProbeOutput, report, run_probe
 from commlib.transport.cuda_aware import ask_loaded
 
 SIZES = (64, 64 << 10, 4 << 20)  # bytes
@@ -24,44 +24,48 @@ _MARK = "commlib.transport.cuda_probe: "
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Hold what a probe has found. claim: what the library said there. failure: why bytes did not arrive, or ""."""
+class ProbeResult:
+    """A probe's result. claim: the MPI library's own statement. failure: why bytes did not arrive, or ""."""
 
     claim: str
     failure: str
 
 
-def probe(command: Sequence[str] = (), seconds: float = SECONDS, environment: Mapping[str, str] = os.environ) -> Found:
-    """Try it. command: what does so, for tests; it prints as `main` does. seconds: after them it is ended."""
+def probe(
+    command: Sequence[str] = (), seconds: float = SECONDS, environment: Mapping[str, str] = os.environ
+) -> ProbeResult:
+    """Run the probe. command: a replacement for tests that prints as `main` does. seconds: its timeout."""
     try:
-        answer = ask(command or (sys.executable, "-m", "commlib.transport.cuda_probe"), _MARK, seconds, environment)
+        answer = run_probe(
+            command or (sys.executable, "-m", "commlib.transport.cuda_probe"), _MARK, seconds, environment
+        )
     except OSError as error:
-        return Found("", f"no process to try it in: {error}")
-    told = answer.told
-    return Found(told[0] if told else "", told[1] if len(told) > 1 else _ending(answer, seconds))
+        return ProbeResult("", f"the probe process could not be started: {error}")
+    reports = answer.told
+    return ProbeResult(reports[0] if reports else "", reports[1] if len(reports) > 1 else _ending(answer, seconds))
 
 
-def _ending(answer: Answer, seconds: float) -> str:
+def _ending(answer: ProbeOutput, seconds: float) -> str:
     if answer.code is None:
-        return f"it did not end within {seconds:g} s"
+        return f"the probe did not end within {seconds:g} s"
     if answer.signal:
-        return f"the process that tried it was ended by {answer.signal}"
-    return f"the process that tried it ended with code {answer.code}: {answer.last}"
+        return f"the probe process was killed by {answer.signal}"
+    return f"the probe process ended with code {answer.code}: {answer.last}"
 
 
 def main() -> None:
-    """Tell what MPI says, then try it and tell what came of that: a line each. Then end, without MPI's finalisation."""
+    """Report MPI's own statement, then the result of the test, a line each. Exit without finalising MPI."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that it dies is an answer
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump: a crash is an expected result
     MPI = load_mpi()
-    tell(_MARK, ask_loaded(MPI).how)
-    tell(_MARK, send_to_itself(MPI, importlib.import_module("cupy")))
+    report(_MARK, ask_loaded(MPI).how)
+    report(_MARK, send_to_itself(MPI, importlib.import_module("cupy")))
     os._exit(0)
 
 
 def send_to_itself(MPI: Any, cupy: Any) -> str:
-    """Send memory of the GPU to this process by MPI; return "" if it arrived, else what went wrong."""
+    """Send GPU memory to this process by MPI; return "" if it arrived intact, else the error."""
     import numpy as np
 
     synchronise = cupy.cuda.get_current_stream().synchronize
@@ -74,10 +78,10 @@ def send_to_itself(MPI: Any, cupy: Any) -> str:
             MPI.COMM_SELF.Send(_memory(MPI, source), 0, 7)
             receive.Wait()
         except MPI.Exception as error:
-            return f"MPI sends no {nbytes} bytes: {error}"
+            return f"MPI cannot send {nbytes} bytes: {error}"
         wrong = int(np.count_nonzero(cupy.asnumpy(target) != values))
         if wrong:
-            return f"{wrong} of {nbytes} bytes arrived wrong"
+            return f"{wrong} of {nbytes} bytes arrived corrupted"
     return ""
 
 

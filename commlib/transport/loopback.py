@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: every collective can be tested without MPI.
+"""Loopback: ranks as threads of one process, to test every collective without MPI.
 
-Strict where MPI may be lenient: a send is complete only when its receive has been posted, so a schedule that relies
-on buffering hangs here (and is stopped by its timeout) instead of on somebody's cluster.
+It is stricter than MPI: a send completes only once its receive is posted. So a schedule that relies on buffering hangs
+in tests (until its timeout), instead of on a user's cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from commlib.transport.base import (
 
 
 class _Message:
-    """A posted send or receive, until its partner is found."""
+    """A posted send or receive; it waits for its match."""
 
     __slots__ = ("buffer", "done", "key", "nbytes", "network", "queue")
 
@@ -54,11 +54,11 @@ class _Message:
 
 
 class Network:
-    """Hold what the threads share: posted messages, and meeting points for collective set-up."""
+    """The state that the threads share: posted messages, and the values of collective set-up calls."""
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[str] = ()) -> None:
         self.nodes = tuple(nodes)  # the node of each world rank
-        self.devices = tuple(devices)  # kinds of devices whose memory this process reads at its addresses
+        self.devices = tuple(devices)  # kinds of devices whose memory this process can read directly
         self.changed = threading.Condition()
         self.posted: dict[str, dict[tuple[int, ...], deque[_Message]]] = {
             "send": defaultdict(deque),
@@ -92,7 +92,7 @@ class Network:
             values[rank] = value
             self.changed.notify_all()
             if not self.changed.wait_for(lambda: len(values) == size, timeout=60):
-                raise TransportError(f"loopback: only ranks {sorted(values)} of {size} came to {key}")
+                raise TransportError(f"loopback: only ranks {sorted(values)} of {size} arrived at {key}")
             return [values[rank] for rank in range(size)]
 
     def new_context(self) -> int:
@@ -100,7 +100,7 @@ class Network:
 
 
 class LoopbackSharedMemory:
-    """One process: sharing is holding the same addresses."""
+    """Shared memory of ranks in one process: they use the same addresses."""
 
     def __init__(self, own: Any, bases: list[int], nbytes: int) -> None:
         self._own, self.bases, self.nbytes = own, bases, nbytes
@@ -154,7 +154,7 @@ class _PersistentMessage:
 
 
 class LoopbackTransport:
-    """One thread's end of a group of threads. `world` are the world ranks of the group, in order."""
+    """One thread's endpoint in a group of threads. world: the world ranks of the group, in order."""
 
     native = functions = None
     tags = 2**31
@@ -170,7 +170,7 @@ class LoopbackTransport:
     ) -> None:
         self._network, self._context, self._world, self._space = network, context, tuple(world), space
         self.rank, self.size, self.members = rank, len(world), tuple(members)
-        self._meetings: Counter[tuple[Any, ...]] = Counter()  # one for this rank's ends of all parts of the group
+        self._meetings: Counter[tuple[Any, ...]] = Counter()  # shared by this rank's endpoints in parts of the group
 
     def space(self, space: Space) -> LoopbackTransport:
         args = self._network, self._context, self._world, self.rank, self.members
@@ -198,7 +198,7 @@ class LoopbackTransport:
         return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
     def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
-        # Nothing is written before both lengths are known.
+        # `post` checks both lengths before it writes.
         return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
@@ -234,7 +234,7 @@ class LoopbackTransport:
             )
 
     def discard(self) -> None:
-        """Messages that nobody receives go with the network, which is this process's memory."""
+        """Do nothing: unmatched messages are freed with the network, in this process's memory."""
 
     def _meet(self, what: str, value: Any) -> list[Any]:
         meeting = what, self._world
@@ -268,16 +268,16 @@ class LoopbackTransport:
 
 
 def _memory(data: Any) -> memoryview:
-    """Return memory at once, whatever is queued on its device: as a network card does that is told an address."""
+    """Return the memory without waiting for its device, as a network card accesses it by address."""
     if isinstance(data, memoryview):
         return data
     return memoryview((ctypes.c_uint8 * data.nbytes).from_address(data.address)).cast("B")
 
 
 def transports(size: int, nodes: Sequence[int] | None = None, devices: Sequence[str] = ()) -> list[LoopbackTransport]:
-    """Return the `size` ends of one group. `nodes[r]` is the node that rank r pretends to be on (default: all on 0).
+    """Return the `size` endpoints of one group. `nodes[r]` is the simulated node of rank r (default: all on node 0).
 
-    devices: kinds whose memory it sends and receives as it is.
+    devices: kinds of devices whose memory it sends and receives directly.
     """
     network = Network(nodes or [0] * size, devices)
     context = network.new_context()

@@ -1,7 +1,7 @@
-"""Messages over MPI.
+"""MPI transport: messages over MPI.
 
-Every group has its own duplicated MPI communicator, so commlib's messages never match the user's. Waiting polls
-(MPI_Testall) instead of blocking inside MPI, so that a wait can be watched, timed out and given up.
+Every group has a duplicated MPI communicator, so commlib's messages never match the user's. Waits poll (MPI_Testall)
+instead of blocking inside MPI, so commlib can watch them, time them out and cancel them.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from commlib.transport.base import (
     Space,
     WaitHook,
 )
-from commlib.transport.mpi_persistent import MpiPersistent, MpiRound, functions
-from commlib.transport.mpi_requests import MpiProbedReceive, MpiRequest, Unmatched
+from commlib.transport.mpi_persistent import MpiPersistentMessage, MpiRound, functions
+from commlib.transport.mpi_requests import MpiProbedReceive, MpiRequest, UnmatchedReceives
 from commlib.transport.polling import poll
 
-# MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
-# others, empty if need be: so a receiver that does not know the length sees where the message ends.
+# MPI counts are C ints before MPI 4: both sides cut longer messages into pieces. The last piece is shorter than the
+# others, possibly empty, so a receiver that does not know the length recognises the end of the message.
 LONGEST = 1 << 30
 
-_FEWEST_TAGS = 1 << 19  # with fewer each space has a communicator of its own
+_FEWEST_TAGS = 1 << 19  # with fewer tags each space gets a separate communicator
 
 
-def _shared_out(tags: int) -> dict[Space, tuple[int, int]]:
-    """Return which tags of a communicator each space has: (the first, how many)."""
+def _share_tags(tags: int) -> dict[Space, tuple[int, int]]:
+    """Return the tags of a communicator for each space: (the first, the number)."""
     half = tags // 2
     return {
         Space.MESSAGES: (0, 1 << 15),
         Space.CHECKS: (1 << 15, 1 << 15),
         Space.CHANNELS: (1 << 16, half - (1 << 16)),
-        Space.COLLECTIVES: (half, tags - half - 1),  # the last one is never used: see `progress`
+        Space.COLLECTIVES: (half, tags - half - 1),  # the last tag is never used: see `progress`
     }
 
 
 class MpiTransport:
-    """One rank's end of a group of MPI processes. Owns the communicator that it is given.
+    """One rank's endpoint in a group of MPI processes. It takes ownership of its communicator.
 
     longest: bytes of the longest message; longer ones are cut into pieces. The same on all ranks.
-    most_tags: how many tags its MPI has. Where they are too few to share out, each space has a communicator of its own.
-    devices: kinds of devices whose memory its MPI reads and writes at its addresses, the same on all ranks.
+    most_tags: the number of tags of its MPI. If they are too few to share, each space gets a separate communicator.
+    devices: kinds of devices whose memory its MPI reads and writes directly, the same on all ranks.
     """
 
     def __init__(
@@ -68,27 +68,27 @@ class MpiTransport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
-        self._most_tags = most_tags or int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) + 1  # it is on this one only
+        self._most_tags = most_tags or int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) + 1  # only COMM_WORLD has it
         self._quiet_tag = self._most_tags - 1
-        self._ranks: tuple[int, ...] = ()  # those of the communicator, where it has more than this group
-        self._apart: dict[Space, Any] = {}
+        self._ranks: tuple[int, ...] = ()  # MPI's ranks of the group, if it is a part of the communicator
+        self._separate_comms: dict[Space, Any] = {}
         if self._most_tags < _FEWEST_TAGS:
             self._first_tag, self._tags = 0, self._most_tags - 1
-            self._apart = {space: comm.Dup() for space in Space if space != Space.COLLECTIVES}
+            self._separate_comms = {space: comm.Dup() for space in Space if space != Space.COLLECTIVES}
         else:
-            self._first_tag, self._tags = _shared_out(self._most_tags)[Space.COLLECTIVES]
+            self._first_tag, self._tags = _share_tags(self._most_tags)[Space.COLLECTIVES]
         self._new_queue()
 
     def _new_queue(self) -> None:
-        self._unmatched = Unmatched(self._comm, self.longest)
+        self._unmatched = UnmatchedReceives(self._comm, self.longest)
 
     def space(self, space: Space) -> MpiTransport:
         other = copy.copy(self)
-        if space in self._apart:
-            other._comm = self._apart[space]
+        if space in self._separate_comms:
+            other._comm = self._separate_comms[space]
         else:
-            other._first_tag, other._tags = _shared_out(self._most_tags)[space]
-        other._apart = {}
+            other._first_tag, other._tags = _share_tags(self._most_tags)[space]
+        other._separate_comms = {}
         other._new_queue()
         return other
 
@@ -100,16 +100,16 @@ class MpiTransport:
         return other
 
     def peer(self, rank: int) -> int:
-        """Return MPI's rank for one of this group."""
+        """Return MPI's rank of a rank of this group."""
         return self._ranks[rank] if self._ranks else rank
 
     def tag(self, tag: int) -> int:
-        """Return MPI's tag for one of this space."""
+        """Return MPI's tag of a tag of this space."""
         return self._first_tag + tag % self._tags
 
     @property
     def comm(self) -> Any:
-        """The communicator that its messages go through."""
+        """The communicator of its messages."""
         return self._comm
 
     @property
@@ -133,12 +133,10 @@ class MpiTransport:
         return request
 
     def addressed(self, buffer: Any) -> Any:
-        """Return the memory of a device as mpi4py takes it; the buffer must be kept. Raises TransportError."""
+        """Return the memory of a device for mpi4py; the caller must keep the buffer. Raises TransportError."""
         kind = buffer.device.name
-        if kind not in self._devices:  # to read there may end the process
-            raise TransportError(
-                f"MPI: rank {self.rank} was given memory of {kind}, which this transport does not take"
-            )
+        if kind not in self._devices:  # reading it may crash the process
+            raise TransportError(f"MPI: rank {self.rank} got memory of {kind}, which this transport does not accept")
         return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
 
     def send(self, peer: int, tag: int, data: Any) -> Request:
@@ -157,7 +155,7 @@ class MpiTransport:
                 poll(request.test, on_wait)
 
     def wait_any(self, requests: Sequence[Request], on_wait: WaitHook) -> list[Request]:
-        # One call for all: each makes MPI look for what has arrived, which may be a system call.
+        # One call for all requests: each call makes MPI poll the network, which may be a system call.
         natives = [request.native for request in requests]  # type: ignore[attr-defined]
         statuses: list[Any] = []
         ended: list[Request] = []
@@ -190,7 +188,7 @@ class MpiTransport:
         try:
             return init([MPI.BOTTOM, 1, kind], self.peer(peer), tag)
         finally:
-            kind.Free()  # the request keeps it for as long as it needs it
+            kind.Free()  # the request keeps a reference
 
     @property
     def functions(self) -> MessageFunctions | None:
@@ -204,12 +202,14 @@ class MpiTransport:
 
     def _persistent(self, init: Any, peer: int, tag: int, memory: memoryview, *, receives: bool) -> PersistentMessage:
         try:
-            return MpiPersistent(init([memory, MPI.BYTE], self.peer(peer), self.tag(tag)), memory, receives=receives)
+            return MpiPersistentMessage(
+                init([memory, MPI.BYTE], self.peer(peer), self.tag(tag)), memory, receives=receives
+            )
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
 
     def progress(self) -> bool:
-        # A probe that finds a message at once moves no other one (Open MPI): so first ask for what never comes.
+        # In Open MPI a probe that finds a message makes no progress, so first probe for a tag that never arrives.
         self._comm.Iprobe(tag=self._quiet_tag)
         return bool(self._comm.Iprobe())
 
@@ -217,7 +217,7 @@ class MpiTransport:
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             if not self._first_tag <= status.Get_tag() < self._first_tag + self._tags:
-                return  # of another space, which somebody may still receive
+                return  # of another space, where a receive may still match it
             message = self._comm.Improbe(status.Get_source(), status.Get_tag(), status)
             if message is not None:
                 message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
@@ -233,19 +233,19 @@ class MpiTransport:
     def _child(self, comm: Any) -> MpiTransport | None:
         if comm == MPI.COMM_NULL:
             return None
-        here, there = self._comm.Get_group(), comm.Get_group()
+        parent_group, child_group = self._comm.Get_group(), comm.Get_group()
         try:
-            members = MPI.Group.Translate_ranks(there, None, here)
+            members = MPI.Group.Translate_ranks(child_group, None, parent_group)
         finally:
-            here.Free()
-            there.Free()
+            parent_group.Free()
+            child_group.Free()
         return MpiTransport(comm, self.longest, members, self._most_tags, self._devices)
 
     def accepts(self, device: str) -> bool:
         return device in self._devices
 
     def take(self, device: str) -> None:
-        """Let memory of a kind of device be sent as it is: on all ranks, before any group is made of this one."""
+        """Accept memory of a kind of device from now on: on all ranks, before this transport is split."""
         self._devices |= {device}
 
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
@@ -254,19 +254,19 @@ class MpiTransport:
     def close(self, *, met: bool = True) -> None:
         if self._ranks:
             return
-        for comm in (*self._apart.values(), self._comm):
+        for comm in (*self._separate_comms.values(), self._comm):
             if met:
                 _empty(comm)
             comm.Free()
 
 
-_LOOKS = 3  # at what may have come, after each meeting
+_LOOKS = 3  # probes after each barrier
 
 
 def _empty(comm: Any) -> None:
-    """Take what was sent in a communicator and never received: MPICH would give it to a later one. Collective.
+    """Receive all unmatched messages of a communicator: MPICH would deliver them in a later one. Collective.
 
-    What was sent before the ranks met is there, or comes before they have met again.
+    Messages that were sent before the first barrier have arrived after it, or arrive before the second one completes.
     """
     status = MPI.Status()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Messages over MPI that are sent and received again and again: its persistent requests."""
+"""Persistent MPI messages: MPI's persistent requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from commlib.process import forks
 from commlib.transport.base import MessageFunctions, WaitHook
 from commlib.transport.polling import EAGER, poll
 
-# What was given up while MPI may still read or write its memory, which must stay.
+# Cancelled requests whose memory MPI may still access, which must therefore stay alive.
 _LEFT_BEHIND: list[Any] = []
 
-_start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look them up takes half as long as to call them
+_start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # the lookup takes half as long as the call
 
 
 @cache
 def functions() -> MessageFunctions | None:
-    """Return what starts and tests this MPI's requests; None if mpi4py is linked in a way that hides it."""
+    """Return the functions that start and test MPI's requests; None if mpi4py's module hides the symbols."""
     try:
-        library = ctypes.CDLL(MPI.__file__)  # finds what the module is linked with, too
+        library = ctypes.CDLL(MPI.__file__)  # finds the symbols of its MPI library too
         start, test = (ctypes.cast(library[name], ctypes.c_void_p).value for name in ("MPI_Startall", "MPI_Testall"))
     except (OSError, AttributeError):
         return None
@@ -34,12 +34,12 @@ def functions() -> MessageFunctions | None:
 
 
 def _failure(code: int) -> TransportError:
-    """Return the error for what one of MPI's functions has returned."""
+    """Return the error for a return code of MPI."""
     return TransportError(f"MPI: {MPI.Exception(code)}")
 
 
 class MpiRound:
-    """Hold persistent requests, `receives` receives first, and the memory that they are for."""
+    """Persistent requests, `receives` receives first, and their memory."""
 
     __slots__ = ("_memory", "_receives", "_requests", "handles")
 
@@ -53,7 +53,7 @@ class MpiRound:
     def run(self, on_wait: WaitHook) -> None:
         requests = self._requests
         if requests is None:
-            raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
+            raise TransportError("MPI: these messages were given up in flight, and cannot be sent again")
         try:
             _start_all(requests)
             for _ in range(EAGER):
@@ -74,7 +74,7 @@ class MpiRound:
         for request in requests[: self._receives]:
             if not request.Test():
                 request.Cancel()
-                request.Test()  # it ends at once, unless its message has begun to come
+                request.Test()  # it ends at once, unless its message has begun to arrive
 
     def __del__(self) -> None:
         if not MPI.Is_finalized() and not forks.is_child():
@@ -82,8 +82,8 @@ class MpiRound:
                 request.Free()
 
 
-class MpiPersistent:
-    """One persistent request, and the memory that it is for."""
+class MpiPersistentMessage:
+    """One persistent request, and its memory."""
 
     __slots__ = ("_memory", "_receives", "_request")
 
@@ -121,7 +121,7 @@ class MpiPersistent:
                 return
         except MPI.Exception:
             pass
-        _LEFT_BEHIND.append((request, self._memory))  # a message is on its way
+        _LEFT_BEHIND.append((request, self._memory))  # a message is in flight
 
     def __del__(self) -> None:
         self.close()

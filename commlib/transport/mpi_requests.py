@@ -1,4 +1,4 @@
-"""One message over MPI: a posted send or receive, in pieces where it is long."""
+"""MPI requests: a posted send or receive of one message, cut into pieces if it is long."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mpi4py import MPI
 
 from commlib.errors import TransportError
 
-# What is under way keeps its memory, whoever knows of it: a signal handler's exception may end a call at any place, and
-# so between what posts a message and what would have kept its request.
+# Requests in flight, which keep their memory alive. A signal handler's exception may interrupt a call between the post
+# of a message and the assignment of its request.
 _UNDER_WAY: set[MpiRequest] = set()
 
 
-def under_way() -> int:
-    """Return how many messages are not known to be complete."""
+def count_in_flight() -> int:
+    """Return the number of messages not known to be complete."""
     return len(_UNDER_WAY)
 
 
@@ -24,14 +24,14 @@ class MpiRequest:
     __slots__ = ("_buffer", "_requests", "nbytes")
 
     def __init__(self, buffer: Any) -> None:
-        """Made before its pieces are posted, each of which `add` gets."""
+        """Create it before its pieces are posted; then pass each piece's request to `add`."""
         self._requests: list[Any] = []
         self._buffer = buffer
         self.nbytes = 0
         _UNDER_WAY.add(self)
 
     def add(self, native: Any) -> None:
-        """Note a request of MPI for the next piece."""
+        """Add the MPI request of the next piece."""
         self._requests.append(native)
 
     def test(self) -> bool:
@@ -47,11 +47,11 @@ class MpiRequest:
 
     @property
     def native(self) -> Any:
-        """The MPI request of its first piece that is under way."""
+        """The MPI request of its first piece in flight."""
         return self._requests[0]
 
     def take(self, status: Any) -> bool:
-        """Note that this piece is complete; return whether it was the last one."""
+        """Mark the first piece in flight as complete; return whether it was the last piece."""
         self.nbytes += status.Get_count(MPI.BYTE)
         self._requests.pop(0)
         if self._requests:
@@ -61,7 +61,7 @@ class MpiRequest:
 
     def cancel(self) -> None:
         ended = [_is_cancelled(request) for request in self._requests]
-        if all(ended):  # no send can be cancelled, nor a receive whose message is on its way: these stay
+        if all(ended):  # else keep it: sends, and receives with a message in flight, cannot be cancelled
             _UNDER_WAY.discard(self)
 
 
@@ -73,28 +73,28 @@ def _is_cancelled(request: Any) -> bool:
         return False
 
 
-class Unmatched:
-    """Receives of messages whose lengths are not known, by MPI's rank and tag, in the order in which they were made."""
+class UnmatchedReceives:
+    """Receives of messages of unknown length, by MPI's rank and tag, in the order of their creation."""
 
     def __init__(self, comm: Any, longest: int) -> None:
         self.comm, self.longest = comm, longest
-        self.lock = threading.RLock()  # the progress thread and a waiting thread may both come to match
+        self.lock = threading.RLock()  # the progress thread and a waiting thread may match at the same time
         self.receives: defaultdict[tuple[int, int], deque[MpiProbedReceive]] = defaultdict(deque)
 
 
 class MpiProbedReceive:
-    """A receive that looks at a message's length before it takes it.
+    """A receive that probes a message's length before it receives it.
 
     A posted receive that is too short may crash both processes (Open MPI 5.0 overwrites memory when a large message is
-    truncated). Receives of one peer and tag take their messages in the order in which they were made.
+    truncated). Receives of one peer and tag match messages in the order of their creation.
     """
 
     __slots__ = ("_buffer", "_kept", "_key", "_pieces", "_unmatched", "nbytes")
 
-    def __init__(self, unmatched: Unmatched, peer: int, tag: int, buffer: Any, kept: Any) -> None:
-        """`buffer`: memory as mpi4py takes it, in pieces too; `kept`: whose it is."""
+    def __init__(self, unmatched: UnmatchedReceives, peer: int, tag: int, buffer: Any, kept: Any) -> None:
+        """buffer: sliceable memory for mpi4py; kept: the owner of the memory."""
         self._unmatched, self._key, self._buffer, self._kept = unmatched, (peer, tag), buffer, kept
-        self._pieces: list[tuple[MpiRequest, int]] = []  # what was taken, and the room that there was for it
+        self._pieces: list[tuple[MpiRequest, int]] = []  # each received piece, and the room for it
         self.nbytes = 0
         unmatched.receives[self._key].append(self)
 
@@ -111,7 +111,7 @@ class MpiProbedReceive:
         return True
 
     def _match(self) -> bool:
-        """Take what has come; return whether that was the last piece."""
+        """Receive the pieces that have arrived; return whether the last piece is among them."""
         longest = self._unmatched.longest
         try:
             while True:
@@ -132,7 +132,7 @@ class MpiProbedReceive:
             raise TransportError(f"MPI: {error}") from error
 
     def withdraw(self) -> bool:
-        """Take it back, as if it had never been posted, and return True; False if a part of its message has come."""
+        """Retract the receive as if never posted, and return True; False if its message has begun to arrive."""
         with self._unmatched.lock:
             waiting = self._unmatched.receives[self._key]
             if self._pieces or self not in waiting:

@@ -1,4 +1,4 @@
-"""Polling: ask until something is done, first at once, then giving the core away, then with short sleeps."""
+"""Polling: poll until an operation is done, first without pause, then yielding the core, then with short sleeps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from commlib.transport.base import WaitHook
 
-# How often it asks at once; then for how many seconds it asks giving the core away, in the main thread and in others,
-# whose core and interpreter the main thread may want; and how long it then sleeps between.
+# The number of polls without pause; then the seconds of polls that yield the core, in the main thread and in other
+# threads (the main thread may need their core and the interpreter); then the seconds of sleep between polls.
 EAGER, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
 _LOOK = 0.02  # seconds between calls of `on_wait`
 
 
 def poll(done: Callable[[], bool], on_wait: WaitHook) -> None:
-    """Ask until it is `done`, calling `on_wait` now and then; whatever that raises ends the wait."""
+    """Poll until `done` returns True, calling `on_wait` repeatedly; an exception from either ends the wait."""
     for _ in range(EAGER):
         if done():
             return

@@ -1,1 +1,1 @@
-"""Tuning: choose the algorithm that is fastest here, by a cost model and by times that were measured."""
+"""Tuning: measure a cluster and its algorithms, for the cost model and for the table of measured times."""

@@ -1,25 +1,25 @@
-"""From measured times to alpha, beta and gamma, by least squares."""
+"""Fit alpha, beta and gamma to measured times, by least squares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from commlib.errors import UsageError
-from commlib.schedule import Link
+from commlib.schedule import LinkCost
 
 Samples = Sequence[tuple[float, float]]
 """(bytes, seconds) of each measurement."""
 
 
-def fit_link(samples: Samples) -> Link:
-    """Return the alpha and beta, not negative, for which alpha + beta n is closest to the seconds of all samples.
+def fit_link(samples: Samples) -> LinkCost:
+    """Return the non-negative alpha and beta for which alpha + beta n is closest to the seconds of all samples.
 
-    Closest is the least sum of squared *relative* errors: else the largest messages alone would decide, and alpha,
-    which only the small ones show, would drown in their noise. Raises UsageError for fewer than two different sizes
-    or a time that is not positive.
+    Closest means the least sum of squared *relative* errors. With absolute errors the largest messages alone would
+    decide, and alpha, which shows only in small messages, would drown in their noise. Raises UsageError for fewer than
+    two different sizes or a time that is not positive.
     """
     if len({nbytes for nbytes, _ in samples}) < 2:
-        raise UsageError(f"a line needs messages of two sizes or more, got {list(samples)!r:.80}")
+        raise UsageError(f"fitting a line needs messages of two sizes or more, got {list(samples)!r:.80}")
     if not all(seconds > 0 for _, seconds in samples):
         raise UsageError(f"times must be positive, got {list(samples)!r:.80}")
     # Divided by t, alpha + beta n = t reads alpha u + beta v = 1 with u = 1/t, v = n/t; its normal equations:
@@ -30,13 +30,13 @@ def fit_link(samples: Samples) -> Link:
     v = sum(nbytes / seconds for nbytes, seconds in samples)
     determinant = uu * vv - uv * uv
     alpha, beta = (u * vv - v * uv) / determinant, (uu * v - uv * u) / determinant
-    if alpha < 0:  # on the border of what is allowed, one of the two is zero
-        return Link(0.0, v / vv)
+    if alpha < 0:  # on the border of the feasible region, one of the two is zero
+        return LinkCost(0.0, v / vv)
     if beta < 0:
-        return Link(u / uu, 0.0)
-    return Link(alpha, beta)
+        return LinkCost(u / uu, 0.0)
+    return LinkCost(alpha, beta)
 
 
 def fit_gamma(samples: Samples) -> float:
-    """Return the seconds for each byte that is combined; what a call costs in itself is left out."""
+    """Return the seconds per byte that is combined, without the constant cost of a call."""
     return fit_link(samples).beta

@@ -1,4 +1,4 @@
-"""Measure a cluster: its links, and the time of every algorithm in every place where it may be chosen."""
+"""Measure a cluster: its links, and the time of each algorithm in each scope in which it may be chosen."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.cost.records import BEYOND_SCHEDULES, Entry, Fitted, Measured
+from commlib.cost.records import BEYOND_SCHEDULES, Entry, FittedMachine, MeasuredTime
 from commlib.cost.table import Table, mpi_library
 from commlib.devices.protocol import Device
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms
+from commlib.schedule import LinkCost, algorithms
 from commlib.tune.probe import measure_gamma, measure_link
-from commlib.tune.scopes import Cluster, Place, on_device, survey
-from commlib.tune.stopwatch import Call, Stopwatch
+from commlib.tune.scopes import Cluster, Scope, device_scope, survey
+from commlib.tune.stopwatch import Stopwatch, TimedCall
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
-STEP = 4  # from size to size
+STEP = 4  # factor between sizes
 SIZES = tuple(1024 * STEP**power for power in range(9))  # 1 KiB to 64 MiB
 DEVICE_SIZES = (*SIZES, 1024 * STEP**9)
 LINKS_SHARE = 0.1  # of the time
@@ -33,26 +33,26 @@ Progress = Callable[[float, str], None]
 
 @dataclass(slots=True)
 class _Contest:
-    """The algorithms of one verb in one place, and the times they took.
+    """The algorithms of one verb in one scope, and their times.
 
-    forecast: the seconds that the next size needs at least, each algorithm being called twice.
+    forecast: the least seconds needed for the next size, with two calls of each algorithm.
     """
 
-    place: Place
+    place: Scope
     verb: str
     names: tuple[str, ...]
-    times: list[Measured] = field(default_factory=list)
+    times: list[MeasuredTime] = field(default_factory=list)
     forecast: float = 0.0
 
 
 def measure(comm: Communicator, seconds: float = 60.0, progress: Progress = lambda done, what: None) -> Table:
     """Measure for `seconds` and return a table, the same on all ranks. Collective.
 
-    Sizes are measured in ascending order, each for a fair part of the time that is left: where there is little, calls
-    are repeated less often, then the largest sizes are left out, but no algorithm that the communicator knows. All
-    counts from here on, what is compiled or connected at the first use as well, and the last measurement at most goes
-    beyond the time; but the links and the smallest size are always measured. progress(done, what): called with the
-    fraction of the time that is over, before each step.
+    Sizes are measured in ascending order, each with a fair share of the remaining time. If time is short, calls are
+    repeated less often, then the largest sizes are skipped, but never an algorithm that the communicator has. The time
+    includes compilation and connections at first use. Only the last measurement may exceed it, but the links and the
+    smallest size are always measured. progress(done, what): called before each step with the fraction of the time that
+    has passed.
     """
     watch = _begin(comm, seconds, progress)
     cluster = survey(comm)
@@ -64,20 +64,20 @@ def measure(comm: Communicator, seconds: float = 60.0, progress: Progress = lamb
 def measure_on(
     comm: Communicator, device: Device, seconds: float = 60.0, progress: Progress = lambda done, what: None
 ) -> Table:
-    """Measure the ways of calls on arrays of a device in the same manner; of all ranks, which each have one.
+    """Measure the paths of calls on arrays of a device in the same way, for all ranks; each rank has a device.
 
-    An all-reduce is of symmetric memory, as gradients are, the other verbs of arrays in memory of their own. Each time
-    is that until the device is done.
+    All-reduces use symmetric memory, as for gradients; the other verbs use ordinary arrays. Each time lasts until the
+    device has finished.
     """
     watch = _begin(comm, seconds, progress)
     ways = comm.ways(device)
     beyond = [name for name in ways if name != "messages"]
-    names = partial(_of_ways, beyond, has_messages="messages" in ways)
-    contests = _contests(comm, [on_device(comm, device)], names, watch, progress)
+    names = partial(_path_names, beyond, has_messages="messages" in ways)
+    contests = _contests(comm, [device_scope(comm, device)], names, watch, progress)
     return Table(_entries(contests, DEVICE_SIZES, watch, progress))
 
 
-def _of_ways(beyond: Sequence[str], verb: str, *, has_messages: bool) -> tuple[str, ...]:
+def _path_names(beyond: Sequence[str], verb: str, *, has_messages: bool) -> tuple[str, ...]:
     return (*beyond, "native", *algorithms(verb)) if has_messages else tuple(beyond)
 
 
@@ -85,7 +85,7 @@ def _begin(comm: Communicator, seconds: float, progress: Progress) -> Stopwatch:
     if not seconds > 0:
         raise UsageError(f"measure: seconds must be positive, got {seconds}")
     if comm.size == 1:
-        raise UsageError("measure: one rank sends no messages: start more, as in 'mpirun -n 8 commlib tune'")
+        raise UsageError("measure: one rank sends no messages: start more ranks, as in 'mpirun -n 8 commlib tune'")
     watch = Stopwatch(comm, seconds)
     progress(0.0, "warming up")
     return watch
@@ -93,7 +93,7 @@ def _begin(comm: Communicator, seconds: float, progress: Progress) -> Stopwatch:
 
 def _contests(
     comm: Communicator,
-    places: Sequence[Place],
+    places: Sequence[Scope],
     names: Callable[[str], Sequence[str]],
     watch: Stopwatch,
     progress: Progress,
@@ -102,7 +102,7 @@ def _contests(
     for place in places:
         for verb in VERBS:
             progress(watch.done, f"warming up {verb}")
-            contests.append(_Contest(place, verb, _accepted(comm, place, verb, names(verb))))
+            contests.append(_Contest(place, verb, _find_accepted(comm, place, verb, names(verb))))
     return contests
 
 
@@ -113,8 +113,8 @@ def _entries(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch, p
     return tuple(_entry(contest) for contest in contests if contest.times)
 
 
-def _accepted(comm: Communicator, place: Place, verb: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the algorithms that the place's groups do not refuse. Calls each once, which compiles and connects."""
+def _find_accepted(comm: Communicator, place: Scope, verb: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the algorithms that the scope's groups accept. Calls each once, which compiles and connects."""
     accepted = []
     for name in names:
         try:
@@ -123,23 +123,25 @@ def _accepted(comm: Communicator, place: Place, verb: str, names: Sequence[str])
                 accepted.append(name)
         except UsageError:
             continue
-    return tuple(comm.broadcast_object(accepted))  # rank 0 never looks on
+    return tuple(comm.broadcast_object(accepted))  # rank 0 is in every scope
 
 
-def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, progress: Progress) -> Fitted:
+def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, progress: Progress) -> FittedMachine:
     share = max(0.0, watch.left) * LINKS_SHARE / 3
     progress(watch.done, "combining")
     gamma = measure_gamma(watch, share)
 
-    def link(where: str, pair: tuple[int, int] | None) -> Link | None:
+    def link(where: str, pair: tuple[int, int] | None) -> LinkCost | None:
         progress(watch.done, f"the link {where}")
         return measure_link(comm, pair, watch, share) if pair else None
 
-    return Fitted(mpi_library(), link("in a node", cluster.neighbours), link("between nodes", cluster.across), gamma)
+    return FittedMachine(
+        mpi_library(), link("in a node", cluster.neighbours), link("between nodes", cluster.across), gamma
+    )
 
 
 def _run(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch) -> Iterator[tuple[int, _Contest, str]]:
-    """Measure all contests, size by size, and say before each time what it is of."""
+    """Measure all contests, size by size, and yield each measurement before it starts."""
     for index, nbytes in enumerate(sizes):
         taking_part = [contest for contest in contests if contest.place.smallest <= nbytes <= contest.place.largest]
         share = watch.left / (len(sizes) - index) / sum(len(contest.names) for contest in taking_part)
@@ -147,13 +149,13 @@ def _run(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch) -> It
             if not index or watch.left > contest.forecast:
                 yield from _compete(contest, nbytes, watch, share, must=not index)
             else:
-                contest.forecast = inf  # of larger sizes, too
+                contest.forecast = inf  # skip larger sizes, too
 
 
 def _compete(
     contest: _Contest, nbytes: int, watch: Stopwatch, share: float, *, must: bool
 ) -> Iterator[tuple[int, _Contest, str]]:
-    """Measure all algorithms of a contest, or have none of them measured: half a contest would have a wrong winner."""
+    """Measure all algorithms of a contest or none: an incomplete contest could have a wrong winner."""
     times = []
     for name in contest.names:
         if not must and watch.left <= 0:
@@ -161,16 +163,16 @@ def _compete(
             return
         yield nbytes, contest, name
         seconds = median(watch.measure(_call(contest.place, contest.verb, name, nbytes), share))
-        # It stands for all sizes that are nearer to this one than to the next, 4 times as large.
-        times.append(Measured(2 * nbytes, name, 0, seconds))
+        # It covers all sizes that are closer to this one than to the next, which is 4 times as large.
+        times.append(MeasuredTime(2 * nbytes, name, 0, seconds))
     contest.times += times
     contest.forecast = 2 * STEP * sum(time.seconds for time in times)
 
 
-def _call(place: Place, verb: str, name: str, nbytes: int) -> Call | None:
-    """Return a call on `nbytes` of float32 (rounded to what the group can share evenly), None on a rank that looks on.
+def _call(place: Scope, verb: str, name: str, nbytes: int) -> TimedCall | None:
+    """Return a call on `nbytes` of float32, rounded to an even share for each rank; None on a rank outside the scope.
 
-    `nbytes` is the first region's size, as `tune.model` has it.
+    `nbytes` is the size of the first region, as in `cost.model`.
     """
     if place.group is None:
         return None
@@ -190,7 +192,7 @@ def _call(place: Place, verb: str, name: str, nbytes: int) -> Call | None:
             call = partial(do, whole, out=whole, algorithm=name)
         case _:
             call = partial(do, zeros(count), algorithm=name)
-    return call if place.device is None else partial(_to_the_end, place.device, place.group, call)
+    return call if place.device is None else partial(_run_to_completion, place.device, place.group, call)
 
 
 def _zeros(device: Device | None, count: int) -> Any:
@@ -201,8 +203,8 @@ def _zeros(device: Device | None, count: int) -> Any:
     return made
 
 
-def _to_the_end(device: Device, group: Communicator, call: Call) -> None:
-    """Make a call, and look until the device has done it: naps would be measured as well."""
+def _run_to_completion(device: Device, group: Communicator, call: TimedCall) -> None:
+    """Make a call, and poll until the device has finished it: sleeping would add to the measured time."""
     call()
     done, watch = device.current().record(), group.watch(f"the end of a call on {device.name}")
     while not done.done():

@@ -1,6 +1,6 @@
-"""Measure alpha, beta and gamma: two ranks that send to each other, and all ranks that combine.
+"""Measure alpha, beta and gamma: two ranks exchange messages, and all ranks combine arrays.
 
-Of several times the least counts: whatever else runs on the machine can only add to it.
+The least of several times counts: other load on the machine can only add to it.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from functools import partial
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Region
-from commlib.schedule import Link, Program, Recv, Round, Send, Span, even
+from commlib.schedule import LinkCost, Program, Recv, Round, Send, Span, even
 from commlib.tune.fit import fit_gamma, fit_link
-from commlib.tune.stopwatch import Call, Stopwatch
+from commlib.tune.stopwatch import Stopwatch, TimedCall
 
-# 8 B to 2 MiB. The first two make a line; the last ones take seconds on a slow link, and there is not always time.
+# 8 B to 2 MiB. The first two define a line; the last ones take seconds on a slow link, so time may run out before them.
 MESSAGES = tuple(8 << 2 * power for power in (0, 7, 4, 6, 2, 5, 1, 3, 8, 9))
 COMBINED = (256 << 10, 1 << 20, 4 << 20)
 FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_BYTES = 4, 100, 4 << 20
 FEWEST_SIZES = 2  # a line needs two points
 
 
-def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, share: float) -> Link:
+def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, share: float) -> LinkCost:
     """Return alpha and beta between two ranks of `comm`. Collective; takes about `share` seconds.
 
-    In a round both send and receive at once, as they do in most algorithms, through the executor that runs those: so
-    alpha contains what a round costs in Python.
+    In each round both send and receive at once, as in most algorithms, through the same executor. So alpha includes the
+    cost of a round in Python.
     """
     group = comm.split(0 if comm.rank in pair else -1, comm.rank)
     samples: list[tuple[float, float]] = []
@@ -41,7 +41,7 @@ def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, sh
     return fit_link(samples)
 
 
-def _exchange(group: Communicator, nbytes: int, rounds: int) -> Call:
+def _exchange(group: Communicator, nbytes: int, rounds: int) -> TimedCall:
     peer = 1 - group.rank
     mine, theirs = Span(group.rank, group.rank + 1), Span(peer, peer + 1)
     step = Round((Send(peer, mine),), (Recv(peer, theirs),))
@@ -51,8 +51,8 @@ def _exchange(group: Communicator, nbytes: int, rounds: int) -> Call:
 
 
 def measure_gamma(watch: Stopwatch, share: float) -> float:
-    """Return gamma, of float32 sums, while all ranks combine at the same time and share the memory. Collective."""
-    reduce_op = ReduceOp("float32", "sum")
+    """Return gamma for float32 sums while all ranks combine at once and share the memory bandwidth. Collective."""
+    reduce_op = ReduceFunction("float32", "sum")
     samples: list[tuple[float, float]] = []
     end = watch.left - share
     for nbytes in COMBINED:

@@ -11,12 +11,12 @@ from commlib.devices.protocol import Device
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Groups that exchange messages at the same time; `group` is this rank's, None if it looks on.
+class Scope:
+    """Groups that exchange messages at the same time; `group` is this rank's, None if it does not take part.
 
-    On one node `nodes` is 1 and the group has `ranks_per_node` ranks; between nodes the group has one rank of each
-    node, and `ranks_per_node` groups share the network cards. Data of `smallest` to `largest` bytes is what they are
-    used for. device: of the arrays, None for the host's; then one group of all ranks takes part.
+    On one node `nodes` is 1 and the group has `ranks_per_node` ranks. Between nodes the group has one rank of each
+    node, and `ranks_per_node` groups share the network cards. The groups are used for data of `smallest` to `largest`
+    bytes. device: of the arrays, None for host memory; with a device, one group of all ranks takes part.
     """
 
     nodes: int
@@ -28,7 +28,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """Ranks in each group."""
+        """The number of ranks in each group."""
         if self.device is not None and self.group is not None:
             return self.group.size
         return self.nodes if self.nodes > 1 else self.ranks_per_node
@@ -36,9 +36,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The places of a communicator, and two ranks for each kind of link (None if there are no two)."""
+    """The scopes of a communicator, and two ranks for each type of link (None if there are no two)."""
 
-    places: tuple[Place, ...]
+    places: tuple[Scope, ...]
     neighbours: tuple[int, int] | None
     across: tuple[int, int] | None
 
@@ -46,22 +46,22 @@ class Cluster:
 def survey(comm: Communicator) -> Cluster:
     """Make the groups that a collective of `comm` uses: nodes, one rail, and all rails at once. Collective.
 
-    Nodes that have not as many ranks as the first look on where the first is measured.
+    Nodes with another number of ranks than the first do not take part in its measurements.
     """
     topology = comm.topology
     first, *others = topology.nodes
     places = []
     if len(first) > 1:
         here = comm.node()
-        places.append(Place(1, len(first), here if here.size == len(first) else None))
+        places.append(Scope(1, len(first), here if here.size == len(first) else None))
     if others:
         group = comm.parts().rail
         one = group if comm.parts().place == 0 else None
         several = topology.rails > 1
-        # Smaller data goes through one rail (`collectives.rails`), so there is no need to measure it in several.
-        places.append(Place(len(others) + 1, 1, one, largest=RAIL_BYTES if several else inf))
+        # Smaller data uses one rail (`collectives.rails`), so it need not be measured on several.
+        places.append(Scope(len(others) + 1, 1, one, largest=RAIL_BYTES if several else inf))
         if several:
-            places.append(Place(len(others) + 1, topology.rails, group, smallest=RAIL_BYTES))
+            places.append(Scope(len(others) + 1, topology.rails, group, smallest=RAIL_BYTES))
     return Cluster(
         tuple(places),
         (first[0], first[1]) if len(first) > 1 else None,
@@ -69,7 +69,7 @@ def survey(comm: Communicator) -> Cluster:
     )
 
 
-def on_device(comm: Communicator, device: Device) -> Place:
-    """Return all ranks of a communicator, with arrays of a device."""
+def device_scope(comm: Communicator, device: Device) -> Scope:
+    """Return the scope of all ranks of a communicator, with arrays of a device."""
     nodes = comm.topology.nodes
-    return Place(len(nodes), max(map(len, nodes)), comm, device=device)
+    return Scope(len(nodes), max(map(len, nodes)), comm, device=device)

@@ -1,4 +1,4 @@
-"""Times on which all ranks agree, within a budget that rank 0 keeps."""
+"""Stopwatch: measure times that are equal on all ranks, within a budget that rank 0 keeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from commlib.communicator import Communicator
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 MOST_REPETITIONS = 500
 
 
 class Stopwatch:
-    """Takes times of calls that all ranks of `comm` make together (or some of them, while the others look on).
+    """Measures calls that all ranks of `comm` make together (or some of them, while the others wait).
 
     Every rank gets the same numbers, so every rank decides alike; only the clock of rank 0 ends the budget.
     """
@@ -27,18 +27,18 @@ class Stopwatch:
 
     @property
     def left(self) -> float:
-        """The seconds that are left on rank 0's clock. Collective."""
+        """The seconds left on rank 0's clock. Collective."""
         return float(self._comm.broadcast_object(self._end - time.perf_counter()))
 
     @property
     def done(self) -> float:
-        """The fraction of the budget that is spent, on this rank's clock."""
+        """The fraction of the budget that has been spent, on this rank's clock."""
         return min(1.0, max(0.0, 1 - (self._end - time.perf_counter()) / self._seconds))
 
-    def times(self, call: Call | None, repetitions: int) -> list[float]:
-        """Return the slowest rank's seconds of each repetition. Each begins at a barrier. Collective.
+    def times(self, call: TimedCall | None, repetitions: int) -> list[float]:
+        """Return the slowest rank's seconds for each repetition. Each starts after a barrier. Collective.
 
-        call: None on a rank that takes no part.
+        call: None on a rank that does not take part.
         """
         spent = np.zeros(repetitions)
         for index in range(repetitions):
@@ -49,19 +49,19 @@ class Stopwatch:
                 spent[index] = time.perf_counter() - start
         return list(map(float, self._comm.all_reduce(spent, "max")))
 
-    def measure(self, call: Call | None, share: float) -> list[float]:
-        """Return the times of a call, repeated for as long as `share` seconds and the budget allow. Collective.
+    def measure(self, call: TimedCall | None, share: float) -> list[float]:
+        """Return the times of a call, repeated for `share` seconds within the budget. Collective.
 
-        It is called at least twice, and at least one time is returned.
+        The call runs at least twice, and at least one time is returned.
         """
         begun = self.left
         end = begun - min(share, begun)  # of the budget
-        self.times(call, 1)  # makes what is only made once: buffers, connections, programs
+        self.times(call, 1)  # sets up buffers, connections and programs
         before = self.left
         found = self.times(call, 1)
         while len(found) < MOST_REPETITIONS and (left := self.left) > end:
             each = (before - left) / len(found)
-            # Not all at once: the first call may have been faster than the others will be.
+            # Not all at once: the first call may have been faster than the later ones.
             repetitions = min(int((left - end) / max(each, 1e-9)), 2 * len(found), MOST_REPETITIONS - len(found))
             if repetitions < 1:
                 break

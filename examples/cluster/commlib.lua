@@ -1,4 +1,4 @@
--- A module file for Lmod: commlib/0.1.0.lua in a folder of MODULEPATH. The lines with "site" are yours to change.
+-- A module file for Lmod: commlib/0.1.0.lua in a folder of MODULEPATH. Adapt the lines with "site".
 --
 --   python -m venv /apps/commlib/0.1.0                                      # made by the site, once
 --   /apps/commlib/0.1.0/bin/pip install "PATH_OF_CHECKOUT[cli,torch]"       # without an MPI of wheels
@@ -13,14 +13,14 @@ whatis("Version: 0.1.0")
 whatis("Category: library, machine learning, MPI")
 
 family("commlib")
-depends_on("openmpi")                          -- site: the MPI that knows the network; mpi4py loads its library
+depends_on("openmpi")                          -- site: the MPI that supports the network; mpi4py loads its library
 
 local root = "/apps/commlib/0.1.0"             -- site: the virtual environment
 
 prepend_path("PATH", pathJoin(root, "bin"))
 setenv("VIRTUAL_ENV", root)
 
--- Kernels that are compiled already, for a CPU that every node of the site can stand in for.
+-- Precompiled kernels, for a CPU level that all nodes of the site support.
 setenv("COMMLIB_KERNELS", pathJoin(root, "kernels"))
 setenv("NUMBA_CPU_NAME", "x86-64-v3")          -- site
 setenv("NUMBA_CPU_FEATURES", "")

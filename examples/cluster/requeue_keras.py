@@ -1,10 +1,10 @@
-"""Train in Keras until a signal comes, save, leave, and go on where it was when the job is started again.
+"""Train in Keras, save and exit when a signal arrives, and resume when the job starts again.
 
-    until mpirun -n 2 python examples/cluster/requeue_keras.py; do          # 75 asks for another start
+    until mpirun -n 2 python examples/cluster/requeue_keras.py; do          # 75 requests another run
         [ $? = 75 ] || break
     done
 
-It prints a digest of the weights at the end: the same, to the last bit, however often it was interrupted.
+At the end it prints a digest of the weights. The weights have the same bits, however often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--checkpoints", default="checkpoints", help="folder that all ranks see")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     arguments = parser.parse_args()
-    with commlib.Preemption() as preemption:  # before what takes long to import: until here a signal ends the process
+    with commlib.Preemption() as preemption:  # before slow imports: until here a signal ends the process
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         import keras
         import numpy as np
@@ -34,7 +34,7 @@ def main() -> int:
         import commlib_tensorflow.keras as ct
 
         ct.init()
-        keras.utils.set_random_seed(ct.rank())  # of dropout, on each rank its own
+        keras.utils.set_random_seed(ct.rank())  # for dropout, different on each rank
         layers = keras.layers
         model = keras.Sequential(
             [layers.Input((64,)), layers.Dense(128, activation="tanh"), layers.Dropout(0.1), layers.Dense(10)]
@@ -51,7 +51,7 @@ def main() -> int:
         teacher = tf.random.stateless_normal((64, 10), (0, 0))
 
         def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images = tf.random.stateless_normal((BATCH, 64), (number, ct.rank()))  # data by number: it goes on, too
+            images = tf.random.stateless_normal((BATCH, 64), (number, ct.rank()))  # data by number: it resumes, too
             return images, tf.argmax(images @ teacher, axis=1)
 
         model.fit(

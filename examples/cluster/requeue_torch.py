@@ -1,11 +1,11 @@
-"""Train in PyTorch until a signal comes, save, leave, and go on where it was when the job is started again.
+"""Train in PyTorch, save and exit when a signal arrives, and resume when the job starts again.
 
     sbatch examples/cluster/requeue.sbatch                           # Slurm sends the signal, and requeues the job
-    until mpirun -n 2 python examples/cluster/requeue_torch.py; do   # elsewhere: 75 asks for another start
+    until mpirun -n 2 python examples/cluster/requeue_torch.py; do   # elsewhere: 75 requests another run
         [ $? = 75 ] || break
     done
 
-It prints a digest of the weights at the end: the same, to the last bit, however often it was interrupted.
+At the end it prints a digest of the weights. The weights have the same bits, however often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def main() -> int:
     parser.add_argument("--checkpoints", default="checkpoints", help="folder that all ranks see")
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
-    with commlib.Preemption() as preemption:  # before what takes long to import: until here a signal ends the process
+    with commlib.Preemption() as preemption:  # before slow imports: until here a signal ends the process
         import torch
 
         import commlib_torch as ct
 
         ct.init()
-        torch.manual_seed(ct.rank())  # of dropout, on each rank its own
+        torch.manual_seed(ct.rank())  # for dropout, different on each rank
         model = torch.nn.Sequential(
             torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(128, 10)
         )
@@ -46,7 +46,7 @@ def main() -> int:
 
         teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
         for step in range(done, arguments.steps):
-            generator = torch.Generator().manual_seed(step * ct.size() + ct.rank())  # data by step: it goes on, too
+            generator = torch.Generator().manual_seed(step * ct.size() + ct.rank())  # data by step: it resumes, too
             images = torch.randn(BATCH, 64, generator=generator)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(images), (images @ teacher).argmax(1)).backward()

@@ -2,7 +2,7 @@
 
     mpirun -n 1 python examples/mixed/torch_half.py : -n 1 python examples/mixed/tf_half.py
 
-See `torch_half.py`, of which this is the translation.
+This is a translation of `torch_half.py`, which explains it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     mpirun -n 1 python examples/mixed/torch_half.py : -n 1 python examples/mixed/tf_half.py
 
-Both halves begin with the same weights and take their rows of the same batches. The gradients meet by name in one
-all-reduce, whichever framework they come from, and its result has the same bits on every rank. A step is then one
-multiplication and one subtraction in float32 on either side, so the weights stay equal bit for bit: that is checked,
-and that the loss has fallen. The exit code is 0 only then.
+Both halves begin with the same weights and train on their rows of the same batches. One all-reduce by name combines the
+gradients of both frameworks, and its result has the same bits on every rank. A step is then one multiplication and one
+subtraction in float32 in each framework, so the weights stay equal bit for bit. The exit code is 0 only if they do, and
+if the loss has fallen.
 """
 
 from __future__ import annotations

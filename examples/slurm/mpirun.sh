@@ -1,6 +1,6 @@
 #!/bin/bash
-# A job of Slurm whose ranks MPI's own launcher starts, with a signal two minutes before the limit, after which it comes
-# back: sbatch examples/slurm/mpirun.sh python train.py
+# A Slurm job whose ranks are started by MPI's launcher. Slurm signals it two minutes before the limit, and the job is
+# requeued: sbatch examples/slurm/mpirun.sh python train.py
 #SBATCH --job-name=train
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
@@ -14,14 +14,14 @@ set -e
 # module load openmpi                # whatever your site calls it
 # source ~/venv/bin/activate
 
-trap : TERM  # scancel and the time limit tell the ranks as well: let them end
+trap : TERM  # scancel and the time limit also signal the ranks: let them end
 
-# Without the B: above Slurm would signal mpirun's daemons, which the signal ends. So this shell gets it, and tells mpirun,
-# which tells all ranks: commlib.Preemption has them save their state, and the job is put into the queue again.
+# Without the B: above Slurm would signal mpirun's daemons, and the signal would end them. So this shell gets the signal
+# and forwards it to mpirun and the ranks: commlib.Preemption saves their state, and the job is requeued.
 trap 'for job in $(jobs -p); do kill -USR1 $job; done' USR1
 
-# mpirun of Open MPI would bind one or two ranks of a node to a core each, and all their threads with them. MPICH's and
-# Intel's is mpiexec -n "$SLURM_NTASKS".
+# Open MPI's mpirun would bind one or two ranks of a node, with all their threads, to a core each. For MPICH and Intel
+# MPI use mpiexec -n "$SLURM_NTASKS".
 ${LAUNCH:-mpirun --bind-to none -n "$SLURM_NTASKS"} "$@" &
 ranks=$!
 while kill -0 $ranks 2>/dev/null; do

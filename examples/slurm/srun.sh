@@ -1,5 +1,5 @@
 #!/bin/bash
-# A job of Slurm whose ranks srun starts: sbatch examples/slurm/srun.sh python train.py
+# A Slurm job whose ranks are started by srun: sbatch examples/slurm/srun.sh python train.py
 #SBATCH --job-name=train
 #SBATCH --output=%x-%j.out
 #SBATCH --nodes=2
@@ -10,8 +10,8 @@ set -e
 # module load openmpi                # whatever your site calls it
 # source ~/venv/bin/activate
 
-trap : TERM  # scancel and the time limit tell the ranks as well: let them end
+trap : TERM  # scancel and the time limit also signal the ranks: let them end
 
 # pmix for Open MPI, pmi2 for MPICH and its relatives; commlib.init says if it is the wrong one.
-# Without --kill-on-bad-exit the others wait for ever for a rank that has died.
+# Without --kill-on-bad-exit the other ranks wait forever for a dead rank.
 srun --mpi="${MPI_TYPE:-pmix}" --kill-on-bad-exit=1 "$@"

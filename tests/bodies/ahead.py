@@ -10,10 +10,10 @@ import numpy as np
 from commlib.config.settings import Config
 from commlib.dtypes import NUMPY
 from commlib.expert import Experts
-from commlib.expert.alone import Alone
-from commlib.expert.on_node import OnNode
-from commlib.expert.placement import Placement
+from commlib.expert.local_dispatcher import LocalDispatcher
+from commlib.expert.placement import ExpertPlacement
 from commlib.expert.routing import route
+from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
 from commlib.kernels.host.rows import multiply_rows
 from tests.bodies import compressing
 from tests.bodies.every_verb import calls
@@ -51,8 +51,12 @@ def experts() -> None:
 
     routing = route(Experts(2, top_k=1, capacity_factor=1.0), np.ones((4, 2), np.float32), training=True)
     routing.gradient(routing.gates, 1.0, 1.0)
-    there_and_back(Alone(Placement.even(2, 1)))  # where no rank waits for another one that compiles
-    run(2, lambda comm: there_and_back(OnNode(comm, Placement.even(2, 2))), config=Config(timeout=0))
+    there_and_back(LocalDispatcher(ExpertPlacement.even(2, 1)))  # where no rank waits for another one that compiles
+    run(
+        2,
+        lambda comm: there_and_back(SharedMemoryDispatcher(comm, ExpertPlacement.even(2, 2))),
+        config=Config(timeout=0),
+    )
 
 
 def on_two_ranks(rank: Callable[[Any], None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import MismatchError, PeerError, ShutdownError, StallError, UsageError
-from commlib.p2p.channels.queued import Sending
+from commlib.p2p.channels.queued_send import SendPoll
 from tests.oracles.poison import poisoned
 
 
@@ -138,10 +138,10 @@ def what_is_not_handed_back(comm, peer):
         for step in range(2):
             channel.send(np.full(2, step))
         first, second = channel.recv(), channel.recv()
-        with pytest.raises(UsageError, match=r"all 2 messages that fit in have been received"):
+        with pytest.raises(UsageError, match=r"all 2 slots hold received messages"):
             channel.recv()
         assert first.tolist() == [0, 0] and second.tolist() == [1, 1]
-        with pytest.raises(UsageError, match=r"no message that was received here"):
+        with pytest.raises(UsageError, match=r"not a received message of this channel"):
             channel.release(np.zeros(2, np.int64))
         channel.release(first)
         channel.send(np.full(2, 2))
@@ -253,7 +253,7 @@ def wrong_arguments(comm, peer):
     refused("at most 12 lengths", peer, 0, (1,) * 13)
     refused("dtype", peer, 0, (3,), "datetime64[s]")
     refused("codecs are for", peer, 0, (3,), "int32", codec="int8")
-    refused("no fixed length", peer, 0, (3,), codec="topk:ratio=0.1")
+    refused("payloads of variable length", peer, 0, (3,), codec="topk:ratio=0.1")
     refused("unknown codec", peer, 0, (3,), codec="zip")
     with comm.channel(peer, 0, (3,)) as channel:
         refused("is open on rank", peer, 0, (3,))
@@ -337,7 +337,7 @@ def interrupted_as_it_is_queued(comm, peer):
             watch = comm.runtime.poller.watch
 
             def interrupted(work, *arguments, **options):
-                if isinstance(work, Sending):
+                if isinstance(work, SendPoll):
                     raise KeyboardInterrupt
                 watch(work, *arguments, **options)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from commlib.compress import CODECS, SCHEMES, GradientCompression, Part, scheme_of
-from commlib.devices.arrays import readable
+from commlib.compress import CODECS, SCHEMES, BucketPart, GradientCompression, scheme_of
+from commlib.devices.arrays import as_contiguous
 from tests.late import LATE, LateArray
 
 COMPRESSIONS = [name for name in (*CODECS, *SCHEMES) if name != "auto"]
-PARTS = [Part("weight", 0, (60, 40)), Part("bias", 2416, (61,)), Part("embedding", 2480, (1100,))]
+PARTS = [BucketPart("weight", 0, (60, 40)), BucketPart("bias", 2416, (61,)), BucketPart("embedding", 2480, (1100,))]
 PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # what lies between may be anything
 FLAGS = 3584
 STEPS = 4
@@ -32,12 +32,12 @@ def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[
     """Return what some steps leave: the values, the flags, whether they are finite, the bytes sent, the state."""
     compression = GradientCompression(comm, scheme_of(name), within_node=within_node)
     array = comm.empty(FLAGS + 16, device=LATE) if on_device else comm.empty(FLAGS + 16)
-    plan = compression.reduction("bucket", readable(array, "train"), PARTS, FLAGS, "mean")
+    plan = compression.reduction("bucket", as_contiguous(array, "train"), PARTS, FLAGS, "mean")
     found = []
     for step in range(STEPS):
         values = gradient(comm.rank, step, comm.size)
         if isinstance(array, LateArray):
-            LATE.copy(readable(array, "train"), readable(LATE.put(values), "train"))
+            LATE.copy(as_contiguous(array, "train"), as_contiguous(LATE.put(values), "train"))
         else:
             array[:] = values
         if step % 2:
@@ -49,7 +49,7 @@ def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[
         found.append((after[PLACES], after[FLAGS:] > 0, plan.finite, plan.sent_bytes))
     state = compression.state()
     compression.move()
-    again = compression.reduction("bucket", readable(array, "train"), PARTS, FLAGS, "mean")
+    again = compression.reduction("bucket", as_contiguous(array, "train"), PARTS, FLAGS, "mean")
     assert_same(compression.state(), state)
     del again
     return found, state

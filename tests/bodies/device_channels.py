@@ -176,14 +176,14 @@ def what_is_not_handed_back(comm, peer, there, device):
         for step in range(2):
             channel.send(there.put(np.full(2, step)))
         first, second = channel.recv(), channel.recv()
-        with pytest.raises(UsageError, match=r"all 2 messages that fit in have been received"):
+        with pytest.raises(UsageError, match=r"all 2 slots hold received messages"):
             channel.recv()
-        with pytest.raises(UsageError, match=r"no message that was received here"):
+        with pytest.raises(UsageError, match=r"not a received message of this channel"):
             channel.release(there.put(np.zeros(2, np.int64)))
-        with pytest.raises(UsageError, match=r"no message that was received here"):
+        with pytest.raises(UsageError, match=r"not a received message of this channel"):
             channel.release(np.zeros(2, np.int64))
         channel.release(first)
-        with pytest.raises(UsageError, match=r"no message that was received here"):
+        with pytest.raises(UsageError, match=r"not a received message of this channel"):
             channel.release(first)
         channel.send(there.put(np.full(2, 2)))
         third = channel.recv()
@@ -264,9 +264,9 @@ def sides_that_disagree(comm, peer, there, device):
 
 
 def wrong_arguments(comm, peer, there, device):
-    with pytest.raises(UsageError, match="codec= is for arrays of the host"):
+    with pytest.raises(UsageError, match="codec= supports only host arrays"):
         comm.channel(peer, "coded", (3,), codec="int8", device=device)
-    with pytest.raises(UsageError, match="a device of the kind 'abacus'"):
+    with pytest.raises(UsageError, match="a device of kind 'abacus'"):
         comm.channel(peer, "abacus", (3,), device="abacus")
     with comm.channel(peer, "wrong", (3,), device=device.name) as channel:
         with pytest.raises(UsageError, match="x is on host, but the channel was opened for device"):
@@ -326,7 +326,7 @@ def a_side_that_raises(comm, peer, there, device, monkeypatch):
             with pytest.raises(ValueError, match="out of luck") as caught:
                 channel.send(x)
         if is_direct:
-            assert "the other rank is told" in "".join(caught.value.__notes__)
+            assert "the other rank is notified" in "".join(caught.value.__notes__)
             with pytest.raises(CommlibError, match="ended half-way by ValueError"):
                 channel.recv()
         else:

@@ -15,20 +15,20 @@ import commlib
 from commlib import Communicator
 from commlib.compress.registry import codec_of
 from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import readable
+from commlib.devices.arrays import as_contiguous
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import NUMPY, Array
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib.expert.exchange import Exchange
-from commlib.expert.flow import Flow, parts_of
+from commlib.expert.chunked_dispatch import ChunkedDispatch, split_tokens
+from commlib.expert.dispatcher import Dispatcher
+from commlib.expert.dispatchers import dispatcher_over
+from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.mixture import Mixture
-from commlib.expert.on_node import OnNode
-from commlib.expert.placement import Placement
-from commlib.expert.ranks import ExpertRanks
-from commlib.expert.scaled import scaled_back
-from commlib.expert.ways import exchange_over
-from commlib.sharding.axis import Axis
+from commlib.expert.placement import ExpertPlacement
+from commlib.expert.scaled_gradients import scale_gradients
+from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
+from commlib.sharding.axis import ParallelAxis
 from tests.cuda.hard import assert_same_bits
 from tests.unit.expert.test_exchange import assign, expected_rows
 
@@ -49,9 +49,9 @@ def fetch(x: Any) -> Array:
 class Layer:
     """A layer with tokens on the host, whose exchange is the oracle, and the same on a device."""
 
-    def __init__(self, name: str, here: Exchange, there: Exchange, put: Put) -> None:
+    def __init__(self, name: str, here: Dispatcher, there: Dispatcher, put: Put) -> None:
         self.name, self._here, self._there = name, here, there
-        self._put: Put = lambda values: readable(put(values), name)
+        self._put: Put = lambda values: as_contiguous(put(values), name)
         self._calls: list[Any] = []
 
     def forward(self, chosen: Array, width: int, dtype: str, seed: int) -> None:
@@ -79,8 +79,8 @@ class Layer:
         of_made = self._here.combine_back(self.name, passage, gradient).copy()
         there_of_made = self._there.combine_back(self.name, there, self._put(gradient))
         assert_same_bits(fetch(there_of_made), of_made)
-        of_gates = scaled_back(of_made, made, came)
-        there_of_gates = scaled_back(there_of_made, there_made, there_came)
+        of_gates = scale_gradients(of_made, made, came)
+        there_of_gates = scale_gradients(there_of_made, there_made, there_came)
         assert_same_bits(fetch(there_of_made), of_made)
         assert_same_bits(fetch(there_of_gates), of_gates)
         of_x, numbers = self._here.dispatch_back(self.name, passage, of_made, of_gates)
@@ -96,10 +96,10 @@ def oracle() -> Communicator:
     return found
 
 
-def layers(comm: Communicator, put: Put, names: Sequence[str], placement: Placement | None = None) -> list[Layer]:
+def layers(comm: Communicator, put: Put, names: Sequence[str], placement: ExpertPlacement | None = None) -> list[Layer]:
     """Return layers that share what is between the ranks. Collective."""
-    where = Placement.even(EXPERTS, comm.size) if placement is None else placement
-    here, there = OnNode(oracle(), where), exchange_over(Axis(comm), where)
+    where = ExpertPlacement.even(EXPERTS, comm.size) if placement is None else placement
+    here, there = SharedMemoryDispatcher(oracle(), where), dispatcher_over(ParallelAxis(comm), where)
     return [Layer(name, here, there, put) for name in names]
 
 
@@ -141,7 +141,7 @@ def one_expert(comm: Communicator, put: Put) -> None:
 def moved_experts(comm: Communicator, put: Put) -> None:
     """Experts that are not in the order of their ranks."""
     owners = tuple((5 * expert + 1) % comm.size for expert in range(EXPERTS))
-    placement = Placement(
+    placement = ExpertPlacement(
         owners if set(owners) == set(range(comm.size)) else tuple(np.arange(6) % comm.size), comm.size
     )
     (layer,) = layers(comm, put, ["one"], placement)
@@ -174,7 +174,7 @@ def in_parts(comm: Communicator, put: Put) -> None:
 
     def run(mixture: Mixture, put: Callable[[Array], Any], scale: Callable[[Any], None]) -> list[Any]:
         routing = mixture.route(logits, training=False)
-        flow = Flow(mixture, parts_of(routing, 4), put(x), routing.gates)
+        flow = ChunkedDispatch(mixture, split_tokens(routing, 4), put(x), routing.gates)
         numbers, kept, found = range(4), [], list[Any]()
         flow.dispatch(0)
         for part in numbers:
@@ -190,12 +190,12 @@ def in_parts(comm: Communicator, put: Put) -> None:
         for part in reversed(numbers):
             flow.combine_back(part, put(x[flow.parts[part].first : flow.parts[part].last]))
         for part in reversed(numbers):
-            came = flow.combined_back(part).copy()
-            of_gates = scaled_back(came, *kept[part])
+            came = flow.wait_combine_back(part).copy()
+            of_gates = scale_gradients(came, *kept[part])
             scale(came)
             flow.dispatch_back(part, came, of_gates)
         for part in numbers:
-            found += flow.dispatched_back(part)
+            found += flow.wait_dispatch_back(part)
         return found
 
     here, there = (Mixture("parts", options, ExpertRanks.of(one, EXPERTS)) for one in (oracle(), comm))
@@ -208,24 +208,24 @@ def in_parts(comm: Communicator, put: Put) -> None:
 
     for _ in range(2):
         expected = run(here, lambda values: values, half_here)
-        found = run(there, lambda values: readable(put(values), "parts"), half)
+        found = run(there, lambda values: as_contiguous(put(values), "parts"), half)
         for got, wanted in zip(found, expected, strict=True):
             assert_same_bits(fetch(got), wanted)
 
 
 def other_meanings(comm: Communicator, put: Put) -> None:
     """Ranks that mean different layers, dtypes, steps or places: all raise, and say which. Then they go on."""
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = np.ones((3, 8), np.float32), np.ones(3 * EXPERTS, np.float32)
     assigned, odd = assign(np.ones((3, EXPERTS), bool)), comm.rank == 1
-    there = readable(put(x), "x")
+    there = as_contiguous(put(x), "x")
     with pytest.raises(MismatchError, match=r"rows on the host.*rank 1|rank 1.*rows on the host"):
         exchange.dispatch("zeroth", assigned, x if odd else there, gates)
     passage, rows, came, _ = exchange.dispatch("first", assigned, there, gates)
     with pytest.raises(MismatchError, match="layer of rank 1"):
         exchange.dispatch(f"layer of rank {int(odd)}", assigned, there, gates)
     with pytest.raises(MismatchError, match="float16"):
-        exchange.dispatch("second", assigned, readable(put(x.astype(np.float16)), "x") if odd else there, gates)
+        exchange.dispatch("second", assigned, as_contiguous(put(x.astype(np.float16)), "x") if odd else there, gates)
     with pytest.raises(MismatchError, match="combine, backward"):
         exchange.combine_back("first", passage, there) if odd else exchange.combine("first", passage, rows, came)
     np.testing.assert_array_equal(fetch(exchange.combine("first", passage, rows, came)), EXPERTS * x)
@@ -233,9 +233,11 @@ def other_meanings(comm: Communicator, put: Put) -> None:
 
 def rows_of_the_host(comm: Communicator, put: Put) -> None:
     """Experts that fetch their rows are told."""
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = np.ones((2, 8), np.float32), np.ones(2 * EXPERTS, np.float32)
-    passage, rows, came, _ = exchange.dispatch("one", assign(np.ones((2, EXPERTS), bool)), readable(put(x), "x"), gates)
+    passage, rows, came, _ = exchange.dispatch(
+        "one", assign(np.ones((2, EXPERTS), bool)), as_contiguous(put(x), "x"), gates
+    )
     with pytest.raises(UsageError, match=r"one: float32\[\d+, 8\] is on the host"):
         exchange.combine("one", passage, fetch(rows), came)
     np.testing.assert_array_equal(fetch(exchange.combine("one", passage, rows, came)), EXPERTS * x)
@@ -246,15 +248,17 @@ def encoded(comm: Communicator, put: Put) -> None:
 
     Between ranks that share memory rows do, too.
     """
-    placement, width = Placement.even(EXPERTS, comm.size), 48
+    placement, width = ExpertPlacement.even(EXPERTS, comm.size), 48
     for codec, most in (("bf16", 2**-8), ("fp8", 2**-3)):
-        exchange = exchange_over(Axis(comm), placement, codec_of(codec))
+        exchange = dispatcher_over(ParallelAxis(comm), placement, codec_of(codec))
         loss = 0 if comm.group.shares_memory or comm.size == 1 else most
         chosen = [np.random.default_rng(rank).random((9 * (rank + 1), EXPERTS)) < 0.4 for rank in range(comm.size)]
         xs = [np.random.default_rng([2, rank]).standard_normal((len(each), width)) for rank, each in enumerate(chosen)]
         x = xs[comm.rank].astype(np.float32)
         gates = np.arange(1, 1 + chosen[comm.rank].sum(), dtype=np.float32)
-        passage, rows, came, counts = exchange.dispatch("one", assign(chosen[comm.rank]), readable(put(x), "x"), gates)
+        passage, rows, came, counts = exchange.dispatch(
+            "one", assign(chosen[comm.rank]), as_contiguous(put(x), "x"), gates
+        )
         expected = expected_rows(chosen, [each.astype(np.float32) for each in xs], placement, comm.rank, None)
         difference = np.abs(fetch(rows) - expected)
         assert counts.sum() == len(expected)

@@ -13,7 +13,7 @@ import pytest
 from commlib.devices.array import DeviceArray
 from commlib.errors import PeerError
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule
-from commlib.pipeline.stage import Values
+from commlib.pipeline.stage import StageValues
 
 Work = list[Action]
 
@@ -181,7 +181,7 @@ class ArrayStage:
         self.finals: list[bool] = []
         self.reduced = 0
 
-    def forward(self, microbatch: int, inputs: Mapping[int, Values]) -> dict[int, Values]:
+    def forward(self, microbatch: int, inputs: Mapping[int, StageValues]) -> dict[int, StageValues]:
         self.before(Action(self.stage, Kind.F, microbatch))
         given = {}
         for source, (tensors, note) in inputs.items():
@@ -197,10 +197,10 @@ class ArrayStage:
         out = total if self.changes_nothing else self.weight * total
         if not self.targets:
             self.losses[microbatch] = float(3 * out.sum())
-        values = Values([out, np.array([microbatch], np.int64), None], f"of {self.stage}")
+        values = StageValues([out, np.array([microbatch], np.int64), None], f"of {self.stage}")
         return dict.fromkeys(self.targets, values)
 
-    def _gradients(self, microbatch: int, gradients: Mapping[int, Values]) -> tuple[Any, Any]:
+    def _gradients(self, microbatch: int, gradients: Mapping[int, StageValues]) -> tuple[Any, Any]:
         given, total = self.given.pop(microbatch)
         if given:
             assert (sum(given.values()) == total).all(), "an input has changed since its forward"
@@ -213,18 +213,18 @@ class ArrayStage:
         back = sum(values.tensors[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
         return total, back
 
-    def _back(self, gradient: Any) -> dict[int, Values]:
+    def _back(self, gradient: Any) -> dict[int, StageValues]:
         back = gradient if self.changes_nothing else self.weight * gradient
-        return dict.fromkeys(self.sources, Values([back, None, None]))
+        return dict.fromkeys(self.sources, StageValues([back, None, None]))
 
-    def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, Values]:
+    def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, StageValues]:
         self.before(Action(self.stage, Kind.B, microbatch))
         total, gradient = self._gradients(microbatch, gradients)
         self.gradient += float((total * gradient).sum())
         self.finals.append(final)
         return self._back(gradient)
 
-    def backward_input(self, microbatch: int, gradients: Any) -> dict[int, Values]:
+    def backward_input(self, microbatch: int, gradients: Any) -> dict[int, StageValues]:
         self.before(Action(self.stage, Kind.I, microbatch))
         total, gradient = self._gradients(microbatch, gradients)
         self.pending[microbatch] = total, gradient

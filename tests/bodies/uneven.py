@@ -93,7 +93,7 @@ def check_misfit(comm: Any, case: Case, odd: int) -> None:
     try:
         comm.all_to_all_v(x, splits, out=out)
     except UsageError as error:
-        assert here and f"{sum(takes)} rows came to rank {comm.rank}" in str(error)
+        assert here and f"rank {comm.rank} received {sum(takes)} rows" in str(error)
         assert f"out has {sum(takes) + 1}" in str(error)
         assert not out.astype(bool).any()
     else:

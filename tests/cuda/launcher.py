@@ -8,12 +8,12 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.kernels.cuda.launcher import Defines
-from commlib.kernels.cuda.sources import whole
+from commlib.kernels.cuda.sources import expand_source
 from tests.cuda import build
 
 
 class HostLauncher:
-    """See `commlib.kernels.cuda.launcher.Launcher`. most_workers: few, so that kernels' loops have several rounds.
+    """See `commlib.kernels.cuda.launcher.KernelLauncher`. most_workers: few, so that loops have several rounds.
 
     lanes: of each worker: 1, or 32 as on a GPU.
     """
@@ -28,7 +28,7 @@ class HostLauncher:
         if workers == 0:
             return
         self.launches.append(kernel)
-        built = build.library(whole(source), build.written(defines), self.lanes)
+        built = build.library(expand_source(source), build.written(defines), self.lanes)
         build.run(built, kernel, min(workers, self.most_workers), [np.asarray(arg) for arg in args])
 
     def scratch(self, nbytes: int) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.kernels.cuda.sources import OPTIONS, whole
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 WHEELS = "cuda-bindings==12.9.* nvidia-cuda-nvrtc-cu12==12.9.*"
 
@@ -27,7 +27,7 @@ def compiled(source: str, defines: Sequence[str], arch: str) -> tuple[bytes, str
     (known,) = _answer(nvrtc.nvrtcGetSupportedArchs())
     if int(arch.split("_")[1]) not in known:
         pytest.skip(f"this NVRTC compiles for {known}, not for {arch}: pip install {WHEELS}")
-    (program,) = _answer(nvrtc.nvrtcCreateProgram(whole(source).encode(), source.encode(), 0, [], []))
+    (program,) = _answer(nvrtc.nvrtcCreateProgram(expand_source(source).encode(), source.encode(), 0, [], []))
     try:
         told = [f"-arch={arch}", *OPTIONS, *(f"-D{define}" for define in defines)]
         (refused,) = nvrtc.nvrtcCompileProgram(program, len(told), [option.encode() for option in told])

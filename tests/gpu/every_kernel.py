@@ -144,11 +144,11 @@ KINDS = ("normal", "ties", "equal", "zeros", "denormal", "huge", "near", "rising
 def make_largest():
     for (number, kind), (before, after) in itertools.product(enumerate(KINDS), residuals(150_000)):
         value = list(VALUES)[number % 3]
-        payload = np.zeros(host_sparse.most(150_000, 1500, VALUES[value]), np.uint8)
+        payload = np.zeros(host_sparse.max_bytes(150_000, 1500, VALUES[value]), np.uint8)
         yield values_of(kind, 150_000), before, after, 1500, value, payload
     for factor, (before, after) in itertools.product((100.0, 0.0), residuals(len(misleading(1.0)))):
         x = misleading(factor)
-        yield x, before, after, 40_000, "float32", np.zeros(host_sparse.most(len(x), 40_000, 0), np.uint8)
+        yield x, before, after, 40_000, "float32", np.zeros(host_sparse.max_bytes(len(x), 40_000, 0), np.uint8)
 
 
 def make_random():
@@ -160,13 +160,13 @@ def make_random():
             700,
             seed,
             1.5,
-            np.zeros(host_sparse.most(COUNT, 700, 0), np.uint8),
+            np.zeros(host_sparse.max_bytes(COUNT, 700, 0), np.uint8),
         )
 
 
 def make_read_sparse():
     for value, add in itertools.product(VALUES, (False, True)):
-        payload = np.zeros(host_sparse.most(COUNT, 500, VALUES[value]), np.uint8)
+        payload = np.zeros(host_sparse.max_bytes(COUNT, 500, VALUES[value]), np.uint8)
         used = HOST.largest(values_of("normal", COUNT), None, None, 500, value, payload)
         for given in (payload[:used].copy(), payload[: used - 3].copy()):
             yield given, value, np.zeros(COUNT, np.float32), add
@@ -196,7 +196,7 @@ def make_accumulate():
     for (number, kind), nesterov in itertools.product(enumerate(("normal", "ties", "zeros")), (False, True)):
         value = list(VALUES)[number]
         arrays = [values_of(kind, 4001), *(values_of("normal", 4001, seed) for seed in range(4))]
-        yield *arrays, 0.3, 0.9, nesterov, 40, value, np.zeros(host_sparse.most(4001, 40, VALUES[value]), np.uint8)
+        yield *arrays, 0.3, 0.9, nesterov, 40, value, np.zeros(host_sparse.max_bytes(4001, 40, VALUES[value]), np.uint8)
 
 
 def make_orthonormalise():

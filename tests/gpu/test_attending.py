@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from commlib_torch.tensor.attending import ByProducts, Efficient, attending, trial  # noqa: E402
+from commlib_torch.tensor.attention_kernels import EfficientAttention, MatmulAttention, choose_kernel, trial  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 
@@ -17,11 +17,11 @@ HALVES_AND_SINGLE = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", HALVES_AND_SINGLE, ids=str)
 def test_operators(gpu: Any, dtype: Any) -> None:
-    assert trial(Efficient(), torch.device("cuda", gpu.device.index), dtype) == ""
+    assert trial(EfficientAttention(), torch.device("cuda", gpu.device.index), dtype) == ""
 
 
 def test_what_attends(gpu: Any) -> None:
     where = torch.device("cuda", gpu.device.index)
     for dtype in HALVES_AND_SINGLE:
-        assert isinstance(attending(torch.zeros(1, dtype=dtype, device=where)), Efficient)
-    assert isinstance(attending(torch.zeros(1, dtype=torch.float64, device=where)), ByProducts)
+        assert isinstance(choose_kernel(torch.zeros(1, dtype=dtype, device=where)), EfficientAttention)
+    assert isinstance(choose_kernel(torch.zeros(1, dtype=torch.float64, device=where)), MatmulAttention)

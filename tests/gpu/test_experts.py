@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.devices.arrays import readable
+from commlib.devices.arrays import as_contiguous
 from commlib.devices.cuda import peers
-from commlib.expert.placement import Placement
-from commlib.expert.ways import exchange_over
-from commlib.sharding.axis import Axis
+from commlib.expert.dispatchers import dispatcher_over
+from commlib.expert.placement import ExpertPlacement
+from commlib.sharding.axis import ParallelAxis
 from tests.bodies import experts_there
 from tests.bodies.experts_there import EXPERTS, fetch, table
 from tests.gpu.ways import EACH_WAY
@@ -38,8 +38,8 @@ def test_ranks_that_mean_something_else(comm: Any, gpu: Any) -> None:
 @EACH_WAY
 @pytest.mark.parametrize("calls", [300, pytest.param(1200, marks=pytest.mark.long)])
 def test_nothing_grows(comm: Any, gpu: Any, calls: int) -> None:
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
-    x, chosen = readable(gpu.put(np.ones((40, 64), np.float32)), "x"), table(comm, [40], 2)
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
+    x, chosen = as_contiguous(gpu.put(np.ones((40, 64), np.float32)), "x"), table(comm, [40], 2)
     assigned, gates = assign(chosen), np.ones(80, np.float32)
 
     def free() -> Any:

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from commlib.diagnosis.facts import Host, Job, Mpi, Rank, Start
+from commlib.diagnosis.facts import HostFacts, JobFacts, LaunchFacts, MpiFacts, RankFacts
 
-OPEN_MPI = Mpi(
+OPEN_MPI = MpiFacts(
     "Open MPI v5.0.11", "/usr/lib/libmpi.so.40", "Open MPI", "openmpi", "", "3.1", "MULTIPLE", "no (says 0)", 0.2
 )
 MPICH = replace(OPEN_MPI, library="MPICH Version 5.0.2", file="/usr/lib/libmpi.so.12", vendor="MPICH", abi="mpich")
 
 
-def host(name: str = "a", cores: int = 8) -> Host:
-    return Host(name, "Linux 6", cores, 64 << 30, None, None, 32 << 30, 32 << 30, None, {"eth0": "10 Gbit/s"}, {}, ())
+def host(name: str = "a", cores: int = 8) -> HostFacts:
+    return HostFacts(
+        name, "Linux 6", cores, 64 << 30, None, None, 32 << 30, 32 << 30, None, {"eth0": "10 Gbit/s"}, {}, ()
+    )
 
 
-def rank(number: int, size: int, *, at: Host | None = None, command: str = "mpirun", mpi: Mpi = OPEN_MPI) -> Rank:
+def rank(
+    number: int, size: int, *, at: HostFacts | None = None, command: str = "mpirun", mpi: MpiFacts = OPEN_MPI
+) -> RankFacts:
     at = at or host()
-    return Rank(
+    return RankFacts(
         rank=number,
         host=at,
         commlib="1.0",
@@ -32,7 +36,7 @@ def rank(number: int, size: int, *, at: Host | None = None, command: str = "mpir
         environment={},
         settings={},
         origins={},
-        start=Start(command, "PMIx", number, size),
+        start=LaunchFacts(command, "PMIx", number, size),
         mpi=mpi,
         peer_reads=True,
     )
@@ -40,15 +44,15 @@ def rank(number: int, size: int, *, at: Host | None = None, command: str = "mpir
 
 def job(
     size: int = 2,
-    change: Callable[[Rank], Rank] = lambda rank: rank,
+    change: Callable[[RankFacts], RankFacts] = lambda rank: rank,
     *,
     command: str = "mpirun",
-    mpi: Mpi = OPEN_MPI,
-) -> Job:
+    mpi: MpiFacts = OPEN_MPI,
+) -> JobFacts:
     """Return a job of a launcher on one host, each rank changed."""
-    return Job(tuple(change(rank(number, size, command=command, mpi=mpi)) for number in range(size)))
+    return JobFacts(tuple(change(rank(number, size, command=command, mpi=mpi)) for number in range(size)))
 
 
-def on_hosts(names: str, change: Callable[[Rank], Rank] = lambda rank: rank) -> Job:
+def on_hosts(names: str, change: Callable[[RankFacts], RankFacts] = lambda rank: rank) -> JobFacts:
     """Return a job with a rank on each host; a letter is a host's name."""
-    return Job(tuple(change(rank(number, len(names), at=host(name))) for number, name in enumerate(names)))
+    return JobFacts(tuple(change(rank(number, len(names), at=host(name))) for number, name in enumerate(names)))

@@ -9,20 +9,20 @@ import numpy as np
 
 from commlib.tensor_parallel import equations
 from commlib.tensor_parallel.equations import NEW, Equation, Shape
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
 class Written:
     """A model that is written down step by step. Each method returns the number of its result."""
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[TraceStep] = []
         self._shapes: dict[int, Shape] = {}
 
     def step(self, layer: str, kind: str, inputs: Sequence[int], shapes: Sequence[Shape], **more: Any) -> list[int]:
         made = list(range(len(self._shapes), len(self._shapes) + len(shapes)))
         self._shapes |= dict(zip(made, shapes, strict=True))
-        self._steps.append(Step(layer, kind, tuple(inputs), tuple(made), **more))
+        self._steps.append(TraceStep(layer, kind, tuple(inputs), tuple(made), **more))
         return made
 
     def given(self, *shape: int) -> int:
@@ -46,7 +46,7 @@ class Written:
         return self.step(name, "attention", [x, x, x], [self._shapes[x]], text="Attention", size=(heads, heads))[0]
 
     def norm(self, name: str, x: int, *dims: int) -> int:
-        equation = equations.along(self._shapes[x], dims or (-1,))
+        equation = equations.dimwise(self._shapes[x], dims or (-1,))
         return self.step(name, "equation", [x], [self._shapes[x]], text="LayerNorm", equation=equation, weights=True)[0]
 
     def dropout(self, name: str, x: int) -> int:
@@ -64,25 +64,25 @@ class Written:
         return self.step("", "equation", inputs, [shape], text=text, equation=equations.pointwise(*shapes))[0]
 
     def softmax(self, x: int, dim: int = -1) -> int:
-        equation = equations.along(self._shapes[x], (dim,))
+        equation = equations.dimwise(self._shapes[x], (dim,))
         return self.step("", "equation", [x], [self._shapes[x]], text="softmax", equation=equation)[0]
 
     def mean(self, x: int, dim: int) -> int:
         shape = self._shapes[x]
-        equation = equations.reduced(shape, (dim,))
+        equation = equations.reduction(shape, (dim,))
         gone = dim % len(shape)
         return self.step("", "equation", [x], [(*shape[:gone], *shape[gone + 1 :])], text="mean", equation=equation)[0]
 
     def permute(self, x: int, *dims: int) -> int:
         shape = self._shapes[x]
         made = tuple(shape[dim] for dim in dims)
-        return self.step("", "equation", [x], [made], text="permute", equation=equations.viewed(len(shape), dims))[0]
+        return self.step("", "equation", [x], [made], text="permute", equation=equations.selection(len(shape), dims))[0]
 
     def pick(self, x: int, dim: int) -> int:
         shape = self._shapes[x]
         dims = [at for at in range(len(shape)) if at != dim % len(shape)]
         made = tuple(shape[at] for at in dims)
-        return self.step("", "equation", [x], [made], text="select", equation=equations.viewed(len(shape), dims))[0]
+        return self.step("", "equation", [x], [made], text="select", equation=equations.selection(len(shape), dims))[0]
 
     def matmul(self, left: int, right: int) -> int:
         first, second = self._shapes[left], self._shapes[right]
@@ -126,8 +126,8 @@ class Written:
 
     def trace(
         self, *outputs: int, tied: Sequence[tuple[str, ...]] = (), whole: bool = True, kept: Sequence[int] = ()
-    ) -> Trace:
-        return Trace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole, kept=tuple(kept))
+    ) -> ModelTrace:
+        return ModelTrace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole, kept=tuple(kept))
 
 
 def _half(equation: Equation, label: int, arrays: Sequence[Any], half: int) -> list[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from commlib.buffers import shared_memory
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
-from commlib.devices.protocol import OutOfReachError
+from commlib.devices.protocol import UnreachableMemoryError
 from commlib.devices.registry import register
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import TransportError, UsageError
@@ -155,7 +155,7 @@ class LateDevice:
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
         if not all(gather(self.has_reach)):
-            raise OutOfReachError("late memory is not mapped by other ranks: has_reach is False on one of them")
+            raise UnreachableMemoryError("late memory is not mapped by other ranks: has_reach is False on one of them")
         segment = shared_memory.share(rank, nbytes, gather)
         self._engine.note_shared(segment.mappings, nbytes)
         return segment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from commlib.buffers.peer_memory import Mapped, PeerMemory
+from commlib.buffers.peer_memory import PeerMapping, PeerMemory
 from commlib.errors import TransportError
 
 
@@ -30,7 +30,7 @@ class LateOpened:
     def __init__(self, handle: str) -> None:
         path, name, nbytes = json.loads(handle)
         try:
-            memory = Mapped((path, name, nbytes))
+            memory = PeerMapping((path, name, nbytes))
         except OSError as error:
             raise TransportError(f"cannot open late memory of another rank: {error}") from error
         self.address, self.nbytes = memory.address, nbytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlib.devices.array import DeviceArray
 from commlib.kernels.host.table import HostKernels
-from commlib.kernels.protocol import Blocks, Code, Fault, Value
+from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
 
 if TYPE_CHECKING:
     from tests.late.device import LateDevice
@@ -120,7 +120,7 @@ class LateKernels:
         a, at, to = _bare(values), _bare(places), _bare(out)
         self._queue([out], [values, places], lambda: self._host.place(a, at, to))
 
-    def copy_blocks(self, source: Any, target: Any, blocks: Blocks) -> None:
+    def copy_blocks(self, source: Any, target: Any, blocks: BlockLayout) -> None:
         a, to = _bare(source), _bare(target)
         self._queue([target], [source], lambda: self._host.copy_blocks(a, to, blocks))
 

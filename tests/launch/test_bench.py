@@ -67,7 +67,7 @@ WRONG = {
     "an unknown option": (["all_reduce", "--sizes", "4K"], "No such option: --sizes"),
     "an unknown verb": (["all_redcue"], "verb 'all_redcue' is unknown"),
     "a bad size": (["all_reduce", "--end", "4Q"], "size '4Q': expected"),
-    "a root that is not there": (["broadcast", "--root", "2"], "--root is 2, but there are the ranks 0 to 1"),
+    "a root that is not there": (["broadcast", "--root", "2"], "--root is 2: expected a rank from 0 to 1"),
     "an unknown algorithm": (["all_gather", "--algorithm", "rnig"], "all_gather has no algorithm 'rnig'; known are"),
     "a folder that cannot be": (["all_reduce", "--out", "/dev/null/x"], "--out /dev/null/x: cannot make this folder"),
 }

@@ -59,8 +59,8 @@ def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
         file.write('{"kind": "ca')  # what a kill of the node leaves
     done = mpirun(2, [*SWEEP, *arguments], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "half a line at its end is cut off, 12 bytes" in done.stdout
-    assert f"# {CASES} cases, 3 of them are in {out} already" in done.stdout
+    assert "an incomplete last line is cut off, 12 bytes" in done.stdout
+    assert f"# {CASES} cases, 3 of them are already in {out}" in done.stdout
     assert "# left out: ranks_per_node = 9 with nodes = 1" in done.stdout
     assert "# measured: 3 refused, 4 ok" in done.stdout
     cases = lines_of(out, "case")
@@ -142,7 +142,7 @@ def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, tmp_path):
     out.write_text("a song\n")
     done = mpirun(2, [*SWEEP, "--out", str(out)])
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("line 1: no line of a sweep's results") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("line 1: not a line of a sweep's results") == 1 and "Traceback" not in done.stderr
 
 
 # Two ranks that measure; of one case the second rank never comes.

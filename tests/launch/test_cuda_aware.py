@@ -32,8 +32,8 @@ KINDS = {
 }
 FOUND = {
     "works": "",
-    "crashes": "the process that tried it was ended by SIGSEGV",
-    "loses a byte": "1 of 64 bytes arrived wrong",
+    "crashes": "the probe process was killed by SIGSEGV",
+    "loses a byte": "1 of 64 bytes arrived corrupted",
     "finds no GPU": "ended with code 1: RuntimeError: no CUDA-capable device is detected",
 }
 
@@ -76,7 +76,7 @@ def start(mpirun, folder: str, claim: str) -> tuple[list[str], str]:
 def test_the_libraries_of_wheels_say_no(mpirun, tmp_path):
     said, logged = start(mpirun, gpus(tmp_path, "crashes"), "...")
     assert said == ["takes it: False"] * 2
-    assert logged.startswith("commlib INFO: MPI gets data of GPUs by way of host memory: it takes none (")
+    assert logged.startswith("commlib INFO: GPU data goes through host memory: MPI cannot use GPU memory (")
     assert "opal_cuda_support is off" in logged or "MPIX_GPU_query_support says 0" in logged
 
 

@@ -14,7 +14,7 @@ layer(torch.ones(3, 4)).sum().backward()
 try:
     torch.optim.Adafactor(layer.parameters()).step()
 except commlib.UsageError as error:
-    assert "whole weights" in str(error), error
+    assert "full weights" in str(error), error
 else:
     raise AssertionError("it took a part for the whole")
 """

@@ -133,7 +133,7 @@ runpy.run_module("commlib", run_name="__main__")
     done = mpirun(2, program, timeout=30)
     assert done.returncode != 0 and not done.stdout.startswith("commlib  ")
     assert "What is wrong:" in done.stderr
-    assert "- error: this process did not gather what the ranks have found within 2 s" in done.stderr
+    assert "- error: this process did not gather the facts of all ranks within 2 s" in done.stderr
 
 
 @pytest.mark.any_mpi

@@ -107,7 +107,7 @@ reduce("both").wait()
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert re.search(
-            rf"rank {rank}: process set 0: allreduce 'step{rank}': rank {rank}: not asked for by rank {1 - rank}; "
+            rf"rank {rank}: process set 0: allreduce 'step{rank}': rank {rank}: not submitted by rank {1 - rank}; "
             rf"rank {1 - rank} waits for ('step{1 - rank}'|nothing|'both')",
             done.stdout,
         ), done.stdout
@@ -222,7 +222,7 @@ assert again == mine and total("z", again) == mine.size()
 for sets, words in (
     ([low, hvd.ProcessSet([1, 0])], "the ranks [0, 1] are given twice"),
     ([low, low], "the ranks [0, 1] are given twice"),
-    ([again, hvd.ProcessSet([2, 1, 0])], "the ranks [0, 1, 2] are all there are: that is the global process set"),
+    ([again, hvd.ProcessSet([2, 1, 0])], "the ranks [0, 1, 2] are all ranks: they already are the global process set"),
 ):
     try:
         hvd.init(process_sets=sets)
@@ -238,13 +238,13 @@ new = hvd.ProcessSet([2])
 try:
     hvd.init(process_sets=[new, bad])
 except UsageError as error:
-    assert "ranks [0, 7], but there are the ranks 0 to 2" in str(error), error
+    assert "ranks [0, 7]: expected ranks from 0 to 2" in str(error), error
 else:
     sys.exit("not refused")
 try:
     hvd.init(process_sets=[new, hvd.ProcessSet([comm.rank])])
 except MismatchError as error:
-    assert "rank 0 gives a process set of the ranks [0], but rank 1 gives none of them" in str(error), error
+    assert "rank 0 passes a process set of the ranks [0], but rank 1 does not" in str(error), error
 else:
     sys.exit("not refused")
 assert new.process_set_id is None
@@ -299,7 +299,7 @@ print("fine")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 2
-    said = "these variables mean nothing to commlib, and are ignored: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    said = "commlib does not support these variables and ignores them: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
     assert done.stderr.count(said) == 1, done.stderr
 
 

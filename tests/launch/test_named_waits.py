@@ -58,11 +58,11 @@ if hvd.rank() != late:
         r"(rank \d has given up process set 0: it waited for ranks? [\d, ]+ in vain; )*"
     )
     gone += rf"rank {ranks - 1} has shut commlib down or left the program"
-    last = rf"the last operation of all ranks was allreduce 'before', \d+ s ago, and rank {ranks - 1} has asked for"
+    last = rf"the last operation of all ranks was allreduce 'before', \d+ s ago, and rank {ranks - 1} has submitted"
     for rank in range(ranks - 1):
         for name in ("a", "next"):
             said = rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: {gone}; this rank waits "
-            said += rf"for 'a'; ('a' has been asked for .*too; )?{last} nothing since; process set 0 cannot be used"
+            said += rf"for 'a'; ('a' was submitted .*too; )?{last} nothing since; process set 0 cannot be used"
             assert re.search(said, done.stdout), done.stdout
 
 
@@ -83,13 +83,13 @@ time.sleep(3)
     assert done.returncode == 0, done.stderr
     assert not re.search(INTERNAL, done.stdout + done.stderr), done.stdout + done.stderr
     state = rf"; not there yet: rank {ranks - 1}; this rank waits for 'a'; no operation of all ranks has run yet, and "
-    state += rf"rank {ranks - 1} has asked for nothing"
+    state += rf"rank {ranks - 1} has submitted nothing"
     for rank in range(ranks - 1):
         begin = rf"process set 0: allreduce 'a': rank {rank}"
         assert re.search(rf"WARNING: {begin} has waited [12] s{state}\n", done.stderr), done.stderr
         stalled = rf"StallError on {rank}: {begin}: gave up after 2 s \(COMMLIB_TIMEOUT\){state}; look at what the late"
         assert re.search(stalled, done.stdout), done.stdout
-    gave_up = r"will not come: rank 0 has given up process set 0: it waited too long for 'a' \(COMMLIB_TIMEOUT\)"
+    gave_up = r"will not come: rank 0 has given up process set 0: it timed out waiting for 'a' \(COMMLIB_TIMEOUT\)"
     assert re.search(rf"PeerError on {ranks - 1}: process set 0: allreduce 'a': .*{gave_up}", done.stdout), done.stdout
 
 

@@ -98,7 +98,7 @@ def test_it_leaves_and_goes_on_exactly(start: Start, mpirun: MpiRun, script: Pat
         job.send(signal.SIGUSR1, target)
         code, out, err = job.end(30)
     assert (code, "end" in out) == (AGAIN, False), out + err
-    assert err.count("preemption: SIGUSR1 came to rank") == 1, err
+    assert err.count("preemption: SIGUSR1 received by rank") == 1, err
     assert len(checkpoints(tmp_path)) == 1
     again = mpirun(2, script)
     assert again.returncode == 0, again.stderr
@@ -116,7 +116,7 @@ def test_a_signal_in_the_middle_of_a_checkpoint_and_another_one(start: Start, mp
             job.send(signal.SIGUSR1, "ranks")
         code, out, err = job.end(30)
     assert (code, "end" in out) == (AGAIN, False), out + err
-    assert err.count("preemption: SIGUSR1 came to ranks 0-1") == 1, err
+    assert err.count("preemption: SIGUSR1 received by ranks 0-1") == 1, err
     again = mpirun(2, script)
     assert last_line(again.stdout) == expected(), again.stderr
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commlib import folders
-from commlib.cost.records import Entry, Measured
+from commlib.cost.records import Entry, MeasuredTime
 from commlib.cost.table import Table
 from tests.launch.conftest import MpiRun
 
@@ -46,7 +46,7 @@ def test_tune_writes_a_table_that_init_and_show_read(mpirun: MpiRun, tmp_path: P
 @pytest.mark.long
 def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
-    elsewhere = Entry("all_reduce", 4, 8, "Some MPI 1.0", "any", (Measured(1024, "ring", 0, 1e-5),))
+    elsewhere = Entry("all_reduce", 4, 8, "Some MPI 1.0", "any", (MeasuredTime(1024, "ring", 0, 1e-5),))
     Table((elsewhere,)).save(file)
     done = mpirun(3, [*COMMAND, "tune", "--seconds", "0.2", "--out", str(file)], timeout=90)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
 def test_tune_measures_the_ways_of_arrays_on_gpus(mpirun: MpiRun, tmp_path: Path) -> None:
     """They are added to what a file knows of the host; a call goes by what is written there."""
     file = tmp_path / "tuning.json"
-    of_host = Entry("all_reduce", 1, 2, "Some MPI 1.0", "any", (Measured(1024, "ring", 0, 1e-5),))
+    of_host = Entry("all_reduce", 1, 2, "Some MPI 1.0", "any", (MeasuredTime(1024, "ring", 0, 1e-5),))
     Table((of_host,)).save(file)
     there = "from tests.cuda.gpu import gpu; gpu(); from commlib.cli import main; main()"
     words = ["tune", "--device", "cuda", "--seconds", "0.1", "--out", str(file)]
@@ -84,7 +84,7 @@ def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Pa
     broken.write_text("{")
     for arguments, message in (
         (["--out", str(broken)], "cannot read the tuning table"),
-        (["--out", str(broken / "below.json")], "is not a folder to write in"),
+        (["--out", str(broken / "below.json")], "is not a writable folder"),
     ):
         done = mpirun(2, [*COMMAND, "tune", *arguments])
         assert done.returncode == 2, (done.stdout, done.stderr)
@@ -96,7 +96,7 @@ def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Pa
 def test_a_table_that_no_cluster_has_is_refused_at_the_start(mpirun: MpiRun, tmp_path: Path) -> None:
     """The first collective by a table with 10^9 segments went on for ever."""
     file = tmp_path / "tuning.json"
-    absurd = Entry("all_reduce", 1, 2, "", "any", (Measured(1 << 30, "double_tree", 10**9, 1e-9),))
+    absurd = Entry("all_reduce", 1, 2, "", "any", (MeasuredTime(1 << 30, "double_tree", 10**9, 1e-9),))
     Table((absurd,)).save(file)
     done = mpirun(2, "import commlib; commlib.init()", env={"COMMLIB_TUNING_FILE": str(file)})
     assert done.returncode != 0

@@ -110,5 +110,5 @@ def test_a_late_rank_is_named(comm):
         with pytest.raises((StallError, PeerError)) as caught:
             late.all_to_all_v(x, counts, takes=counts)
         if isinstance(caught.value, StallError):
-            assert f"not there yet: rank {comm.size - 1}" in str(caught.value)
+            assert f"not arrived: rank {comm.size - 1}" in str(caught.value)
     comm.barrier()

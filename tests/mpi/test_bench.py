@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from commlib.bench import cases, gloo_peer, measure
 from commlib.bench.measure import burst_of, memory_pass, wrong_elements
-from commlib.bench.options import Options, Refused, check
+from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.rows import OURS, mistakes
 from commlib.bench.session import Session
 from commlib.bench.verbs import VERBS
@@ -34,7 +34,7 @@ def short_bursts(monkeypatch):
 @pytest.fixture(scope="module")
 def gloo(comm):
     pytest.importorskip("torch")
-    with gloo_peer.joined(WORLD, one_node=True):
+    with gloo_peer.join_gloo(WORLD, one_node=True):
         yield
 
 
@@ -42,7 +42,7 @@ def session(comm, verb, **options):
     options = {"sizes": (1, 5000), "rounds": 1, **options}
     if verb == "barrier":
         options.pop("sizes")
-    made = Session(comm, WORLD, check(Options(verb, **options), comm.size))
+    made = Session(comm, WORLD, check(BenchOptions(verb, **options), comm.size))
     made.probe()
     return made
 
@@ -221,7 +221,7 @@ def test_without_checks_nothing_is_claimed(comm):
 
 
 def test_what_commlib_cannot_do_is_refused_on_all_ranks(comm):
-    with pytest.raises(Refused, match="no algorithm 'rnig'; known are"):
+    with pytest.raises(BenchOptionsError, match="no algorithm 'rnig'; known are"):
         session(comm, "all_reduce", algorithm="rnig")
     with pytest.raises(UsageError, match="without losing digits"):
         session(comm, "all_reduce", algorithm="native", dtypes=("bfloat16",))

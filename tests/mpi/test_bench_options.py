@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from commlib.bench.options import Options, check
+from commlib.bench.options import BenchOptions, check
 from commlib.bench.rows import mistakes
 from commlib.bench.session import Session
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
 def rows(comm, verb, **options):
-    session = Session(comm, MPI.COMM_WORLD, check(Options(verb, sizes=(4000,), rounds=2, **options), comm.size))
+    session = Session(comm, MPI.COMM_WORLD, check(BenchOptions(verb, sizes=(4000,), rounds=2, **options), comm.size))
     session.probe()
     return list(session.rows())
 
@@ -33,7 +33,9 @@ def test_no_calls_are_timed_that_nobody_asked_for(comm):
 
 
 def test_as_many_calls_as_asked_for(comm):
-    session = Session(comm, MPI.COMM_WORLD, check(Options("barrier", rounds=2, iters=5, warmup_iters=3), comm.size))
+    session = Session(
+        comm, MPI.COMM_WORLD, check(BenchOptions("barrier", rounds=2, iters=5, warmup_iters=3), comm.size)
+    )
     number = 0
 
     def make(case):

@@ -8,14 +8,14 @@ import pytest
 from mpi4py import MPI
 
 from commlib.bench import pairs
-from commlib.bench.options import Options
+from commlib.bench.options import BenchOptions
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
 def test_every_pair_is_measured_and_all_ranks_know_it(comm):
     told = []
-    options = Options("pairs", sizes=(1, 70_000), rounds=1, iters=2, warmup_iters=0)
+    options = BenchOptions("pairs", sizes=(1, 70_000), rounds=1, iters=2, warmup_iters=0)
     matrices, wrong = pairs.measure(comm, MPI.COMM_WORLD, options, lambda *what: told.append(what))
     expected = list(combinations(range(comm.size), 2))
     assert [matrix.nbytes for matrix in matrices] == [1, 70_000]
@@ -39,10 +39,13 @@ def test_bytes_that_come_back_wrong_are_counted(comm, monkeypatch):
         def recv(self, x, peer):
             return comm.recv(x, peer)
 
-    options = Options("pairs", sizes=(10,), rounds=1, iters=1, warmup_iters=0)
+    options = BenchOptions("pairs", sizes=(10,), rounds=1, iters=1, warmup_iters=0)
     _, wrong = pairs.measure(Spoiling(), MPI.COMM_WORLD, options, lambda *what: None)
     assert wrong == comm.size - 1  # in each pair of rank 1; with a higher rank it sent, and got back, a changed byte
     _, unchecked = pairs.measure(
-        Spoiling(), MPI.COMM_WORLD, Options("pairs", sizes=(10,), rounds=1, iters=1, check=False), lambda *what: None
+        Spoiling(),
+        MPI.COMM_WORLD,
+        BenchOptions("pairs", sizes=(10,), rounds=1, iters=1, check=False),
+        lambda *what: None,
     )
     assert unchecked == 0

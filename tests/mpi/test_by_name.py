@@ -12,7 +12,7 @@ from commlib import horovod as hvd
 from commlib.data_parallel import Gradient, Options
 from commlib.dtypes import NUMPY
 from commlib.errors import MismatchError
-from commlib.named_gradients.gradients import Call, NamedGradients, NamedReduction
+from commlib.named_gradients.gradients import CallSpec, GradientCall, NamedGradients
 
 NAMES = ["a", "b", "c"]
 SHAPES: list[tuple[int, ...]] = [(5,), (40, 20), ()]
@@ -46,7 +46,7 @@ def made(name: str, there: tuple[int, ...] = (0, 1, 2), *, strict: bool = False,
     """Return (what reduces gradients with small buckets, one call of it)."""
     options = {"bucket_cap_mib": TINY, "first_bucket_mib": TINY, "overlap": True, **options}
     gradients = NamedGradients(name, Options(**options), 0, None)
-    return gradients, NamedReduction(gradients, Call(NAMES, there, (), [2, 1, 0], 1, strict))
+    return gradients, GradientCall(gradients, CallSpec(NAMES, there, (), [2, 1, 0], 1, strict))
 
 
 def reduce(

@@ -16,7 +16,7 @@ from commlib.config.settings import Config
 from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from commlib.transport.mpi_requests import under_way
+from commlib.transport.mpi_requests import count_in_flight
 from tests.bodies import channels
 from tests.bodies.alarm import Alarm, alarm
 from tests.oracles.poison import poisoned
@@ -190,6 +190,6 @@ def test_letters_of_a_dropped_group_do_not_stay(group):
         del own
         gc.collect()
         group.barrier()
-        counts.append(under_way())
+        counts.append(count_in_flight())
     # Some are on their way at any time; what stays adds up, so that no later count is as small again.
     assert min(counts[5:]) <= counts[1] + 2, counts

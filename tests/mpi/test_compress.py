@@ -10,13 +10,13 @@ import pytest
 
 import commlib
 from commlib import horovod as hvd
-from commlib.compress import CODECS, SCHEMES, GradientCompression, Part, activations, codec_of, scheme_of
+from commlib.compress import CODECS, SCHEMES, BucketPart, GradientCompression, activations, codec_of, scheme_of
 from commlib.errors import MismatchError, UsageError
 
 pytestmark = [pytest.mark.ranks(min=2, max=3), pytest.mark.any_mpi]
 
 COMPRESSIONS = [name for name in (*CODECS, *SCHEMES) if name != "auto"]
-PARTS = [Part("embedding", 0, (120, 60)), Part("weight", 7200, (60, 61)), Part("bias", 10864, (61,))]
+PARTS = [BucketPart("embedding", 0, (120, 60)), BucketPart("weight", 7200, (60, 61)), BucketPart("bias", 10864, (61,))]
 PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # what lies between may be anything
 FLAGS = 10928
 STEPS = 12

@@ -9,8 +9,8 @@ from commlib.compress import Auto, GradientCompression
 from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import TopK
-from commlib.data_parallel import Engine, Parameter, make_buckets
-from commlib.devices.arrays import readable
+from commlib.data_parallel import BucketReducer, Parameter, make_buckets
+from commlib.devices.arrays import as_contiguous
 from tests.bodies import compressing
 from tests.late import LATE
 
@@ -31,7 +31,7 @@ def values(array):
 @pytest.mark.parametrize("early", [0, 2, 3])
 def test_mean_of_slots(comm, early):
     races = LATE.races
-    engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=0.001, bucket_cap_mib=0.01))
+    engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=0.001, bucket_cap_mib=0.01))
     for step in range(3):
         for parameter, spec in enumerate(SPECS):
             gradient = LATE.put(np.full(spec.count, 2.0 * comm.rank + step, np.float32))
@@ -51,11 +51,11 @@ def test_mean_of_slots(comm, early):
 def test_payloads_of_a_device_are_exchanged(comm, codec):
     """Each rank encodes on its device; all decode there what all have sent, as the host does."""
     xs = [np.random.default_rng(rank).standard_normal(5000).astype(np.float32) for rank in range(comm.size)]
-    x = readable(LATE.put(xs[comm.rank]), "test")
+    x = as_contiguous(LATE.put(xs[comm.rank]), "test")
     payload = x.empty((codec.payload_bytes(5000),), np.uint8)
     LATE.kernels.fill(payload, 0)
     codec.encode(x, payload)
-    gathered = readable(comm.all_gather(payload), "test")
+    gathered = as_contiguous(comm.all_gather(payload), "test")
     total, length = x.empty((5000,), np.float32), len(payload)
     for rank in range(comm.size):
         codec.decode(gathered[rank * length : (rank + 1) * length], total, add=rank > 0)

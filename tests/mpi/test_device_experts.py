@@ -12,10 +12,10 @@ import commlib
 from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.errors import StallError
-from commlib.expert.placement import Placement
-from commlib.expert.ways import exchange_over
+from commlib.expert.dispatchers import dispatcher_over
+from commlib.expert.placement import ExpertPlacement
 from commlib.runtime.process import Runtime
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.transport.mpi import MpiTransport
 from tests.bodies import experts_there
 from tests.bodies.experts_there import EXPERTS, fetch
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_come(peers: bool, monkeypatch: pytest.MonkeyPatch)
     world = commlib.init()
     runtime = Runtime(Config(timeout=1, device_peers=peers), world.runtime.ranks_on_node)
     comm = Communicator(MpiTransport(world.native.Dup()), runtime, "someone is missing")
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = LATE.wrap(LATE.put(np.ones((3, 8), np.float32)), "x"), np.ones(3 * EXPERTS, np.float32)
     passage, rows, came, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
     np.testing.assert_array_equal(fetch(rows), 1)

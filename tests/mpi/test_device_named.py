@@ -24,7 +24,7 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> Any:
         raise AssertionError("it was copied to the host")
 
-    monkeypatch.setattr("commlib.coordinator.on_device.fetch", refuse)
+    monkeypatch.setattr("commlib.coordinator.device_operands.fetch", refuse)
 
 
 def values(seed: int, shape: tuple[int, ...] = (5, 3), dtype: str = "float32") -> Any:
@@ -139,7 +139,7 @@ def test_ranks_on_different_devices_are_told() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     late, here = LATE.put(np.zeros(3, np.float32)), np.zeros(3, np.float32)
     for inputs, outputs in (([late], [here]), ([here], [late]), ([late, here], [late, here])):
-        with pytest.raises(UsageError, match="arrays of one device"):
+        with pytest.raises(UsageError, match="arrays on one device"):
             hvd.start_allreduce(inputs, outputs, "here and there")
     with pytest.raises(UsageError, match="an output has shape"):
         hvd.start_allreduce([late], [LATE.put(np.zeros(4, np.float32))], "longer")
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
-    monkeypatch.setattr("commlib.collectives.device.staged.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))
         (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()
@@ -174,7 +174,7 @@ def test_what_other_streams_have_yet_to_do_comes_before(monkeypatch: Any) -> Non
 
 
 def test_a_missing_wait_for_what_stays_there_is_seen(monkeypatch: Any) -> None:
-    monkeypatch.setattr("commlib.coordinator.between_devices.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.coordinator.device_execution.wait_for", lambda event, on_wait: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))
         (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()

@@ -130,11 +130,11 @@ def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
     last = comm.rank == comm.size - 1
     if last and when == "never":
         monkeypatch.setattr("commlib.devices.arrays.named", lambda name: None)
-        with pytest.raises(UsageError, match="'late', which this rank has not"):
+        with pytest.raises(UsageError, match="'late', but this rank has none"):
             comm.scatter()
     elif last:
         monkeypatch.setattr("commlib.collectives.verbs.scatter.streams", dict)
-        with pytest.raises(UsageError, match="which this rank had not when it called scatter"):
+        with pytest.raises(UsageError, match="this rank had used none before the call"):
             comm.scatter()
     else:
         np.testing.assert_array_equal(comm.scatter(x).numpy(), part)

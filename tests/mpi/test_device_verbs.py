@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from commlib.devices.arrays import readable
+from commlib.devices.arrays import as_contiguous
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.errors import TransportError, UsageError
 from commlib.schedule import algorithms
@@ -146,9 +146,9 @@ def test_groups_that_are_split_take_the_same_devices(comm):
 
 
 def test_memory_that_was_not_said_to_be_taken_is_not(comm):
-    x = readable(LATE.put(np.zeros(8, np.uint8)), "test")
+    x = as_contiguous(LATE.put(np.zeros(8, np.uint8)), "test")
     plain = MpiTransport(comm.native.Dup())
-    with pytest.raises(TransportError, match="memory of late, which this transport does not take"):
+    with pytest.raises(TransportError, match="memory of late, which this transport does not accept"):
         plain.send(0, 1, x)
     plain.close()
 

@@ -12,12 +12,12 @@ import pytest
 from commlib import Communicator
 from commlib.compress.registry import codec_of
 from commlib.errors import MismatchError, UsageError
-from commlib.expert.hierarchical import Hierarchical
-from commlib.expert.on_node import OnNode
-from commlib.expert.placement import Placement
-from commlib.expert.ways import exchange_over
+from commlib.expert.dispatchers import dispatcher_over
+from commlib.expert.hierarchical_dispatcher import HierarchicalDispatcher
+from commlib.expert.placement import ExpertPlacement
+from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
 from commlib.group.group import Group
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from tests.unit.expert.test_exchange import assign, expected_rows
 
 EXPERTS, WIDTH = 8, 33
@@ -34,8 +34,8 @@ def tables(comm: Communicator, step: int, rows: int = 40) -> list[Any]:
 @pytest.mark.parametrize("codec", [None, "bf16", "fp8"])
 def test_there_and_back(comm: Communicator, codec: str | None) -> None:
     """Between nodes rows may travel encoded; within a node, and gates, as they are."""
-    placement = Placement.even(EXPERTS, comm.size)
-    exchange = exchange_over(Axis(comm), placement, None if codec is None else codec_of(codec))
+    placement = ExpertPlacement.even(EXPERTS, comm.size)
+    exchange = dispatcher_over(ParallelAxis(comm), placement, None if codec is None else codec_of(codec))
     loss = 0.0 if comm.one_node else LOSS[codec]
     for step in range(4):
         chosen = tables(comm, step)
@@ -68,7 +68,7 @@ def test_ranks_that_mean_different_layers(comm: Communicator) -> None:
     """All raise, and say which; the next exchange goes well."""
     if comm.is_hierarchical:
         pytest.skip("partners on other nodes and ranks of a node find that out one after another")
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     table = np.ones((3, EXPERTS), bool)
     x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
     exchange.dispatch("first", assign(table), x, gates)
@@ -87,7 +87,7 @@ def test_rows_are_nobody_elses(comm: Communicator) -> None:
     if not comm.group.shares_memory:
         pytest.skip("by messages each array is its own")
     comm = comm.split(0)  # type: ignore[assignment]
-    exchange = OnNode(comm, Placement.even(EXPERTS, comm.size))
+    exchange = SharedMemoryDispatcher(comm, ExpertPlacement.even(EXPERTS, comm.size))
     held: list[Any] = []
     for step in range(12):
         chosen = tables(comm, step)
@@ -110,7 +110,7 @@ def test_rows_are_nobody_elses(comm: Communicator) -> None:
 @pytest.mark.ranks(min=2)
 def test_too_few_experts(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="every rank needs at least one"):
-        Placement.even(comm.size - 1, comm.size)
+        ExpertPlacement.even(comm.size - 1, comm.size)
 
 
 @pytest.mark.ranks(min=4)
@@ -119,7 +119,7 @@ def test_nodes_are_reached_once(comm: Communicator) -> None:
     nodes = comm.topology.nodes
     if comm.one_node or len({len(ranks) for ranks in nodes}) > 1:
         pytest.skip("needs several nodes with as many ranks")
-    exchange = Hierarchical(comm, Placement.even(EXPERTS, comm.size))
+    exchange = HierarchicalDispatcher(comm, ExpertPlacement.even(EXPERTS, comm.size))
     for step in range(3):
         chosen = tables(comm, step)
         table = chosen[comm.rank]
@@ -136,7 +136,7 @@ def test_what_waits_says_of_which_layer_and_step_it_is(
     """A rank that was late in a backward was told of as missing in a small all-gather."""
     if not comm.one_node:
         pytest.skip("the late rank sees by files that others wait")
-    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     table = np.ones((3, EXPERTS), bool)
     x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
     passage, rows, came, _ = exchange.dispatch("one", assign(table), x, gates)

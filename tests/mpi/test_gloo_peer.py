@@ -25,6 +25,6 @@ def test_stores_end_before_their_folder_is_removed(comm: Any, monkeypatch: pytes
             super().__exit__(*error)
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", Folder)
-    with gloo_peer.joined(MPI.COMM_WORLD, one_node=True):
+    with gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=True):
         pass
     assert left == [[]]

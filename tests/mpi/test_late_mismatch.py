@@ -108,7 +108,7 @@ def test_a_late_rank_is_named_between_nodes_too(comm, verb):
             else:
                 group.all_reduce(X, algorithm="native" if verb == "native" else "auto")
         if isinstance(caught.value, StallError):
-            assert f"not there yet: rank {comm.size - 1}" in str(caught.value)
+            assert f"not arrived: rank {comm.size - 1}" in str(caught.value)
     comm.barrier()
 
 

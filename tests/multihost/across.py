@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 from commlib import horovod as hvd
-from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress import BucketPart, GradientCompression, scheme_of
 from commlib.errors import MismatchError
 from tests.bodies import checks
 from tests.oracles.oracle import assert_same, combined
@@ -170,7 +170,7 @@ def test_groups_that_share_ranks_and_links_at_once(comm, names):
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "topk:ratio=0.01", "powersgd:rank=4"])
 def test_only_compressed_bytes_cross_the_links(comm, names, name):
-    parts = [Part("w", 0, (512, 600)), Part("b", 512 * 600, (600,))]
+    parts = [BucketPart("w", 0, (512, 600)), BucketPart("b", 512 * 600, (600,))]
     flags = parts[-1].stop
     compression = GradientCompression(comm, scheme_of(name))
     array = comm.empty(flags + 8)

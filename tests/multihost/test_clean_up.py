@@ -131,7 +131,7 @@ def test_a_job_that_hangs_ignores_signals_and_has_left_its_session(world):
     with world.script("--timeout", "5", "--", sys.executable, "-c", program) as (it, mark):
         assert it.wait(20) == 124
         assert_gone(mark)
-        assert "not done after 5 s" in it.stderr.read()
+        assert "did not end within 5 s" in it.stderr.read()
 
 
 def test_hosts_that_cannot_be_made(monkeypatch, tmp_path):
@@ -150,7 +150,7 @@ def test_a_job_that_takes_too_long_takes_the_hosts_along(monkeypatch, tmp_path):
             hosts.run([sys.executable, "-c", READY.format(60)], timeout=5, capture=True)
         assert caught.value.output.count("running") == 2
         assert list(tmp_path.iterdir()) == []
-        with pytest.raises(HostsError, match="these hosts are not there"):
+        with pytest.raises(HostsError, match="these hosts do not exist"):
             hosts.run(["true"], timeout=5)
 
 

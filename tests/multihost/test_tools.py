@@ -21,4 +21,4 @@ def test_tools_beside_path(monkeypatch, tmp_path):
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("ci.hosts.SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert missing_rights() == f"hosts are emulated by {', '.join(TOOLS)}, not installed here"
+    assert missing_rights() == f"emulated hosts need {', '.join(TOOLS)}, not installed"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ci.hosts import find_mpiexec
 from ci.slurm import Slurm
-from commlib.slurm.states import Task, from_controller
+from commlib.slurm.states import JobTask, from_controller
 
 SECONDS = 100.0  # for a job that takes three, on a loaded machine
 
@@ -49,13 +49,13 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def tasks(self, job: str) -> list[Task]:
+    def tasks(self, job: str) -> list[JobTask]:
         """Return a job's tasks."""
         done = self.run("scontrol", "--oneliner", "show", "job", job)
         assert done.returncode == 0, done.stderr
         return from_controller(done.stdout)
 
-    def task(self, job: str) -> Task:
+    def task(self, job: str) -> JobTask:
         """Return a job that is no array."""
         [task] = self.tasks(job)
         return task
@@ -72,7 +72,7 @@ class Cluster:
         """Wait until this stands in a job's output."""
         self._until(lambda: text in self.output(job), f"{text!r} was not printed", job)
 
-    def ended(self, job: str) -> Task:
+    def ended(self, job: str) -> JobTask:
         """Wait for the end of a job that is no array, and return it."""
         self._until(lambda: self.task(job).ended, f"job {job} did not end", job)
         return self.task(job)

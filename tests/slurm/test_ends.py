@@ -119,4 +119,4 @@ def test_what_slurm_refuses_is_told(cluster: Cluster) -> None:
     assert done.stderr.startswith("commlib slurm: sbatch refuses the job: invalid partition specified: none")
     done = cluster.commlib("wait", "999", "--folder", ".")
     assert done.returncode == 1
-    assert "Slurm does not know job 999 any more: Slurm accounting storage is disabled" in done.stderr
+    assert "Slurm no longer knows job 999: Slurm accounting storage is disabled" in done.stderr

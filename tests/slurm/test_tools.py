@@ -75,7 +75,7 @@ def until(true: Callable[[], object]) -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ci.hosts.SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert tool.missing() == f"{', '.join(tool.TOOLS)} not installed here (apt install slurm-wlm)"
+    assert tool.missing() == f"{', '.join(tool.TOOLS)} not installed (apt install slurm-wlm)"
     monkeypatch.setattr(tool, "PMIX", str(tmp_path / "*"))
     assert tool.missing_pmix() == f"there is no {tmp_path}/* (apt install libpmix-dev)"
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 import commlib_tensorflow as ct
-from commlib.context_parallel import Layout
-from commlib.sharding.axis import Axis
+from commlib.context_parallel import SequenceLayout
+from commlib.sharding.axis import ParallelAxis
 from commlib_tensorflow.tensor.context import attention
 
 Found = dict[str, Any]
@@ -39,7 +39,7 @@ def _drawn(seed: int, *shape: int) -> Any:
 
 def moves(comm: Any, place: Any, traced: bool) -> None:
     """What layers of tensor parallelism are made of, forward and backward; lengths are even, and not."""
-    axis = Axis(comm)
+    axis = ParallelAxis(comm)
     shapes = {
         "copy": (3, 4),
         "reduce": (3, 4),
@@ -76,8 +76,8 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
 
 def sequences(comm: Any, place: Any, method: str, traced: bool) -> None:
     """Attention over a divided sequence: keys, values and their gradients go from device to device."""
-    counts = Layout(4 * comm.size + 3, comm.size, "balanced").counts
-    axis = Axis(comm)
+    counts = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
+    axis = ParallelAxis(comm)
 
     def run(put: Callable[[Any], Any]) -> Found:
         found: Found = {}

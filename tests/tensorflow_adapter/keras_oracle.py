@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.named_gradients import by_name
+from commlib.named_gradients import named_buckets
 
 ROWS = 4  # of a batch, per rank
 FEATURES = 3
@@ -88,12 +88,12 @@ def assert_same_everywhere(values: Any) -> None:
 def counted_reductions(monkeypatch: Any) -> Iterator[list[str]]:
     """Give the list of the names of gradient reductions that begin within."""
     begun: list[str] = []
-    start: Any = vars(by_name)["start_allreduce"]
+    start: Any = vars(named_buckets)["start_allreduce"]
 
     def counting(inputs: Any, outputs: Any, name: str, **options: Any) -> Any:
         begun.append(name)
         return start(inputs, outputs, name, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(by_name, "start_allreduce", counting)
+        patch.setattr(named_buckets, "start_allreduce", counting)
         yield begun

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from commlib.buffers.aligned import aligned_empty
+from commlib.buffers.aligned_arrays import aligned_empty
 from commlib.devices.array import DeviceArray
 from commlib_tensorflow import devices
 from tests.late import LATE
 
 
 class HostTensors:
-    """See `commlib_tensorflow.devices.Kind`; as a place, where bodies of tests put tensors. device: its name.
+    """See `commlib_tensorflow.devices.DeviceBackend`; as a place, where bodies of tests put tensors. device: its name.
 
     core: the core's device.
     """

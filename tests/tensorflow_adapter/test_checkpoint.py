@@ -139,7 +139,9 @@ def test_other_values(comm: Any, folder: Path) -> None:
         variable.assign(tf.zeros_like(variable))
     assert Checkpoint(folder, one=one, many=many).resume() == 1
     assert (int(one), [v.numpy().tolist() for v in many]) == (comm.rank, [[1, 2], [3, 4]])
-    with pytest.raises(UsageError, match=r"one was saved with other variables: expected \[\('float32', \(\)\)\], got"):
+    with pytest.raises(
+        UsageError, match=r"one was saved with different variables: expected \[\('float32', \(\)\)\], got"
+    ):
         Checkpoint(folder, one=tf.Variable(1.0), many=many).resume()
     with pytest.raises(UsageError, match="step= is a int: expected a model, an optimizer, a variable or a list"):
         Checkpoint(folder, step=3)

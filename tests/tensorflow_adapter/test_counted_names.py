@@ -101,7 +101,7 @@ def test_layers_that_ranks_freeze_differently_may_have_such_names(comm: Communic
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         tape.gradient(loss, made.trainable_variables)
-    assert any("where each freezes others, name them" in str(one.message) for one in told) is (comm.rank == 0)
+    assert any("if each freezes others, give them names" in str(one.message) for one in told) is (comm.rank == 0)
 
 
 @pytest.mark.parametrize("functional", [False, True])

@@ -13,7 +13,7 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib_tensorflow import errors
-from commlib_tensorflow._graph import Spec, call, graph_errors, no_autograph
+from commlib_tensorflow._host_calls import Spec, call, graph_errors, no_autograph
 from tests.tensorflow_adapter.oracle import MODES, check, in_mode
 
 both = pytest.mark.parametrize("mode", MODES)

@@ -87,7 +87,9 @@ def test_layers_that_an_mlp_shares_with_others_are_refused(comm: Communicator) -
     two = Mean(name="two")
     model = keras.Model(x, two(Sharing(norm, name="mlp")(hidden)))
     options = Experts(2 * comm.size, copy=True)
-    with pytest.raises(UsageError, match=r"expertize: mlp: .*norm/gamma is a weight of norm, too, outside of the MLP"):
+    with pytest.raises(
+        UsageError, match=r"expertize: mlp: .*norm/gamma is tied: it is also a weight of norm, outside of the MLP"
+    ):
         expertize(model, comm, {"mlp": options})
     expertize(model, comm, {"mlp": Experts(2 * comm.size, hidden=3)})
 

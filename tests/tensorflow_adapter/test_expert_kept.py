@@ -94,10 +94,10 @@ def test_variables_and_arrays_become_those_of_rank_0(comm: Communicator, put: st
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        (lambda odd: tf.constant([0.5 + odd]), r"kept_values \(tensor .*float32.*\[1\]\) has other values"),
+        (lambda odd: tf.constant([0.5 + odd]), r"kept_values \(tensor .*float32.*\[1\]\) has different values"),
         (
             lambda odd: {"a": tf.constant([0.5 + odd])},
-            r"kept_values\['a'\] \(tensor .*float32.*\[1\]\) has other values",
+            r"kept_values\['a'\] \(tensor .*float32.*\[1\]\) has different values",
         ),
         (
             lambda odd: types.SimpleNamespace(scale=0.5 + odd),

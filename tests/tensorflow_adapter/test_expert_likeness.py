@@ -92,7 +92,7 @@ def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
 def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
     """A mixture was said to be an MLP with something else wrong."""
     made = expertize(dense(0), comm, plan(comm))
-    with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
+    with pytest.raises(UsageError, match="expertize: mlp is already a mixture of experts"):
         expertize(made, comm, plan(comm))
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, lambda x: x), L.Dense(WIDTH)], name="mlp")
     with pytest.raises(
@@ -105,5 +105,5 @@ def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
         layer = model.get_layer("mlp") if place is None else model.get_layer("mlp").layers[place]
         original = layer.call
         layer.call = lambda x, call=original, **options: call(x) * 2
-        with pytest.raises(UsageError, match="has what its configuration does not tell"):
+        with pytest.raises(UsageError, match="has state that its configuration lacks"):
             expertize(model, comm, plan(comm))

@@ -160,12 +160,12 @@ def refused() -> dict[str, tuple[Any, str]]:
     return {
         "frozen": (frozen, r"first is frozen \(trainable=False\).*freeze the mixture of experts afterwards"),
         "a frozen layer": (part, r"first is frozen \(trainable=False\)"),
-        "LoRA": (lora, r"first has LoRA.*merged with it"),
-        "activity": (dense(activity_regularizer="l2"), "first has an activity regularizer.*behind the mixture"),
-        "add_loss": (dense(AddsLosses()), "calls add_loss.*behind the mixture"),
+        "LoRA": (lora, r"first has LoRA.*use merged kernels"),
+        "activity": (dense(activity_regularizer="l2"), "first has an activity regularizer.*after the mixture"),
+        "add_loss": (dense(AddsLosses()), "calls add_loss.*after the mixture"),
         "dropout": (dense(L.Dropout(0.1, name="drop")), r"drop \(Dropout\) draws random numbers"),
         "batch norm": (dense(L.BatchNormalization()), "moving_mean, which is not trained"),
-        "another dtype": (in_64, r"of rows float32\[number, 4\] an expert makes float64\[number, 4\]"),
+        "another dtype": (in_64, r"for rows float32\[number, 4\] an expert returns float64\[number, 4\]"),
     }
 
 
@@ -181,9 +181,11 @@ def test_what_experts_cannot_have_is_refused_by_name(comm: Communicator) -> None
     with pytest.raises(UsageError, match=r"expertize: expected a keras.Model, got builtins.list"):
         expertize([], comm, plan(comm))
     made = dense(kernel_regularizer="l2")
-    with pytest.raises(UsageError, match=r"kernel has a regularizer, and built-in experts \(hidden=\) have none"):
+    with pytest.raises(
+        UsageError, match=r"kernel has a regularizer, which built-in experts \(hidden=\) do not support"
+    ):
         expertize(made, comm, plan(comm, hidden=3))
-    with pytest.raises(UsageError, match=r"of rows float32\[number, 4\] an expert makes float32\[number, 5\]"):
+    with pytest.raises(UsageError, match=r"for rows float32\[number, 4\] an expert returns float32\[number, 5\]"):
         MoE(Experts(2 * comm.size), comm, expert=lambda: L.Dense(5))(rows(comm))
 
 
@@ -202,13 +204,13 @@ def test_what_is_not_of_each_token_is_refused(comm: Communicator) -> None:
     scaled = keras.Model(x, Scaled(name="mlp")(x))
     scaled.get_layer("mlp").scale = 5.0
     cases = {
-        "groups": (dense(L.GroupNormalization(2)), "looks at other tokens, or has what its configuration"),
-        "an axis": (dense(L.UnitNormalization(axis=1)), "looks at other tokens"),
-        "a softmax": (dense(L.Softmax(axis=1)), "looks at other tokens"),
-        "an attribute": (scaled, "looks at other tokens, or has what its configuration does not tell"),
+        "groups": (dense(L.GroupNormalization(2)), "mixes tokens, or has state that its configuration"),
+        "an axis": (dense(L.UnitNormalization(axis=1)), "mixes tokens"),
+        "a softmax": (dense(L.Softmax(axis=1)), "mixes tokens"),
+        "an attribute": (scaled, "mixes tokens, or has state that its configuration lacks"),
         "places": (
             dense(L.PReLU(name="prelu")),
-            r"prelu/alpha has shape \[3, 6\], and in an expert.*\[6\]: give hidden=",
+            r"prelu/alpha has shape \[3, 6\], but in an expert.*\[6\]: give hidden=",
         ),
         "shared": (dense(L.PReLU(shared_axes=[1], name="prelu")), r"prelu/alpha has shape \[1, 6\].*\[1\]"),
     }
@@ -257,7 +259,7 @@ def test_models_with_experts_are_not_exported(comm: Communicator, tmp_path: Path
             export(str(tmp_path / "served"))
     if comm.size > 1:
         with pytest.raises(
-            UsageError, match=r"it has experts: save what gather_weights\(model\) .*or use save_experts"
+            UsageError, match=r"it has experts: save the result of gather_weights\(model\) .*or use save_experts"
         ):
             made.save_weights(tmp_path / "one.weights.h5")
 

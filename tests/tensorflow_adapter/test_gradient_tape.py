@@ -10,8 +10,8 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib.named_gradients import by_name
-from commlib_tensorflow.gradients import Gradients
+from commlib.named_gradients import named_buckets
+from commlib_tensorflow.gradients import GradientsByName
 from tests.tensorflow_adapter.oracle import (
     MODES,
     assert_close,
@@ -195,7 +195,7 @@ def test_overlap_or_not_is_the_same(comm: Any, compression: str) -> None:
     names = [f"variable {index}" for index in range(len(own))]
     results = []
     for overlap in (False, True, None):
-        reducer = Gradients(
+        reducer = GradientsByName(
             f"{compression} {overlap}", compression=getattr(hvd.Compression, compression), overlap=overlap
         )
         results.append(reducer(own, names))
@@ -216,7 +216,7 @@ def test_overlap_or_not_is_the_same(comm: Any, compression: str) -> None:
 @both
 def test_memory_of_results_is_used_again_but_never_while_in_use(comm: Any, mode: str) -> None:
     """A variable that is assigned a result adopts its memory."""
-    reducer = Gradients(f"memory {mode}", op=hvd.Sum)
+    reducer = GradientsByName(f"memory {mode}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x], ["x"])[0])
     variable = tf.Variable(tf.zeros(50_000))
     kept = []
@@ -231,16 +231,16 @@ def test_memory_of_results_is_used_again_but_never_while_in_use(comm: Any, mode:
     check(kept[0], tf.fill([50_000], 2.0 * comm.size))
     if comm.size > 1:
         engine = reducer.reducers[0].engine
-        assert engine.is_aside(0)  # the variable goes on with the slot's memory
+        assert engine.is_private(0)  # the variable goes on with the slot's memory
         variable.assign(tf.zeros(50_000))
         kept.clear()
         step(tf.zeros([50_000]))
-        assert not engine.is_aside(0)
+        assert not engine.is_private(0)
 
 
 def test_starts_are_made_in_reverse_order_of_variables(comm: Any) -> None:
     """A traced function runs its stateful nodes in the order in which they were made."""
-    reducer = Gradients("order", groups=[["a", "b"], ["c"], ["d"]], overlap=True)
+    reducer = GradientsByName("order", groups=[["a", "b"], ["c"], ["d"]], overlap=True)
     traced = tf.function(lambda *gradients: reducer(gradients, ["a", "b", "c", "d"]))
     traced(*(tf.ones(1) for _ in range(4)))
     if comm.size > 1:
@@ -255,7 +255,7 @@ def test_starts_are_made_in_reverse_order_of_variables(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_that_were_given_are_not_changed(comm: Any, overlap: bool) -> None:
-    reducer = Gradients(f"given {overlap}", op=hvd.Sum, groups=2, overlap=overlap)
+    reducer = GradientsByName(f"given {overlap}", op=hvd.Sum, groups=2, overlap=overlap)
 
     @tf.function
     def step(x: Any) -> Any:
@@ -283,7 +283,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
         seen.append(launched.wait(20.0 if overlap else 0.2))
         return gradient
 
-    monkeypatch.setattr(by_name, "start_allreduce", start)
+    monkeypatch.setattr(named_buckets, "start_allreduce", start)
 
     @tf.custom_gradient
     def hold_up(x: Any) -> Any:
@@ -295,7 +295,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
         return tf.identity(x), backward
 
     first, last = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
-    reducer = Gradients(f"while {overlap}", groups=2, overlap=overlap)
+    reducer = GradientsByName(f"while {overlap}", groups=2, overlap=overlap)
 
     @tf.function
     def step(x: Any) -> Any:
@@ -313,7 +313,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
 @pytest.mark.parametrize("overlap", [False, True])
 @both
 def test_different_gradients_are_an_error_everywhere(comm: Any, mode: str, overlap: bool) -> None:
-    reducer = Gradients(f"different {mode} {overlap}", groups=2, overlap=overlap)
+    reducer = GradientsByName(f"different {mode} {overlap}", groups=2, overlap=overlap)
     odd = comm.rank == comm.size - 1
 
     def reduce(missing: bool) -> Any:
@@ -324,7 +324,7 @@ def test_different_gradients_are_an_error_everywhere(comm: Any, mode: str, overl
     # At first ranks have not agreed on anything; a layout of their own makes them wait for each other otherwise.
     with pytest.raises(error, match=r"is 'b: .*' on rank 0 but 'b: .*' on rank"):
         reduce(odd)
-    reducer = Gradients(f"different later {mode} {overlap}", groups=2, overlap=overlap)
+    reducer = GradientsByName(f"different later {mode} {overlap}", groups=2, overlap=overlap)
     for _ in range(2):
         assert_close(reduce(False), [tf.ones(3), tf.ones(2), tf.ones(4)])
         if mode == "eager":  # zeros count for the one that is missing, and its rank has the result too
@@ -343,11 +343,11 @@ def test_wrong_arguments(comm: Any) -> None:
         ({"groups": -1}, "groups"),
     ):
         with pytest.raises(UsageError, match=text):
-            Gradients("wrong", **options)
+            GradientsByName("wrong", **options)
     with pytest.raises(UsageError, match="2 gradients but 1"):
-        Gradients("wrong")([None, None], ["a"])
+        GradientsByName("wrong")([None, None], ["a"])
     with pytest.raises(UsageError, match=r"the gradient of a: .*string"):
-        Gradients("wrong")([tf.constant("text")], ["a"])
+        GradientsByName("wrong")([tf.constant("text")], ["a"])
     with pytest.raises(UsageError, match="former name"):
         hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, groups=2)
 
@@ -383,7 +383,7 @@ def test_caps_of_buckets(comm: Any, mode: str) -> None:
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.int32], ids=lambda d: d.name)
 @both
 def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: str, dtype: Any) -> None:
-    reducer = Gradients(f"kept {mode} {dtype.name}", op=hvd.Sum)
+    reducer = GradientsByName(f"kept {mode} {dtype.name}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x, x + x], ["x", "y"]))
     kept = [step(tf.cast(tf.fill([5000], number), dtype)) for number in range(6)]
     for number, (one, two) in enumerate(kept):
@@ -395,7 +395,7 @@ def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: 
 @both
 def test_complex_numbers_of_any_shape_and_on_any_way(comm: Any, mode: str, compression: str) -> None:
     """One number without dimensions was no pair, and pairs that travelled narrow were taken for wide ones."""
-    reducer = Gradients(f"complex {mode} {compression}", compression=compression)
+    reducer = GradientsByName(f"complex {mode} {compression}", compression=compression)
     kinds = [tf.constant(3 - 2j, dtype) * tf.ones(shape, dtype) for dtype in COMPLEX for shape in ((), (0,), (3, 1))]
     names = [str(number) for number in range(len(kinds))]
     mean = (comm.size + 1) / 2

@@ -267,7 +267,7 @@ def test_one_file_of_several_ranks(comm: Any, tmp_path: Path, recwarn: Any, monk
     own = hvd.DistributedOptimizer(keras.optimizers.SGD())
     found = save("best-{epoch:02d}.keras", own)
     assert len(found) == (comm.rank > 0)
-    assert all(f"best-01.keras on rank {comm.rank}: if other ranks write" in one for one in found)
+    assert all(f"best-01.keras on rank {comm.rank}: if several ranks write" in one for one in found)
     assert not save(f"best-{comm.rank}.keras", own)
     assert not save("best.keras", own, hvd.callbacks.BestModelCheckpoint)
     assert not save("alone.keras", keras.optimizers.SGD())

@@ -281,13 +281,13 @@ def test_it_is_the_same_object_of_the_same_class() -> None:
 
 def test_which_hook_is_used() -> None:
     """`_clip_gradients` is private: this test fails where Keras has it no more and reduces in each pass instead."""
-    assert _keras3.hook_of(keras.optimizers.SGD) is _keras3.ReducesBeforeClipping
-    assert _keras3.hook_of(object) is _keras3.ReducesBeforeApplying
+    assert _keras3.hook_of(keras.optimizers.SGD) is _keras3.ClipHook
+    assert _keras3.hook_of(object) is _keras3.ApplyHook
 
 
 @pytest.mark.parametrize("settings", [{}, {"backward_passes_per_step": 2}])
 def test_the_other_hook_trains_as_well(comm: Any, monkeypatch: Any, settings: dict[str, Any]) -> None:
-    monkeypatch.setattr(_keras3, "hook_of", lambda plain: _keras3.ReducesBeforeApplying)
+    monkeypatch.setattr(_keras3, "hook_of", lambda plain: _keras3.ApplyHook)
     model, alone = network(), network()
     optimizer, plain = DistributedOptimizer(MAKERS["sgd"](), **settings), MAKERS["sgd"]()
     passes = settings.get("backward_passes_per_step", 1)
@@ -359,7 +359,7 @@ def test_passes_are_counted_from_the_first_step() -> None:
 
 def test_compiling_with_xla_is_refused() -> None:
     model = network()
-    with pytest.raises(UsageError, match="jit_compile=True does not go with a DistributedOptimizer"):
+    with pytest.raises(UsageError, match="jit_compile=True does not work with a DistributedOptimizer"):
         model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=True)
     model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)  # others may
     assert model.jit_compile

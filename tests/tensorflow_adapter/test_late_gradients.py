@@ -185,7 +185,7 @@ def test_slots_are_not_written_before_tensorflow_was_waited_for(
 def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr("commlib_tensorflow.devices.wait_for", lambda event, on_wait: None)
-    monkeypatch.setattr("commlib.coordinator.between_devices.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.coordinator.device_execution.wait_for", lambda event, on_wait: None)
     with LATE.careless(), pytest.raises(AssertionError):
         bodies.by_name(comm, place, mode)
     comm.barrier()

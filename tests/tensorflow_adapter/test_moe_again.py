@@ -70,14 +70,14 @@ def test_what_would_be_lost_is_refused(comm: Communicator) -> None:
     """Router's losses had no gradient, and what is drawn, and a mask, were others when computed again."""
     with pytest.raises(UsageError, match=r"the router's loss has no gradient within tf.recompute_grad"):
         gradients(comm, True, False, balance="sequence")
-    with pytest.raises(UsageError, match="draw other random numbers when they compute again"):
+    with pytest.raises(UsageError, match="draw different random numbers when they recompute"):
         gradients(comm, True, False, noise=1.0)
     _, block = made(comm, True)
     words = keras.Input((5,))
     model = keras.Model(words, block(keras.layers.Embedding(9, WIDTH, mask_zero=True)(words)))
     with tf.GradientTape() as tape:
         y = tf.reduce_sum(model(np.array([[1.0, 2.0, 0.0, 0.0, 0.0]]), training=True))
-    with pytest.raises(UsageError, match="its mask is lost where"):
+    with pytest.raises(UsageError, match="its mask is lost when"):
         tape.gradient(y, [variable.value for variable in block.trainable_variables])
 
 

@@ -164,7 +164,9 @@ def test_other_copies_are_refused(comm: Communicator) -> None:
     model = made(comm)
     for other in (keras.Sequential([keras.Input((3, WIDTH)), keras.layers.Dense(2)]), model):
         busy(model)
-        with pytest.raises(UsageError, match=r"one of copies=, has no mixture like first .*made and moved alike"):
+        with pytest.raises(
+            UsageError, match=r"one of copies=, has no mixture like first .*made and moved in the same way"
+        ):
             rebalance_experts(model, copies=[other])
     before, other = gather_weights(model), made(comm)
     busy(model)
@@ -177,5 +179,5 @@ def test_other_copies_are_refused(comm: Communicator) -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, keras.models.clone_model, pickle.dumps])
 def test_how_to_copy_is_said(comm: Communicator, copied: Callable[[Any], Any]) -> None:
     """A copy was said to have no configuration, and no more."""
-    with pytest.raises(UsageError, match=r"for a copy make another model, and give it gather_weights\(model\)"):
+    with pytest.raises(UsageError, match=r"for a copy construct another model, and load gather_weights\(model\)"):
         copied(made(comm))

@@ -253,7 +253,7 @@ def test_files_and_second_gradients_are_refused(comm: Communicator, tmp_path: Pa
     """A file would have one rank's experts; a second gradient would lack what goes through experts."""
     made = model(comm)
     if comm.size in (2, 4):
-        with pytest.raises(UsageError, match="has a part of this model"):
+        with pytest.raises(UsageError, match="has a shard of this model"):
             made.save_weights(tmp_path / "own.weights.h5")
     if comm.size == 3:
         return

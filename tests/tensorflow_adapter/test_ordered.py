@@ -312,11 +312,11 @@ def test_errors_of_work_are_tensorflows_too(comm: Any) -> None:
 
 def test_what_traced_functions_cannot_have(comm: Any) -> None:
     for call, text in (
-        (lambda: ct.all_reduce_async(tf.ones(2)), "call all_reduce there"),
+        (lambda: ct.all_reduce_async(tf.ones(2)), "call all_reduce instead"),
         (lambda: ct.barrier_async(), "call barrier there"),
         (lambda: ct.all_gather_object(1), "tensors only"),
         (lambda: ct.broadcast_object(1, comm=comm), "tensors only"),
-        (lambda: ct.scatter(None), "every rank gives a tensor"),
+        (lambda: ct.scatter(None), "every rank passes a tensor"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             tf.function(call)()
@@ -335,7 +335,7 @@ def test_a_scattered_tensor_of_another_dtype(comm: Any) -> None:
     if comm.rank == 0:
         check(run(), tf.ones(1))
     else:
-        with pytest.raises(UsageError, match="got float32, but the tensor given here is int32"):
+        with pytest.raises(UsageError, match="received float32, this rank passed int32"):
             run()
 
 

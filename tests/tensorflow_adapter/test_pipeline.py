@@ -473,8 +473,8 @@ class Stochastic(keras.layers.Layer):  # type: ignore[misc]  # Keras has no type
 @pytest.mark.parametrize(
     ("draw", "text"),
     [
-        (lambda shape: tf.random.normal(shape, dtype="float64"), "RandomStandardNormal of TensorFlow"),
-        (lambda shape: keras.random.normal(shape, dtype="float64"), "variable that is not its own"),
+        (lambda shape: tf.random.normal(shape, dtype="float64"), "TensorFlow's RandomStandardNormal"),
+        (lambda shape: keras.random.normal(shape, dtype="float64"), "variable that the layer does not own"),
     ],
 )
 def test_random_numbers_that_a_backward_would_not_see_again(comm: Any, draw: Any, text: str) -> None:
@@ -542,11 +542,11 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
     """They are refused on all ranks, and the pipeline stays usable."""
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse")
     x, y = batch(8)
-    with pytest.raises(UsageError, match="were given different y"):
+    with pytest.raises(UsageError, match="got different y"):
         pipe.step(x, y[::-1] if comm.rank else y)
     with pytest.raises(UsageError, match="x has 8 rows on rank 0, y has 6"):
         pipe.step(x, y[:6] if comm.rank else None)
-    text = "rank 0 has the first stage: give it x" if comm.rank == 0 else "rank 0 was given a batch that is wrong"
+    text = "rank 0 has the first stage: pass x on it" if comm.rank == 0 else "the batch of rank 0 is invalid"
     with pytest.raises(UsageError, match=text):
         pipe.step(None, y)
     near(pipe.step(x, y), Alone(layers(4)).step(x, y))
@@ -560,7 +560,7 @@ def test_a_layer_with_statistics_on_several_ranks(comm: Any) -> None:
     model = keras.Model(x, norm(keras.layers.Dense(WIDTH, name="middle")(norm(x))))
     last = ["middle", "norm"] if comm.size == 3 else ["middle"]
     pipe = pipeline(model, comm, microbatches=2, loss="mse", split=[1] * 3 if comm.size == 3 else last)
-    with pytest.raises((UsageError, PeerError), match="use a layer of its own for each" if comm.rank == 0 else None):
+    with pytest.raises((UsageError, PeerError), match="use a separate layer for each" if comm.rank == 0 else None):
         pipe.step(*batch(4))
     pipe.close()
 
@@ -578,21 +578,21 @@ def test_what_makes_no_sense(comm: Any) -> None:
     if comm.size > 1:
         refuse("cannot be cut into", layers(comm.size - 1))
     refuse("is neither functional nor Sequential", keras.Model())
-    refuse("has a train_step of its own", Own(x, keras.layers.Dense(2)(x)))
+    refuse("overrides train_step", Own(x, keras.layers.Dense(2)(x)))
     refuse("is not built", [keras.layers.Dense(2)])
     refuse("expected a Keras model or a list of layers, got int", 3)
-    refuse("there is no schedule 'f1b1'", schedule="f1b1")
+    refuse("unknown schedule 'f1b1'", schedule="f1b1")
     refuse("checkpoint is 'some', expected one of none, selective, full", checkpoint="some")
     refuse("split is 'even'", split="even")
-    refuse("weigh is a dict, of words: a loss of Keras is one number", weigh={"words": "rows"})
+    refuse("weigh is a dict, with words: a Keras loss is one number", weigh={"words": "rows"})
     refuse("split is .*; expected", split=[9])
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     refuse("a LossScaleOptimizer", optimizer=scaled)
     if comm.size > 1:
-        refuse("there is no layer 'nothing'", split=["nothing"] * (comm.size - 1))
+        refuse("unknown layer 'nothing'", split=["nothing"] * (comm.size - 1))
         refuse("global_clipnorm", schedule="pipedream", optimizer=keras.optimizers.SGD(global_clipnorm=1.0))
     pipe = pipeline(layers(4), comm, microbatches=2)
-    with pytest.raises(UsageError, match="a pipeline is not called"):
+    with pytest.raises(UsageError, match="a pipeline cannot be called"):
         pipe(batch(2)[0])
     with pytest.raises(UsageError, match="the reduction of MeanSquaredError is 'none'"):
         pipe.compile("sgd", keras.losses.MeanSquaredError(reduction=None))

@@ -146,7 +146,7 @@ def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
 def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
     pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
     for _ in range(2):
-        with pytest.raises(UsageError, match="a loss that a layer of stage"):
+        with pytest.raises(UsageError, match="a loss added by a layer of stage"):
             pipe.fit(*batch(8, seed=8), shuffle=False, verbose=0)  # of 7 and 4 positive elements
     pipe.close()
     assert_is_that_of_one_process(comm, lambda: adding("sum", "mean"), *batch(13), loss="mse", weigh="rows")
@@ -179,9 +179,9 @@ def test_what_compile_is_given(comm: Any) -> None:
     pipe, last = pipeline(layers(4), comm, microbatches=2), comm.rank == comm.size - 1
     sgd = keras.optimizers.SGD
     for optimizer, metrics, what in (
-        (sgd(0.1 + last), None, "its learning_rate"),
-        (sgd(0.1, gradient_accumulation_steps=2 if last else None), None, "its gradient_accumulation_steps"),
-        (sgd(0.1, global_clipnorm=1.0 if last else None), None, "its global_clipnorm"),
+        (sgd(0.1 + last), None, "optimizer's learning_rate"),
+        (sgd(0.1, gradient_accumulation_steps=2 if last else None), None, "optimizer's gradient_accumulation_steps"),
+        (sgd(0.1, global_clipnorm=1.0 if last else None), None, "optimizer's global_clipnorm"),
         (keras.optimizers.Adam() if last else sgd(), None, "optimizer"),
         (sgd(), ["mae"] if last else ["mse"], "metric mae"),
     ):
@@ -243,7 +243,7 @@ def test_a_frozen_model_with_a_layer_that_is_not(comm: Any) -> None:
     for got, expected in zip(pipe.gather_weights(), before, strict=True):
         near(got, expected)
     model.layers[-1].trainable = True
-    with pytest.raises(UsageError, match=r"trainable of model .* is False, and that of .* is True"):
+    with pytest.raises(UsageError, match=r"model .* has trainable=False, but .* has trainable=True"):
         pipe.compile(keras.optimizers.SGD(0.1), "mse")
     pipe.close()
 
@@ -288,7 +288,7 @@ def test_weights_that_come_after_the_cut(comm: Any, what: str) -> None:
         lambda: pipe.predict(x, verbose=0),
         lambda: pipe.compile("sgd", "mse"),
     ):
-        with pytest.raises(UsageError, match=f"{text}.*since the model was cut into stages.*come before pipeline"):
+        with pytest.raises(UsageError, match=f"{text}.*since the model was split into stages.*before pipeline"):
             call()
     pipe.close()
 
@@ -311,7 +311,7 @@ def test_x_of_other_rows_where_the_first_stage_has_no_y(comm: Any) -> None:
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     x, y = batch(8)
     for _ in range(2):
-        with pytest.raises(UsageError, match="were given different x, so x and y are not of the same rows"):
+        with pytest.raises(UsageError, match="got different x, so x and y are not of the same rows"):
             pipe.step(x[::-1] if comm.rank else x, y if comm.rank else None)
         pipe.step(x if comm.rank == 0 else None, y if comm.rank else None)
         pipe.step(x + comm.rank, y)  # augmented anew on each rank, of the same rows
@@ -326,7 +326,7 @@ def test_a_clipped_optimizer_of_several(comm: Any) -> None:
     )
     pipe = pipeline(layers(4), comm, microbatches=2)
     if comm.size > 1:
-        with pytest.raises(UsageError, match="has an optimizer with global_clipnorm"):
+        with pytest.raises(UsageError, match="contains an optimizer with global_clipnorm"):
             pipe.compile(several, "mse")
     pipe.close()
 
@@ -390,7 +390,7 @@ def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
         warnings.simplefilter("always")
         for _ in range(2):
             pipe.train_on_batch([rows, np.linspace(0, 1, 8)], rows)
-    told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
+    told = [str(one.message) for one in caught if "not two together" in str(one.message)]
     assert len(told) == (comm.rank == min(stage, comm.size - 1))
     assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
     pipe.close()

@@ -69,14 +69,14 @@ def test_rows_in_other_dimensions(comm: Any) -> None:
 
 
 def test_rows_that_make_no_sense(comm: Any) -> None:
-    with pytest.raises(UsageError, match="rows says 'all' of x"):
+    with pytest.raises(UsageError, match="rows has 'all' for x"):
         pipeline(layers(4), comm, microbatches=2, rows={"x": "all"})
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", rows={"x": (0, 0)})
     if comm.rank == pipe.pipe.first:
         with pytest.raises(UsageError, match="the model has 1 inputs"):
             pipe.step(*batch(4))
     else:
-        with pytest.raises(UsageError, match="was given a batch that is wrong"):
+        with pytest.raises(UsageError, match=r"the batch of rank .* is invalid"):
             pipe.step(*batch(4))
     pipe.close()
 
@@ -123,7 +123,7 @@ def test_microbatches_that_make_no_sense(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"of x have \[4, 4\] rows, those of y \[3, 5\]"):
         pipe.step([x, x], [y[:3], np.concatenate([y, y[:1]])], cut=False)
     if comm.size > 1:
-        with pytest.raises(CommlibError, match="trains on microbatches that it is given"):
+        with pytest.raises(CommlibError, match="trains on microbatches cut by the user"):
             pipe.step([x, x], [y, y], cut=comm.rank == 0) if comm.rank else pipe.step(x, y)
     near(pipe.step([x, x], [y, y], cut=False), pipe.step(x, y))
     pipe.close()
@@ -212,7 +212,7 @@ def test_what_is_no_dense_tensor(comm: Any) -> None:
     """
     x, y = batch(4)
     ragged = tf.RaggedTensor.from_row_splits(np.arange(16.0), range(0, 17, 4))
-    weights, text = [1.0, 2.0, 3.0, 0.5], "a list is one of tensors to Keras: of a list of numbers give numpy.asarray"
+    weights, text = [1.0, 2.0, 3.0, 0.5], "Keras reads a list as a list of tensors"
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     name = pipe.pipe.first == comm.rank or comm.size == 1
     of_x: list[tuple[Any, str]] = [
@@ -222,7 +222,7 @@ def test_what_is_no_dense_tensor(comm: Any) -> None:
         ((x.tolist(), y), f"x has 16 tensors; the model has 1 inputs: .*{text}"),
     ]
     for given, expected in of_x:
-        with pytest.raises(UsageError, match=expected if name else "rank 0 was given a batch that is wrong"):
+        with pytest.raises(UsageError, match=expected if name else "the batch of rank 0 is invalid"):
             pipe.step(*given)
     others: list[tuple[Any, str]] = [
         ((x, ragged), "y: got a RaggedTensor"),
@@ -232,7 +232,7 @@ def test_what_is_no_dense_tensor(comm: Any) -> None:
     ]
     for given, expected in others:
         is_end = comm.rank in (pipe.pipe.first, pipe.pipe.last)
-        with pytest.raises(UsageError, match=expected if is_end else "was given a batch that is wrong"):
+        with pytest.raises(UsageError, match=expected if is_end else r"the batch of rank .* is invalid"):
             pipe.step(*given)
     for call, expected in (
         (lambda: pipe.fit(ragged, y, verbose=0), "x: got a RaggedTensor"),

@@ -16,8 +16,8 @@ import tensorflow as tf
 import commlib_tensorflow
 from commlib.errors import UsageError
 from commlib_tensorflow import SyncBatchNormalization, pipeline
-from commlib_tensorflow.pipelines import _functions
-from commlib_tensorflow.pipelines._selective import products_so_far, without_products
+from commlib_tensorflow.pipelines import _stage_functions
+from commlib_tensorflow.pipelines._selective_recompute import current_products, without_products
 from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
@@ -54,7 +54,7 @@ def test_a_forward_is_computed_again_without_its_products() -> None:
 
     @tf.function
     def forward(*arguments: Any) -> Any:
-        return net(*arguments), products_so_far()
+        return net(*arguments), current_products()
 
     again = tf.function(lambda kept, *arguments: without_products(gradients, kept, *arguments), autograph=False)
     _, kept = forward(x, w, v)
@@ -68,7 +68,7 @@ def test_a_forward_is_computed_again_without_its_products() -> None:
     unread = [one for one in operations if not one.outputs[0].consumers()]
     assert len(operations) == 6, "two products, and the gradients of both factors of each"
     assert len(unread) == 2, "nobody reads the two products"
-    with pytest.raises(UsageError, match="others when its forward is computed again"):
+    with pytest.raises(UsageError, match="different ones when its forward was recomputed"):
         again([*kept, *kept, *kept, *kept], x, w, v)
 
 
@@ -101,7 +101,7 @@ def test_products_are_kept(comm: Any, name: str, eager: bool, monkeypatch: pytes
         traced.append(len(kept))
         return without_products(function, kept, *arguments)
 
-    monkeypatch.setattr(_functions, "without_products", noting)
+    monkeypatch.setattr(_stage_functions, "without_products", noting)
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(6, 4, 4, 2)), generator.normal(size=(6, 2))
     alone = Alone(products())
@@ -227,13 +227,13 @@ def test_chosen_by_measured_costs(comm: Any) -> None:
     if comm.size > 1:  # what a first stage keeps is the batch
         with pytest.raises(UsageError, match="no schedule holds at most 1 bytes"):
             pipeline(layers(8), comm, schedule="auto", microbatches=4, example=example, memory=1)
-    with pytest.raises(UsageError, match="give example= on rank 0"):
+    with pytest.raises(UsageError, match="pass example= on rank 0"):
         pipeline(layers(8), comm, schedule="auto", microbatches=4)
     with pytest.raises(UsageError, match="x has shape" if comm.rank == 0 else "rank 0 could not measure.*x has shape"):
         pipeline(layers(8), comm, schedule="auto", microbatches=4, example=np.zeros((2, 3, WIDTH)))
-    with pytest.raises(UsageError, match="memory= is a limit for"):
+    with pytest.raises(UsageError, match="memory= is only for"):
         pipeline(layers(8), comm, microbatches=4, memory=10)
-    with pytest.raises(UsageError, match="leave out stages="):
+    with pytest.raises(UsageError, match="omit stages="):
         pipeline(layers(8), comm, schedule="auto", microbatches=4, stages=2 * comm.size, example=example)
 
 
@@ -257,15 +257,15 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
 
 def test_what_a_unit_keeps() -> None:
     """In bytes: the result of tanh, of which its gradient is made, and the input of a product, of which weights' is."""
-    from commlib_tensorflow.pipelines._measured import layer_costs
-    from commlib_tensorflow.pipelines._parts import cut, functional
+    from commlib_tensorflow.pipelines._layer_costs import layer_costs
+    from commlib_tensorflow.pipelines._parts import cut, to_functional
     from commlib_tensorflow.pipelines._split import Nodes
 
     model = [
         keras.Input((WIDTH,)), keras.layers.Dense(100, activation="tanh"), keras.layers.Activation("linear"),
         keras.layers.Dense(WIDTH),
     ]  # fmt: skip
-    graph = functional(model)
+    graph = to_functional(model)
     costs = layer_costs(cut(graph, Nodes(graph), [1, 1, 1]), [tf.constant(batch(2)[0])])
     assert costs.activations == (8 * 2 * (WIDTH + 100), 0, 8 * 2 * 100)
     assert costs.outputs == (8 * 2 * 100, 8 * 2 * 100, 8 * 2 * WIDTH)
@@ -292,7 +292,7 @@ def test_a_codec_for_each_direction(comm: Any) -> None:
         assert same == (is_exact and comm.rank > 0), "gradients come back with errors from stage 1 to stage 0 alone"
         pipe.close()
     plain.close()
-    with pytest.raises(UsageError, match=r"from stage to stage as \(0, 7\) says; expected some of \(0, 1\)"):
+    with pytest.raises(UsageError, match=r"no link connects the stages \(0, 7\); expected some of \(0, 1\)"):
         pipeline(layers(model), comm, microbatches=2, codec={(0, 7): "int8"})
 
 

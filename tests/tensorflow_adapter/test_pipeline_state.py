@@ -174,14 +174,14 @@ def test_an_optimizer_of_other_weights_or_without_a_configuration(comm: Any, tmp
     pipe = pipeline(model, comm, microbatches=2)
     other = keras.optimizers.SGD(momentum=0.9)
     other.build(layers(2).trainable_variables)
-    with pytest.raises(UsageError, match=r"made for other weights than this rank's .*/kernel"):
+    with pytest.raises(UsageError, match=r"built for other weights, without this rank's .*/kernel"):
         pipe.compile(optimizer=other, loss="mse")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe.compile(optimizer=Unsaved(3, learning_rate=0.1), loss="mse")
-    texts = [str(one.message) for one in caught if "made anew" in str(one.message)]
+    texts = [str(one.message) for one in caught if "cannot be rebuilt" in str(one.message)]
     assert len(texts) == (comm.rank == 0) and all("give it a get_config()" in text for text in texts)
-    with pytest.raises(UsageError, match="cannot be made anew from its configuration"):
+    with pytest.raises(UsageError, match="cannot be rebuilt from its configuration"):
         pipe.save(f"{comm.broadcast_object(str(tmp_path), 0)}/never.keras")
     pipe.close()
 

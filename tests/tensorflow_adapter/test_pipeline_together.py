@@ -290,7 +290,7 @@ def test_models_that_call_their_layers_in_a_way_of_their_own(comm: Any) -> None:
         (Doubled([keras.Input((WIDTH,)), *inner]), "call"),
         (DoubledModel(x, keras.layers.Dense(WIDTH)(x)), "__call__"),
     ):
-        with pytest.raises(UsageError, match=f"has a {name} of its own"):
+        with pytest.raises(UsageError, match=f"overrides {name}"):
             pipeline(model, comm, microbatches=2)
 
     def nested() -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow import pipeline
-from commlib_tensorflow.pipelines._parts import Part
+from commlib_tensorflow.pipelines._parts import StageLayer
 from tests.inputs.keras_pipelines import WIDTH, batch, filled, in_float64, layers, near
 
 __all__ = ["in_float64"]  # which pytest uses
@@ -90,9 +90,9 @@ def test_a_batch_goes_through(comm: Any) -> None:
     ],
 )
 def test_what_differs_is_named(comm: Any, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Part.call
+    plain = StageLayer.call
 
-    def call(part: Part, values: Any, training: bool | None = None) -> Any:
+    def call(part: StageLayer, values: Any, training: bool | None = None) -> Any:
         made = plain(part, values, training=training)
         for name, value in made.items():
             if wrong == "value" or (wrong == "evaluation" and not training):
@@ -105,12 +105,12 @@ def test_what_differs_is_named(comm: Any, wrong: str, text: str, monkeypatch: py
         return made
 
     dense = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(4 if comm.size < 4 else 8)]
-    monkeypatch.setattr(Part, "call", call)
+    monkeypatch.setattr(StageLayer, "call", call)
     traced = Traced()
     own = keras.Sequential([keras.Input((WIDTH,)), *dense, traced])
     before = traced.traces()
     for option in ("verify", "example") if wrong == "value" else ("verify",):
-        with pytest.raises(UsageError, match=f"the cut model is not the whole one, {text}"):
+        with pytest.raises(UsageError, match=f"the cut model differs from the original, {text}"):
             pipeline(own, comm, microbatches=2, split=[2, *[1] * (comm.size - 2), len(dense) - comm.size + 1]
                      if comm.size > 1 else "auto", **{option: batch(4)[0]})  # fmt: skip
 

@@ -112,9 +112,9 @@ def test_join(comm: Any, mode: str) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_join_while_others_train(comm: Any, overlap: bool) -> None:
     """Also in the first step, when ranks agree on what travels where."""
-    from commlib_tensorflow.gradients import Gradients
+    from commlib_tensorflow.gradients import GradientsByName
 
-    reducer = Gradients(f"join {overlap}", groups=2, overlap=overlap)
+    reducer = GradientsByName(f"join {overlap}", groups=2, overlap=overlap)
     step = tf.function(lambda *gradients: reducer(gradients, ["a", "b", "c"]))
     for number in range(comm.rank):
         gradients = [tf.fill([2], float(comm.rank)), tf.fill([3], float(comm.rank)), tf.fill([], float(comm.rank))]

@@ -108,6 +108,6 @@ def test_a_whole_sequence_is_no_part(comm: Any, eager: bool) -> None:
             Exception, match=r"its part of a sequence, the input of [a-z0-9_/]*up[^$]*is the same on all ranks"
         ):
             made().train_on_batch(values(2, 3, 6), values(2, 3, 6))
-        with pytest.raises(UsageError, match=r"verify= calls the undivided model.*each rank's part of a sequence"):
+        with pytest.raises(UsageError, match=r"verify= calls the unsharded model.*each rank's part of a sequence"):
             model = sequential(L.Dense(8, name="up"), L.Dense(6, name="down"), shape=(None, 6))
             parallelize(model, comm, SEQUENCE, verify=values(2, 3, 6))

@@ -128,7 +128,7 @@ def test_attention_on_a_sequence(comm: Any, make: Any) -> None:
 
 
 def test_attention_that_does_not_fit(comm: Any) -> None:
-    with pytest.raises(UsageError, match="whose units are its heads"):
+    with pytest.raises(UsageError, match="whose units are heads"):
         parallelize(over(attention()), comm, {"a": Column(gather=True)})
     if comm.size > 1:
         with pytest.raises(UsageError, match="1 units along dimension 1"):

@@ -37,9 +37,9 @@ def test_models_made_of_divided_layers(comm: Any) -> None:
     up, down = model.get_layer("up"), model.get_layer("down")
     parts = keras.Model(model.inputs[0], up.output)
     for model_of_parts in (parts, keras.Model(model.inputs[0], [model.output, up.output]), keras.Sequential([up])):
-        with pytest.raises(UsageError, match=r"(?s)made of layers of a divided model.*returns what is whole"):
+        with pytest.raises(UsageError, match=r"(?s)made of layers of a sharded model.*returns what is whole"):
             model_of_parts(x)
-    with pytest.raises(UsageError, match="made of layers of a divided model"):  # each time, and while it is traced
+    with pytest.raises(UsageError, match="made of layers of a sharded model"):  # each time, and while it is traced
         parts.predict(x, verbose=0)
     with pytest.raises(UsageError, match="takes all features"):
         keras.Model(model.inputs[0], filled(sequential(L.Dense(2), shape=(8,)))(up.output))(x)
@@ -80,7 +80,7 @@ def test_a_layer_that_is_called_by_others_is_warned_of(comm: Any, borrows: bool)
             (Borrowing(up) if borrows else up)(x)
     told = [str(one.message) for one in said if "outside of" in str(one.message)]
     assert len(told) == (comm.rank == 0)
-    assert all("up is called" in text and "this rank's part" in text for text in told)
+    assert all("up is called" in text and "this rank's shard" in text for text in told)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         near(Borrowing(model)(x), plain()(x))
@@ -141,7 +141,7 @@ def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nest
             model(x)
     for _ in range(2):
         inner.pop()
-    with pytest.raises(UsageError, match="returns what is whole"):
+    with pytest.raises(UsageError, match="returns unsharded values"):
         model(x)
 
 

@@ -153,7 +153,7 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_numbers_of_a_weights_shape(comm: Any, name: str) -> None:
     _, model = own(comm)
-    with pytest.raises(UsageError, match=r"of the undivided|differs|its shape"):
+    with pytest.raises(UsageError, match=r"of the unsharded|differs|its shape"):
         model(X, how=ASKED[name])
 
 
@@ -164,7 +164,7 @@ def test_ranks_that_go_other_ways(comm: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else lambda _, hidden: ops.relu(hidden))
-    said = [str(one.message) for one in caught if "do something else in this call" in str(one.message)]
+    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
     assert len(said) == (comm.rank == 0), said
 
 
@@ -174,7 +174,7 @@ def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
     model(X)
     with pytest.raises(MismatchError) as caught:
         model(X, how="tanh") if comm.rank == 0 else model(X)
-    assert comm.rank or "has begun to check a divided model's plan" in str(caught.value)
+    assert comm.rank or "has started to check the plan of a sharded model" in str(caught.value)
 
 
 def asks(function: Any = tf.executing_eagerly) -> bool:

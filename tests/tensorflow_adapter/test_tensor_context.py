@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow.keras as ctk
-from commlib.context_parallel import Layout
+from commlib.context_parallel import SequenceLayout
 from commlib.errors import MismatchError, PeerError, UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib_tensorflow.tensor import context as cp
 
 METHODS = ["ring", "all_to_all"]
@@ -40,7 +40,7 @@ def expected(q: Any, k: Any, v: Any, causal: bool, documents: Any, scale: float 
 
 def places(comm: Any, tokens: int, layout: str = "balanced") -> list[int]:
     """This rank's positions."""
-    return [at for part in Layout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
+    return [at for part in SequenceLayout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
 
 
 def own(x: Any, comm: Any, layout: str, dim: int = 2) -> Any:
@@ -149,7 +149,7 @@ def test_dtypes(comm: Any, method: str, dtype: Any, tolerance: float) -> None:
 
 
 def test_exchanges_run_beside_computing(comm: Any) -> None:
-    axis = Axis(comm)
+    axis = ParallelAxis(comm)
     axis.overlaps = True
     for graph in (False, True):
         compare(comm, [drawn(2, 21, 8, seed) for seed in (1, 2, 3)], axis=axis, graph=graph)
@@ -223,7 +223,7 @@ def test_recomputed(comm: Any, method: str) -> None:
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
-        ({"documents": (0, 4)}, "from 0 up to 8"),
+        ({"documents": (0, 4)}, "from 0 to 8"),
         ({"length": 40}, "of 40 the layout"),
     ],
     ids=str,
@@ -289,7 +289,7 @@ def test_the_mean_of_a_loss(comm: Any) -> None:
         assert float(mean) == pytest.approx(total / sum(counts), rel=1e-6)
         assert float(gradient) == pytest.approx(comm.size / sum(counts), rel=1e-6)  # for an average
     assert math.isnan(cp.loss_mean(tf.constant(0.0), 0, comm))
-    with pytest.raises(UsageError, match="expected one float"):
+    with pytest.raises(UsageError, match="expected a scalar float"):
         cp.loss_mean(tf.zeros(3), 3, comm)
 
 

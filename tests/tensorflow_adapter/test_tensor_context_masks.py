@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from commlib.context_parallel import Layout
+from commlib.context_parallel import SequenceLayout
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow.tensor import context as cp
 from commlib_tensorflow.tensor import streams
@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int) -> Any:
 
 def own(x: Any, comm: Any, dim: int = 2, layout: str = "balanced") -> Any:
     """This rank's tokens."""
-    places = [at for part in Layout(x.shape[dim], comm.size, layout).ranges(comm.rank) for at in part]
+    places = [at for part in SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank) for at in part]
     return tf.constant(np.take(np.asarray(x), np.array(places, int), dim))
 
 
@@ -168,7 +168,7 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     kept = dropped(comm, method, 0.3, 7)
     np.testing.assert_allclose(kept, dropped(comm, "ring", 0.3, 7), rtol=1e-9, atol=1e-9)
     of_all = np.concatenate(comm.all_gather_object(kept), 2)
-    order = [at for rank in range(comm.size) for part in Layout(TOKENS, comm.size).ranges(rank) for at in part]
+    order = [at for rank in range(comm.size) for part in SequenceLayout(TOKENS, comm.size).ranges(rank) for at in part]
     of_all = of_all[:, :, np.argsort(order)]
     np.testing.assert_allclose(of_all[of_all > 1e-9], 1 / 0.7)
     compare(comm, method=method, kept=of_all, dropout_p=0.3, seed=7, causal=True, window=(6, 0), key_mask=padded())
@@ -199,11 +199,11 @@ def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dropout_p": 0.1}, "without a seed"),
+        ({"dropout_p": 0.1}, "needs a seed"),
         ({"window": 4}, "sliding window of 4096"),
         ({"mask": np.ones((3, 1, 8))}, r"\[3, 1, 8\]"),
         ({"mask": np.ones((1, 8), np.int64)}, "int64, expected bool or floats"),
-        ({"mask": np.ones((1, 6))}, "has 6 keys, expected those of the whole sequence, 8"),
+        ({"mask": np.ones((1, 6))}, "has 6 keys, expected 8, all keys of the full"),
         ({"key_mask": np.ones((2, 40), bool)}, "key_mask is bool"),
     ],
     ids=str,

@@ -47,7 +47,7 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
     plain, divided = make(), make()
     found = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
     if comm.size == 3:  # of 4 groups, which stay whole: 3, 3 and 2 channels are none
-        with pytest.raises(UsageError, match="has 4 groups, which stay whole"):
+        with pytest.raises(UsageError, match="its 4 groups cannot be split"):
             parallelize(divided, comm, found, example=X, report=lambda table: None)
         return
     parallelize(divided, comm, found, report=lambda table: None)
@@ -66,13 +66,13 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
     ("column", "norm", "style", "said"),
     [
         (Column(parts=2), L.BatchNormalization(name="bn"), Sequence(-1), "bn .* 2 fused parts"),
-        (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"looks at all of the others.* Sequence\(2\)"),
+        (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"mixes all of the others.* Sequence\(2\)"),
         (Column(), L.BatchNormalization(name="bn"), None, r"bn .*give it Sequence\(2\)"),
         (Column(), L.BatchNormalization(center=False, scale=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
         (Column(), L.BatchNormalization(trainable=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
         (Column(), L.GroupNormalization(2, center=False, scale=False, name="bn"), None, r"bn .*give it Sequence\(2\)"),
-        (Column(), L.GroupNormalization(1, name="bn"), Sequence(-1), "1 units .* cannot be divided"),
-        (Column(gather=True), L.BatchNormalization(name="bn"), Sequence(-1), "its input is whole"),
+        (Column(), L.GroupNormalization(1, name="bn"), Sequence(-1), "1 units .* cannot be split"),
+        (Column(gather=True), L.BatchNormalization(name="bn"), Sequence(-1), "its input is unsharded"),
     ],
     ids=["parts", "dimension", "no style", "no weights", "frozen", "groups alone", "one group", "whole"],
 )

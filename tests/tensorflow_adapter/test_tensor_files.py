@@ -169,7 +169,7 @@ def test_callbacks_of_some_ranks_are_refused(comm: Any, folder: Path) -> None:
     """A file needs the parts of all ranks; where one alone asks for it, all are told before the first step."""
     divided = parallelize(make(attention=False), comm, FEW)
     callbacks = [keras.callbacks.ModelCheckpoint(folder / "kept.keras")] if comm.rank == 0 else []
-    with pytest.raises(UsageError, match=r"are \[\['ModelCheckpoint'\], \[\].*: give the same to all of them"):
+    with pytest.raises(UsageError, match=r"are \[\['ModelCheckpoint'\], \[\].*: pass the same ones to all of them"):
         divided.fit(X, Y, verbose=0, callbacks=callbacks)
 
 
@@ -181,9 +181,9 @@ def test_parts_are_not_written(comm: Any, folder: Path) -> None:
     for model in (divided, keras.Model(inputs, ColumnDense(6, comm)(inputs))):
         for name in ("kept.h5", "kept.keras", "kept.weights.h5"):
             save = model.save_weights if "weights" in name else model.save
-            with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
+            with pytest.raises(UsageError, match=r"has a shard of this model: save gather_model\(model\)"):
                 save(folder / f"{comm.rank}{name}")
-    with pytest.raises(UsageError, match="has a part of this model"):
+    with pytest.raises(UsageError, match="has a shard of this model"):
         keras.saving.save_model(divided, folder / f"{comm.rank}saved.h5")
 
 
@@ -192,7 +192,7 @@ def test_parts_are_not_written(comm: Any, folder: Path) -> None:
 def test_copies_are_refused(comm: Any) -> None:
     """A reference model or a mean teacher is one that was cloned before."""
     model = parallelize(make(attention=False), comm, FEW)
-    with pytest.raises(UsageError, match=r"for a copy, divide a clone that was made before"):
+    with pytest.raises(UsageError, match=r"for a copy, shard a clone that was made before"):
         copy.deepcopy(model)
 
 
@@ -206,9 +206,9 @@ def test_clones_are_whole_or_refused(comm: Any) -> None:
     x = keras.Input((3, 8))
     made = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
     for copied in (lambda: keras.models.clone_model(made), lambda: keras.Model.from_config(made.get_config())):
-        with pytest.raises(UsageError, match=r"made with the ranks of an axis, which no configuration has"):
+        with pytest.raises(UsageError, match=r"needs the ranks of an axis, which a configuration cannot hold"):
             copied()
-    with pytest.raises(UsageError, match="ParallelMLP is made with the ranks"):
+    with pytest.raises(UsageError, match="ParallelMLP needs the ranks"):
         keras.models.clone_model(keras.Model(x, ParallelMLP(8, 16, comm)(x)))
 
 

@@ -17,7 +17,7 @@ from tensorflow import executing_eagerly
 
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor_parallel import Column, Row
-from commlib_tensorflow.tensor import checking, parallelize
+from commlib_tensorflow.tensor import parallelize, plan_check
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
@@ -172,7 +172,7 @@ def test_a_call_that_failed_is_no_check(comm: Any) -> None:
 
 def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
     model = failing(comm, "looks")
-    with warned(comm, "Failing failed when its call was looked at, and the call itself did not"):
+    with warned(comm, "Failing failed in the check of its call, but not in the call itself"):
         for _ in range(6):
             model(X)
     model.fails = False
@@ -230,7 +230,7 @@ def test_right_calls_of_other_kinds(comm: Any) -> None:
 def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers, shapes, and graphs are no other kind."""
     looks: list[Any] = []
-    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
     _, model = made(comm)
     for at in range(3):
         model(X, gate=GATE, how=at)
@@ -310,5 +310,5 @@ def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
     model = keras.Sequential([keras.Input((6,)), L.Dense(8, name="up"), Fails(), L.Dense(4, name="down")])
     with pytest.raises((UsageError, MismatchError)) as told:
         parallelize(model, comm, PLAN, example=X)
-    assert comm.rank or ("the divided model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))

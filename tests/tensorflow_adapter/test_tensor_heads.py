@@ -211,7 +211,7 @@ def test_tiled_heads_lie_in_another_order(comm: Any) -> None:
     layer = Repeated(2, "tile", False)
     layer.heads = layer.groups
     model = filled(keras.Model(x, layer(x)))
-    with pytest.raises(UsageError, match="finds no layer that it could divide"):
+    with pytest.raises(UsageError, match="finds no layer to shard"):
         parallelize(model, comm, "auto", report=lambda table: None)
 
 
@@ -241,7 +241,7 @@ def test_activity_counts_them_once(comm: Any) -> None:
     trained_alike(comm, lambda: grouped(1, activity_regularizer="l2"), {"a": Column()})
     dense = L.Dense(HEADS, name="d", activity_regularizer="l2")
     model = keras.Sequential([keras.Input((WIDTH,)), dense])
-    with pytest.raises(UsageError, match="of which ranks may share some parts"):
+    with pytest.raises(UsageError, match="under which ranks may share some parts"):
         parallelize(model, comm, {"d": Column(parts=(10, 2), units=(10, 1), gather=True)})
 
 
@@ -270,5 +270,5 @@ def test_heads_that_do_not_fit(comm: Any) -> None:
         pytest.skip("fewer ranks")
     keys = comm.size // 2 if comm.size % 2 == 0 else 2
     heads = keys * (comm.size + 1)
-    with pytest.raises(UsageError, match=f"{heads} heads of queries and {keys} of keys and values cannot be divided"):
+    with pytest.raises(UsageError, match=f"{heads} heads of queries and {keys} of keys and values cannot be sharded"):
         parallelize(grouped(keys, heads), comm, {"a": Column()})

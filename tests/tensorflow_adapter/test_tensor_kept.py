@@ -229,7 +229,7 @@ def test_what_variables_get(comm: Any, kind: str) -> None:
         assert len(said) == (comm.rank == 0)
         assert all("assigned" in one and "without a gradient" in one for one in said)
     else:
-        with pytest.raises(UsageError, match=r"made of this rank's part alone.*test_tensor_kept\.py"):
+        with pytest.raises(UsageError, match=r"computed from this rank's shard alone.*test_tensor_kept\.py"):
             model(X)
     model, plain = (made(whole, VARIABLES[kind]) for _ in range(2))
     parallelize(model, comm, PLAN)

@@ -15,8 +15,8 @@ from keras import ops
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Row
-from commlib_tensorflow.tensor import checking, parallelize
-from commlib_tensorflow.tensor.checking import kind_of_call  # type: ignore[attr-defined]
+from commlib_tensorflow.tensor import parallelize, plan_check
+from commlib_tensorflow.tensor.plan_check import kind_of_call  # type: ignore[attr-defined]
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
@@ -147,7 +147,7 @@ def test_an_argument_that_holds_itself(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
-    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
     _, model = made(comm, lambda h, given: ops.tanh(h))
     for step in range(10):
         model(X, given=UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))

@@ -87,7 +87,7 @@ def test_einsum_on_a_sequence(comm: Any) -> None:
 def test_einsum_that_cannot_be_divided(comm: Any) -> None:
     for style in (Column(), Row()):
         model = sequential(L.EinsumDense("abc,c->abc", (None, 6), name="e"), shape=(3, 6))
-        with pytest.raises(UsageError, match="leave it whole"):
+        with pytest.raises(UsageError, match="leave it unsharded"):
             parallelize(model, comm, {"e": style})
 
 
@@ -162,10 +162,10 @@ def test_a_block_on_shards(comm: Any, norm: Any, length: int) -> None:
 
 def test_what_sees_a_part_is_refused(comm: Any) -> None:
     def refused(layer: Any, style: Any, match: str) -> None:
-        with pytest.raises(UsageError, match=f"{match}|needs all of a dimension"):
+        with pytest.raises(UsageError, match=f"{match}|needs a full dimension"):
             parallelize(sequential(layer, shape=(4, 6)), comm, {layer.name: style}, divided_output=True)
 
-    refused(L.LayerNormalization(), Sequence(-1), "see a part")
+    refused(L.LayerNormalization(), Sequence(-1), "see only a shard")
     refused(L.BatchNormalization(), Sequence(), "has weights")
     refused(L.MaxPooling1D(), Sequence(), "several positions")
     refused(L.SpatialDropout1D(0.5), Sequence(), "one number for several")
@@ -193,7 +193,7 @@ def test_a_call_of_its_own(comm: Any) -> None:
         return model
 
     for at in ("up", "down"):
-        with pytest.raises(UsageError, match=f"{at} has a call of its own, put over that of its class"):
+        with pytest.raises(UsageError, match=f"{at} has its call replaced on the instance"):
             parallelize(patched(at), comm, {"up": Column(), "down": Row()})
     x = keras.Input((5, 8))
     attention = keras.layers.MultiHeadAttention(comm.size, 2, name="heads")

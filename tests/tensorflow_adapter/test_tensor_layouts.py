@@ -95,9 +95,9 @@ def test_misuse(comm: Any) -> None:
         with pytest.raises(UsageError, match=match):
             parallelize(sequential(*block, shape=(5,)), comm, plan)
 
-    refused("all of one kind", {"up": Column(), "down/kernel": ROW})
+    refused("use only one kind", {"up": Column(), "down/kernel": ROW})
     refused("norm/gamma cannot be divided", {"norm/gamma": ("tp",)})
-    refused("is divided along 0, but .*down/kernel is not so", {"down/kernel": ROW, "down/bias": ("tp",)})
+    refused("is sharded along 0, but .*down/kernel is not", {"down/kernel": ROW, "down/bias": ("tp",)})
     given = keras.Input((4, 5))
     model = keras.Model(given, L.MultiHeadAttention(4, 3, name="a")(given, given))
     with pytest.raises(UsageError, match="attention_output too"):

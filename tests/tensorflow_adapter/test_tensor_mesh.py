@@ -258,7 +258,7 @@ def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
 def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
     divided = parallelize(make(), comm, PLAN)
     divided.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
-    with pytest.raises(UsageError, match=r"Adafactor looks at whole weights, but up0/kernel is divided among ranks"):
+    with pytest.raises(UsageError, match=r"Adafactor needs full weights, but up0/kernel is sharded among ranks"):
         divided.fit(*data(1), verbose=0)
     plain = make()  # those of others do as before
     plain.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
@@ -358,6 +358,6 @@ def test_callbacks_of_replicas_that_write_one_file(comm: Any, tmp_path_factory: 
     again.load_weights(folder + "/kept2.weights.h5")
     for one, other in zip(gather_model(again).get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(UsageError, match="in several replicas of a divided model"):
+    with pytest.raises(UsageError, match="in several replicas of a sharded model"):
         made().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
     assert comm.all_gather_object(1) == [1] * comm.size

@@ -174,7 +174,7 @@ def test_misuse(comm: Any) -> None:
     for move in (scatter, gather, reduce_scatter):
         with pytest.raises(UsageError, match="no dimension 2"):
             move(x, comm, 2)
-    with pytest.raises(UsageError, match="divided and joined at once"):
+    with pytest.raises(UsageError, match="both split and joined"):
         all_to_all(x, comm, 1, -1)
     with pytest.raises(UsageError, match="communicator of an axis"):
         copy(x, "tp")  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_ranks_with_other_parts_are_never_averaged(comm: Any, call: str) -> None
     """Without mesh= parts of different ranks were averaged; broadcast made all of them rank 0's."""
     model = model_on(comm)
     if comm.size > 1:
-        with pytest.raises(UsageError, match=r"of which ranks \[\d.*have other parts.*mesh"):
+        with pytest.raises(UsageError, match=r"but ranks \[\d.*have other shards.*mesh"):
             CALLS[call](model)
 
 

@@ -96,9 +96,9 @@ def test_auto_divides_heads_that_are_numbers(comm: Any, ways: tuple[str, ...]) -
 def test_numbers_of_a_plan(comm: Any) -> None:
     """A plan of one's own was refused where the model says a number, and can give that to a rank now."""
     layers = {**{f"rows/{name}": Column(units=HEADS) for name in "qkv"}, "rows/o": Row(units=HEADS)}
-    with pytest.raises(UsageError, match=r"such as heads, give that PerRank\(\) in the plan"):
+    with pytest.raises(UsageError, match=r"such as heads, give the constant PerRank\(\) in the plan"):
         parallelize(model("rows"), comm, layers)
-    with pytest.raises(UsageError, match=r"rows\.heads is 4, which is not divided among 2 ranks in 3 units"):
+    with pytest.raises(UsageError, match=r"rows\.heads is 4, which 2 ranks cannot split in 3 units"):
         parallelize(model("rows"), comm, {**layers, "rows.heads": PerRank(3)})
     same(lambda: model("rows"), {**layers, "*.heads": PerRank(HEADS)}, comm, values(2, TOKENS, WIDTH))
 

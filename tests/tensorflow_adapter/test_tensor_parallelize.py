@@ -259,7 +259,7 @@ def test_misuse(comm: Any) -> None:
     refused(keras.Sequential([L.Dense(7, name="up"), L.Dense(3, name="down")]), "no layer is called|not built")
     refused(plain(), "no layer is called 'middle'", {"middle": Column()})
     if comm.size > 1:
-        refused(plain(kernel_constraint="max_norm"), "down/kernel has a constraint, MaxNorm, .* dimension 0 alone")
+        refused(plain(kernel_constraint="max_norm"), "down/kernel has a constraint, MaxNorm, .* shard of dimension 0")
     twice = Subclassed()
     twice.blocks = [L.Dense(5, name="up"), L.Dense(5, name="up")]
     refused(twice, "2 layers are called up", {"up": Column()})
@@ -340,7 +340,7 @@ def test_time_distributed(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"put the layer into a keras\.Sequential"):
         parallelize(wrapped, comm, {"steps/up": Column(gather=True)})
     normalised = sequential(L.SpectralNormalization(L.Dense(7, name="up"), name="norm"), shape=(5,))
-    with pytest.raises(UsageError, match="this rank's part of the weight"):
+    with pytest.raises(UsageError, match="this rank's shard of the weight"):
         parallelize(normalised, comm, {"norm/up": Column(gather=True)})
 
 
@@ -358,7 +358,7 @@ def test_time_distributed(comm: Any) -> None:
 def test_layers_that_take_all_channels(comm: Any, between: Any) -> None:
     """The model was divided by then, and failed in Keras' words."""
     model = sequential(L.Conv1D(8, 2, name="up"), between, L.Conv1D(3, 1, name="down"), shape=(5, 4))
-    with pytest.raises(UsageError, match=r"plan: mix .*takes all features.*divided along dimension 2 \(by up\)"):
+    with pytest.raises(UsageError, match=r"plan: mix .*takes all features.*sharded along dimension 2 \(by up\)"):
         parallelize(model, comm, PLAN)
     assert not list(shards_in(model))
 
@@ -376,12 +376,12 @@ def test_models_of_keras_2(comm: Any) -> None:
     legacy = pytest.importorskip("tf_keras")
     with pytest.raises(UsageError, match="use Keras 3"):
         parallelize(legacy.Sequential([legacy.layers.Dense(3)]), comm, PLAN)
-    with pytest.raises(UsageError, match=r"keras\.Sequential: those of Keras 2"):
+    with pytest.raises(UsageError, match=r"keras\.Sequential: models of Keras 2"):
         gather_model(legacy.Sequential([legacy.layers.Dense(3)]))
 
 
 @pytest.mark.ranks(min=2)
 def test_an_input_that_is_not_divided(comm: Any) -> None:
     model = plain()
-    with pytest.raises(UsageError, match=r"its input is whole: give it split=True"):
+    with pytest.raises(UsageError, match=r"its input is unsharded: give it split=True"):
         parallelize(model, comm, {"down": Row()})

@@ -165,12 +165,12 @@ class TestPlans:
             y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
         divided = parallelize(keras.Model(x, y), tp, "auto", report=said.append)
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
-        assert tp.rank or "kept_h cannot be divided as Column()" in said[0]
+        assert tp.rank or "kept_h cannot be sharded as Column()" in said[0]
 
     @pytest.mark.long
     def test_auto_of_a_subclassed_model(self, tp):
         model, plain = subclassed(), subclassed()
-        with pytest.raises(UsageError, match="give example=, or verify="):
+        with pytest.raises(UsageError, match="pass a batch as example= or verify="):
             parallelize(model, tp, "auto")
         divided = parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         assert divided.h.style == Column()
@@ -199,9 +199,9 @@ class TestPlans:
         ("left_out", "said"),
         [
             ("m_g/d", r"m_g/d \(Dense\).*takes all features"),
-            ("m_g/a", r"what is divided meets only what is divided the same way"),
+            ("m_g/a", r"sharded values combine only with values sharded the same way"),
             ("m_i", r"m_i \(Dense\).*takes all features"),
-            ("m_h", r"m_i \(Dense\).*a Row takes what a Column has divided.*split=True"),
+            ("m_h", r"m_i \(Dense\).*a Row takes an input that a Column has sharded.*split=True"),
         ],
     )
     def test_what_is_left_out(self, tp, left_out, said):
@@ -225,9 +225,9 @@ class TestPlans:
             with pytest.raises(UsageError, match=said):
                 parallelize(one_block(way=way), tp, {"m_g/abc": Column(units=HEADS), "m_g/d": Row(units=HEADS)})
         between = {
-            "needs all of a dimension": layers.LayerNormalization(),
-            "other random numbers on each rank": layers.Dropout(0.1),
-            r"something for each feature is divided as these are.*give it Sequence\(1\)": layers.PReLU(),
+            "needs a full dimension": layers.LayerNormalization(),
+            "different random numbers on each rank": layers.Dropout(0.1),
+            r"values for each feature are sharded like the features.*give it Sequence\(1\)": layers.PReLU(),
         }
         for said, layer in between.items():
             model = keras.Sequential(
@@ -241,7 +241,7 @@ class TestPlans:
             return keras.Sequential([keras.Input((8,)), layers.Dense(12, "relu", name="up")])
 
         x = np.random.default_rng(0).standard_normal((3, 8))
-        with pytest.raises(UsageError, match="a model returns what is whole"):
+        with pytest.raises(UsageError, match="a model returns unsharded values"):
             parallelize(model(), tp, {"*up": Column()})
         out = parallelize(model(), tp, {"*up": Column()}, verify=x, divided_output=True)(x)
         assert out.shape[1] <= 12
@@ -282,7 +282,7 @@ class TestPlans:
 
         x = keras.Input((TOKENS, WIDTH), batch_size=2)
         model = keras.Model(x, Mixing()(x))
-        with pytest.raises(UsageError, match=r"no other, but.*say -1|the divided model fails"):
+        with pytest.raises(UsageError, match=r"no other, but.*say -1|the sharded model fails"):
             parallelize(model, tp, {"*/a": Column(), "*/b": Row()})
 
 
@@ -415,14 +415,14 @@ class TestAllOrNothing:
 
         last = comm.rank == comm.size - 1
         wrong = {
-            "divided among": (layers.Dense(4, name="b"), Row(units=1)) if comm.size > 1 else None,
+            "split among": (layers.Dense(4, name="b"), Row(units=1)) if comm.size > 1 else None,
             "add up to 5": (layers.Dense(4, name="b"), Column(parts=(2, 3))),
             "has a constraint": (layers.Dense(4, kernel_constraint="unit_norm" if last else None, name="b"), Row())
             if comm.size > 1
             else None,
             "needs all outputs": (layers.Dense(4, activation="softmax", name="b"), Column()),
-            "would see a part": (layers.LayerNormalization(name="b"), Sequence(-1)),
-            "looks at several positions": (layers.Reshape((3, 2), name="b"), Sequence()),
+            "would see only a shard": (layers.LayerNormalization(name="b"), Sequence(-1)),
+            "depends on several positions": (layers.Reshape((3, 2), name="b"), Sequence()),
         }
         for said, case in wrong.items():
             if case is not None:

@@ -52,7 +52,7 @@ def made(function: Any, tokens: int) -> Any:
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_positions(comm: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(made(WRONG[name], 2), comm, PLAN)
 
 
@@ -68,7 +68,7 @@ def test_several_inputs(comm: Any, wrong: bool) -> None:
     if not wrong:
         parallelize(filled(model), comm, plan)
         return
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(filled(model), comm, plan)
 
 
@@ -83,7 +83,7 @@ def test_layers_of_keras_are_tried_too(comm: Any) -> None:
         if is_right:
             parallelize(model, comm, plan)
             continue
-        with pytest.raises(UsageError, match=r"own .*would see a part of"):
+        with pytest.raises(UsageError, match=r"own .*would see only a part of"):
             parallelize(model, comm, plan)
 
 
@@ -120,7 +120,7 @@ def test_masks_and_integers(comm: Any, function: Any, dtype: str) -> None:
     """Masks were all true in the trial, and integers the same ones in another order."""
     x, beside = keras.Input((2, 8)), keras.Input((2,), dtype=dtype)
     model = keras.Model([x, beside], L.Dense(8, name="up")(Beside(function)(x, beside)))
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(filled(model), comm, {"own": Sequence(1), "up": Column(sequence=1, gather=True)})
 
 
@@ -236,6 +236,6 @@ def test_behind_a_row_that_divides_the_sequence(comm: Any, is_right: bool) -> No
         if is_right:
             near(divided(x), expected, 1e-10)
         else:
-            with pytest.raises(UsageError, match=r"own .*would see a part of"):
+            with pytest.raises(UsageError, match=r"own .*would see only a part of"):
                 divided(x)
     assert not [str(one.message) for one in caught if "plan:" in str(one.message)]

@@ -92,7 +92,7 @@ def test_activity_regularizers(comm: Any) -> None:
             loss = tf.reduce_sum(model(x)) + model.losses[0]
         found.append(tape.gradient(loss, model.get_layer("up").kernel))
     near(comm.all_reduce(tf.norm(found[1]).numpy() ** 2), tf.norm(found[0]) ** 2)
-    with pytest.raises(UsageError, match="its activity regularizer norm would see this rank's part"):
+    with pytest.raises(UsageError, match="its activity regularizer norm would see only this rank's shard"):
         parallelize(pair(activity_regularizer=norm), comm, PLAN)
     parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})
     with pytest.raises(UsageError, match="whose gradient would be added up"):
@@ -140,7 +140,7 @@ def test_losses_of_what_is_divided(comm: Any) -> None:
             L.Dense(10, name="up"), *between, L.Dense(3, name="down"), L.ActivityRegularization(l1=0.1), shape=(4,)
         )
 
-    with pytest.raises(UsageError, match=r"add_loss of counted.*this rank's part alone"):
+    with pytest.raises(UsageError, match=r"add_loss of counted.*this rank's shard alone"):
         parallelize(make(Counted(name="counted")), comm, {"up": Column(), "down": Row()})
     parallelize(make(L.ActivityRegularization(l2=0.1)), comm, {"up": Column(), "down": Row()})
     model = sequential(L.Dense(10, name="up"), L.Dense(3, name="down"), Counted(name="counted"), shape=(4,))
@@ -185,5 +185,5 @@ def test_constraints_that_need_the_whole_are_refused(comm: Any) -> None:
     for given in (*wrong, {"up": norms[0](axis=None)}, {"up": centred}, {"down": centred}):
         (where,) = given
         name = "up/bias" if where == "bias" else f"{where}/kernel"
-        with pytest.raises(UsageError, match=f"{name} has a constraint, .* part of dimension . alone"):
+        with pytest.raises(UsageError, match=f"{name} has a constraint, .* shard of dimension ."):
             parallelize(constrained(**given), comm, {"up": Column(), "down": Row()})

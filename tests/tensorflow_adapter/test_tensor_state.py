@@ -74,7 +74,7 @@ def test_whole_weights(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) -> None:
     divided = parallelize(make(), comm, PLAN)
-    with pytest.raises(UsageError, match=r"expected \(6, 9\), that of the model that is whole"):
+    with pytest.raises(UsageError, match=r"expected \(6, 9\), the shape in the unsharded model"):
         set_weights(divided, divided.get_weights())
     with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
         divided.save_weights(folder / f"{comm.rank}.weights.h5")

@@ -114,5 +114,5 @@ def test_seed(comm: Any) -> None:
     assert set(comm.all_gather_object(seed(mesh, 5))) == {5}
     drawn = keras.random.normal((20,))
     near(of_all(comm, drawn)[0], drawn)
-    with pytest.raises(UsageError, match="whole number"):
+    with pytest.raises(UsageError, match="non-negative integer"):
         seed(mesh, -1)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from commlib_tensorflow.tensor.tracing import attempted
+from commlib_tensorflow.tensor.tracing import try_trace
 from tests.inputs.traces import holds
 
 
@@ -35,7 +35,7 @@ def test_operations_are_traced(run):
             return run(x)
 
     x = np.random.default_rng(4).random((6, 4))
-    found, error = attempted(Runs(), {}, x)
+    found, error = try_trace(Runs(), {}, x)
     assert error is None
     assert found.shapes[found.outputs[0]] == tuple(run(tf.constant(x)).shape)
     assert all(step.kind not in ("unseen", "unknown") for step in found.steps)
@@ -80,7 +80,7 @@ def test_equations_are_those_of_the_operations(name):
     keras.config.set_floatx("float64")
     try:
         inputs = [np.random.default_rng(at).random(shape) for at, shape in enumerate(shapes)]
-        found, error = attempted(Runs(dtype="float64"), {}, inputs)
+        found, error = try_trace(Runs(dtype="float64"), {}, inputs)
     finally:
         keras.config.set_floatx("float32")
     assert error is None

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow.tensor import VocabularyCrossEntropy, gather, parallelize, scatter, vocabulary_cross_entropy
@@ -123,7 +123,9 @@ def test_ranks_with_other_targets_are_told(comm: Any) -> None:
             vocabulary_cross_entropy(logits, target, comm, weight=np.roll(weight, comm.rank))
     # One that caught its own error had its next call taken for this one.
     is_told = comm.rank == 0
-    with pytest.raises(MismatchError if is_told else UsageError, match="same call" if is_told else "one word for each"):
+    with pytest.raises(
+        MismatchError if is_told else UsageError, match="same call" if is_told else "one token id for each"
+    ):
         vocabulary_cross_entropy(logits, target if is_told else target[1:], comm)
     vocabulary_cross_entropy(logits, target, comm, weight=weight)
 
@@ -133,7 +135,7 @@ def test_precision(comm: Any, dtype: str) -> None:
     """It is computed in float32 at least, and not in the codec of an axis."""
     logits, target = tf.cast(values(6, VOCABULARY), dtype), words(VOCABULARY, 6)
     expected = tf.reduce_mean(oracle(tf.cast(logits, tf.float64), tf.constant(target), -100, 0))
-    found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, Axis(comm, "int8"))
+    found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, ParallelAxis(comm, "int8"))
     assert found.dtype == tf.float32
     near(found, expected, 1e-6)
 
@@ -150,7 +152,7 @@ def test_whole_logits_are_refused(comm: Any, compiled: bool) -> None:
 
     run = tf.function(loss) if compiled else loss
     for rows in (3, 1):
-        with pytest.raises((UsageError, tf.errors.OpError), match="the same logits of 11 words, so these are whole"):
+        with pytest.raises((UsageError, tf.errors.OpError), match="the same logits of 11 words, so they are not"):
             run(scatter(whole[:rows], comm, -1), target[:rows])
 
 
@@ -168,11 +170,11 @@ def test_divided_logits_that_are_alike_are_not_refused(comm: Any) -> None:
 def test_ranks_with_other_logits_are_told(comm: Any) -> None:
     """The core refused a reduction of so many numbers, and named neither logits nor rows."""
     own, target, is_other = scatter(values(4, VOCABULARY), comm, -1), words(VOCABULARY, 4), comm.rank == 1
-    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks others"):
+    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks have others"):
         vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, comm)
     with pytest.raises(MismatchError, match=f"{'float32' if is_other else 'float64'} logits of 4 rows"):
         vocabulary_cross_entropy(tf.cast(own, "float32") if is_other else own, target, comm)
-    with pytest.raises(UsageError if is_other else MismatchError, match="have no words" if is_other else "same call"):
+    with pytest.raises(UsageError if is_other else MismatchError, match="have no tokens" if is_other else "same call"):
         vocabulary_cross_entropy(own[:, :0] if is_other else own, target, comm)
 
 
@@ -193,20 +195,20 @@ def test_misuse(comm: Any, compiled: bool) -> None:
         with pytest.raises((UsageError, tf.errors.OpError), match=match):
             (tf.function(loss) if compiled else loss)()
 
-    refused("word 11, expected 0 to 10", (0, 11, 1))
-    refused("word -1", (0, -1, 1))
+    refused("token 11, expected 0 to 10", (0, 11, 1))
+    refused("token -1", (0, -1, 1))
     refused("together 11, expected vocabulary=12", vocabulary=12)
     refused("probabilities", (0.0, 1.0, 0.0))
     refused("0 to 1", label_smoothing=2)
     refused("reduction is 'all'", reduction="all")
-    refused("one word for each row", ((0, 1),))
-    refused("weight has 12 words, expected the 11", weight=np.ones(12))
-    refused("expected a float for each word", weight=np.ones((11, 1)))
+    refused("one token id for each row", ((0, 1),))
+    refused("weight has 12 tokens, expected the 11", weight=np.ones(12))
+    refused("expected a float for each token", weight=np.ones((11, 1)))
 
 
 def test_a_target_of_padding_is_no_word(comm: Any) -> None:
     """Keras' loss ignores none unless it is told; this one took -100 for a row that costs nothing, and counts."""
-    with pytest.raises(UsageError, match="a target is word -100"):
+    with pytest.raises(UsageError, match="a target is token -100"):
         VocabularyCrossEntropy(comm)(np.array([1, -100, 2]), scatter(values(3, VOCABULARY), comm, -1))
 
 

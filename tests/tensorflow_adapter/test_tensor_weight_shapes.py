@@ -23,7 +23,7 @@ from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 __all__ = ["in_float64"]
 
 PLAN: Plan = {"up": Column(), "down": Row()}
-LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*ask the layer for its units or out_features"
+LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*read units or out_features of the layer"
 
 WRONG: dict[str, Any] = {
     "shape": lambda model, h: h / model.up.kernel.shape[-1],
@@ -98,5 +98,5 @@ def test_of_a_part_that_comes(comm: Any) -> None:
     """The input is a part already: numbers of the whole that all of them are tell."""
     model = parallelize(made(WRONG["shape"]), comm, {"up": Column(sequence=1), "down": Row(sequence=1)})
     part = tf.split(rows(), comm.size, 1)[comm.rank]
-    with pytest.raises(UsageError, match=r"differs from the undivided model's.*the shape of its weight"):
+    with pytest.raises(UsageError, match=r"differs from the unsharded model's.*the shape of its weight"):
         model(part)

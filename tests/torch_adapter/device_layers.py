@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib_torch as ct
-from commlib.context_parallel import Layout
+from commlib.context_parallel import SequenceLayout
 from commlib_torch.tensor.context import attention
 from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
 from tests.torch_adapter.place import Place
@@ -138,7 +138,7 @@ def sequences_by_heads(comm: Any, place: Place) -> None:
 
 
 def _sequences(comm: Any, place: Place, method: str) -> None:
-    lengths = Layout(4 * comm.size + 3, comm.size, "balanced").counts
+    lengths = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -48,7 +48,7 @@ class HostStream:
 
 
 class HostTensors:
-    """See `commlib_torch.devices.Kind`, and `place.Place`. is_there: which CPU tensors are on the device; all at first.
+    """See `commlib_torch.devices.DeviceBackend`, and `place.Place`. is_there: the CPU tensors on the device.
 
     core: the core's device. stream: one of it that does all at once.
     """

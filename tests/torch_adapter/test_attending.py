@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from commlib_torch.tensor.attending import ByProducts, Efficient, Fused, attending, trial
+from commlib_torch.tensor.attention_kernels import (
+    EfficientAttention,
+    FusedAttention,
+    MatmulAttention,
+    choose_kernel,
+    trial,
+)
 
 pytestmark = [pytest.mark.any_ranks]
 
@@ -29,7 +35,7 @@ def test_products_are_the_operators_of_the_cpu(
     """The log-sum-exp that the backward gets is that over more keys than these."""
     q, gradient = (drawn(2, heads, queries, 6, dtype=dtype, seed=seed) for seed in (0, 1))
     k, v = (drawn(2, of_keys, keys, 6, dtype=dtype, seed=seed) for seed in (2, 3))
-    products, operators = ByProducts(most_scores), Fused()
+    products, operators = MatmulAttention(most_scores), FusedAttention()
     got, wanted = (list(way.forward(q, k, v, causal, 0.4)) for way in (products, operators))
     out, lse = wanted[0], wanted[1] + 0.25
     got += products.backward(gradient, q, k, v, out, lse, causal, 0.4)
@@ -43,28 +49,28 @@ def test_products_are_the_operators_of_the_cpu(
 
 
 def test_what_attends_where() -> None:
-    assert isinstance(attending(torch.zeros(1)), Fused)
-    assert isinstance(attending(torch.zeros(1, device="meta")), ByProducts)
+    assert isinstance(choose_kernel(torch.zeros(1)), FusedAttention)
+    assert isinstance(choose_kernel(torch.zeros(1, device="meta")), MatmulAttention)
 
 
 def test_operators_that_do_what_they_should_pass() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert trial(Fused(), CPU, dtype) == ""
-        assert trial(ByProducts(100), CPU, dtype) == ""
+        assert trial(FusedAttention(), CPU, dtype) == ""
+        assert trial(MatmulAttention(100), CPU, dtype) == ""
 
 
 def test_a_default_device_changes_nothing() -> None:
     """The trial drew its numbers there with a generator of the CPU, which PyTorch refuses."""
     with torch.device("meta"):
-        assert trial(Fused(), CPU, torch.float32) == ""
+        assert trial(FusedAttention(), CPU, torch.float32) == ""
 
 
 def test_operators_that_are_not_there_do_not_pass() -> None:
     """On the CPU there are none of CUDA's."""
-    assert "aten::_scaled_dot_product_efficient_attention" in trial(Efficient(), CPU, torch.float32)
+    assert "aten::_scaled_dot_product_efficient_attention" in trial(EfficientAttention(), CPU, torch.float32)
 
 
-class Changed(Fused):
+class Changed(FusedAttention):
     """Operators of another version of PyTorch."""
 
     def __init__(self, what: str) -> None:

@@ -54,7 +54,7 @@ def test_every_kind_of_tensor_at_once(comm: Any) -> None:
 
 
 def test_bad_parameters(comm: Any) -> None:
-    with pytest.raises(UsageError, match="step is no tensor but a int"):
+    with pytest.raises(UsageError, match="step is not a tensor but a int"):
         broadcast_parameters({"step": 3})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"w: .*device meta"):
         broadcast_parameters({"w": torch.empty(1, device="meta")})

@@ -174,7 +174,7 @@ def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, 
                 continue
             closure()
             if optimizer is plain and wrapper == "module":
-                with pytest.raises(UsageError, match=r"4\.(weight|bias) was put into \.grad by hand, after backward"):
+                with pytest.raises(UsageError, match=r"4\.(weight|bias) was put into \.grad by hand after backward"):
                     optimizer.step()
                 called.synchronize()
             optimizer.step()
@@ -262,7 +262,7 @@ def test_a_step_within_backward_is_refused(comm: Any, wrapper: str, first: str) 
     local(torch.ones(1, 2)).sum().backward()
     beside.step()  # of another model
     before = parameters_of(network)
-    with pytest.raises(UsageError, match=r"within backward, in a hook of weight say"):
+    with pytest.raises(UsageError, match=r"within backward, for example in a hook of weight"):
         loss_of(called, mine(comm, batch(comm))).backward()
     assert_close(parameters_of(network), before, 0)
     for one in hooks:
@@ -354,7 +354,7 @@ def test_another_dtype_after_wrapping_is_refused(comm: Any, wrapper: str, compre
     else:
         made = called = DataParallel(network, compression=compression)
     called.double()
-    with pytest.raises(UsageError, match=r"4\.bias is torch.float64 .* was torch.float32 .* wrap the model after"):
+    with pytest.raises(UsageError, match=r"4\.bias is torch.float64 .* was torch.float32 .* before you wrap the model"):
         loss_of(called, mine(comm, batch(comm))).backward()
     called.float()
     network.zero_grad()

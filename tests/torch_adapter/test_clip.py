@@ -90,7 +90,7 @@ def test_gradients_of_any_form(comm: Any) -> None:
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_bad_arguments(comm: Any, max_norm: float) -> None:
-    with pytest.raises(UsageError, match="not negative"):
+    with pytest.raises(UsageError, match="non-negative"):
         clip_grad_norm_([], max_norm)
 
 

@@ -68,7 +68,7 @@ def test_ranks_stay_equal_to_the_last_bit(comm: Any, name: str, overlap: bool) -
     assert all(theirs == everyone[0] for theirs in everyone)
     if comm.size > 1:
         assert 0 < optimizer.report.sent_bytes < 0.5 * optimizer.report.uncompressed_bytes
-        assert optimizer.compression_choice.endswith(": as asked")
+        assert optimizer.compression_choice.endswith(": as requested")
 
 
 @pytest.mark.ranks(min=2)
@@ -209,7 +209,7 @@ def test_ranks_that_resume_differently_still_agree(comm: Any, caplog: Any, name:
     resumed = loaders == "rank 0's is loaded by all"
     assert again.reducer.course.steps == (4 + 4 if resumed else 3)
     if comm.rank == 0:
-        assert any("starts anew" in message for message in caplog.messages) != resumed
+        assert any("starts over" in message for message in caplog.messages) != resumed
     parameters = [parameter.detach().clone() for parameter in second.parameters()]
     plain = network()
     train(comm, plain, wrap(plain, "none"), range(9))

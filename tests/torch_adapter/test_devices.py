@@ -13,7 +13,7 @@ import torch
 
 import commlib_torch as ct
 from commlib.devices.array import DeviceArray
-from commlib.devices.cuda import foreign
+from commlib.devices.cuda import foreign_arrays
 from commlib.errors import UsageError
 from commlib_torch import devices
 from tests.late import LATE
@@ -32,7 +32,7 @@ def test_what_is_lent_of_a_gpu_is_what_torch_takes() -> None:
     owner = object()
     gpu: Any = SimpleNamespace(name="cuda", index=1)
     array = DeviceArray(gpu, 0x1000, (3, 5), ml_dtypes.bfloat16, owner, stream="a stream")
-    there = foreign.by_interface(devices.Cuda().lend(array).__cuda_array_interface__)
+    there = foreign_arrays.describe_interface(devices.Cuda().lend(array).__cuda_array_interface__)
     assert (there.address, there.shape, there.dtype) == (0x1000, (30,), np.dtype(np.uint8))
     assert there.contiguous and not there.read_only and there.stream is None
 
@@ -50,7 +50,7 @@ def test_a_tensor_over_an_array_shares_its_memory(place: HostTensors) -> None:
 @pytest.mark.usefixtures("place")
 def test_what_comes_later_waits_for_other_streams_that_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LATE, "delay", 0.05)
-    follow = devices.Following()
+    follow = devices.StreamOrder()
     first, second = LATE.stream(), LATE.stream()
     with LATE.using(first):
         follow()
@@ -64,7 +64,7 @@ def test_what_comes_later_waits_for_other_streams_that_were_here(monkeypatch: py
 
 def test_tensors_of_one_group_are_on_one_device(place: HostTensors) -> None:
     place.is_there = lambda tensor: tensor.dtype == torch.float32
-    with pytest.raises(UsageError, match="all on the host or all on GPUs"):
+    with pytest.raises(UsageError, match="must all be on the host or all on GPUs"):
         ct.grouped_allreduce([torch.zeros(2), torch.zeros(2, dtype=torch.float64)])
 
 

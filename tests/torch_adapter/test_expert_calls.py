@@ -228,6 +228,6 @@ def test_ranks_along_tp_with_other_tokens_are_told_at_the_first_call(comm: Commu
     mesh = Mesh(dp=1, tp=comm.size)
     for x in (rows(comm.rank), rows(0)[: 6 - comm.rank]):
         made = layer(None, mesh, Experts(4, hidden=4 * comm.size))
-        with pytest.raises(MismatchError, match=r"ranks along tp have .*tokens, .*leave sequence= and Sequence"):
+        with pytest.raises(MismatchError, match=r"ranks along tp have .*tokens, .*Remove sequence= and Sequence"):
             made(x)
     mesh.close()

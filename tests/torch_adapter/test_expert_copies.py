@@ -82,7 +82,7 @@ def test_functions_that_call_the_mlp_itself_are_refused(comm: Communicator, chan
     change(inner)
     where = {over_all: "0 has a forward", over_by_default: "0 has a forward", over_a_layer: r"0\.0 has a forward",
              an_attribute: r"0\.1 has a scale", a_hook: r"0\.0 has a hook"}[change]  # fmt: skip
-    with pytest.raises(UsageError, match=f"expertize: {where}.* of its own, which calls what is no copy"):
+    with pytest.raises(UsageError, match=f"expertize: {where}.* set on the object, which calls the original"):
         expertize(around(inner), comm, plan(comm))
     expertize(around(inner), comm, plan(comm, hidden=3))
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_copied_is_named(comm: Communicator) -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         nn.utils.weight_norm(inner[2])
     for options in ({}, {"copy": True}):
-        with pytest.raises(UsageError, match=r"expertize: 0\.2 has a weight that is computed of other parameters"):
+        with pytest.raises(UsageError, match=r"expertize: 0\.2 has a weight that is computed from other parameters"):
             expertize(around(inner), comm, plan(comm, **options))
     inner = mlp()
     inner.lines = (line for line in "ab")
@@ -162,5 +162,5 @@ def test_a_bias_that_moves_after_steps_is_no_part_of_weights(comm: Communicator)
     auxiliary_loss(made)
     pickle.dumps(made[0].router)
     copy.deepcopy(made)
-    with pytest.raises(UsageError, match="a model that is divided among ranks cannot be pickled"):
+    with pytest.raises(UsageError, match="a sharded model cannot be pickled"):
         pickle.dumps(made)

@@ -127,8 +127,8 @@ def test_values_of_any_dtype_become_those_of_rank_0(comm: Communicator, dtype: A
         (lambda odd: types.SimpleNamespace(scale=0.5 + odd), r"0: kept\.scale is 0\.5 on rank 0"),
         (lambda odd: [torch.ones(1 + odd)], r"0: kept\[0\] is tensor float32\[1\] on rank 0 and tensor float32\[2\]"),
         (lambda odd: [torch.ones(1)] * odd, r"0: kept\[0\] is nothing on rank 0 and tensor float32\[1\] on rank 1"),
-        (lambda odd: torch.full((1,), 1.0 + odd).expand(3), r"0: kept \(tensor float32\[3\]\) has other values"),
-        (lambda odd: torch.full((3,), 1.0 + odd).to_sparse(), r"0: kept \(tensor float32\[3\]\) has other values"),
+        (lambda odd: torch.full((1,), 1.0 + odd).expand(3), r"0: kept \(tensor float32\[3\]\) has different values"),
+        (lambda odd: torch.full((3,), 1.0 + odd).to_sparse(), r"0: kept \(tensor float32\[3\]\) has different values"),
     ],
 )
 def test_what_cannot_become_that_of_rank_0_is_warned_of(comm: Communicator, values: Any, name: str) -> None:

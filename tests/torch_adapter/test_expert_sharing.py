@@ -200,7 +200,7 @@ class Registered(MLP):
         (ByClass, "0, ByClass, has a table in its class, which leads to layers or weights of the MLP"),
         (ByModule, "0, ByModule, has a forward in its class, which leads to layers or weights of the MLP"),
         (ByWeakTable, "0, ByWeakTable, has a table in its class, which leads to layers or weights of the MLP"),
-        (ByWeakReference, "0 has a kept of its own, which calls what is no copy"),
+        (ByWeakReference, "0 has a kept set on the object, which calls the original"),
     ],
 )
 def test_mlps_that_find_their_layers_elsewhere_are_refused(comm: Communicator, kind: Any, text: str) -> None:

@@ -182,14 +182,14 @@ class Gated(nn.Module):
 def test_tied_weights_of_an_mlp_are_refused(comm: Communicator) -> None:
     """They were experts' no more, which was found in forward; a weight tied with another layer's became another one."""
     plan = {"0": Experts(comm.size, top_k=1, copy=True)}
-    with pytest.raises(UsageError, match=r"expertize: 0: a.weight and b.weight are one parameter, tied"):
+    with pytest.raises(UsageError, match=r"expertize: 0: a.weight and b.weight are one tied parameter"):
         expertize(nn.Sequential(Gated(True)), comm, plan)
     model: Any = nn.Sequential(Gated(False), nn.Linear(WIDTH, 12))
     model[1].weight = model[0].b.weight
-    with pytest.raises(UsageError, match=r"expertize: 0: b.weight and 1.weight of the model are one parameter"):
+    with pytest.raises(UsageError, match=r"expertize: 0: b.weight and 1.weight of the model are one tied parameter"):
         expertize(model, comm, plan)
     expertize(model, comm, {"0": Experts(comm.size, top_k=1, hidden=3)})
-    with pytest.raises(UsageError, match=r"a.weight and b.weight are one parameter"):
+    with pytest.raises(UsageError, match=r"a.weight and b.weight are one tied parameter"):
         MoE(WIDTH, Experts(comm.size, top_k=1), comm, expert=lambda: Gated(True))
 
 
@@ -219,9 +219,9 @@ class Bare(nn.Module):
 def test_errors_name_the_layer(comm: Communicator) -> None:
     """What an MLP returned failed within torch.cat; a parameter of the MLP itself had a name that ended with a dot."""
     plan = {"0": Experts(comm.size, top_k=1)}
-    with pytest.raises(UsageError, match=r"^0: an expert made a tuple of rows \(\d+, 8\), expected a tensor like them"):
+    with pytest.raises(UsageError, match=r"^0: an expert returned a tuple for rows \(\d+, 8\), expected a tensor"):
         expertize(nn.Sequential(Pair()), comm, plan)(batch().float())
-    with pytest.raises(UsageError, match=r"^expertize: 0 has parameters, and no reset_parameters"):
+    with pytest.raises(UsageError, match=r"^expertize: 0 has parameters, but no reset_parameters"):
         expertize(nn.Sequential(Bare()), comm, plan)
 
 

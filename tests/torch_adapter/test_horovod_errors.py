@@ -140,7 +140,7 @@ def test_refused_here(comm: Any) -> None:
         hvd.alltoall(ONES, [1.5] * comm.size)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="splits must be"):
         hvd.alltoall(ONES, [1] * (comm.size + 1))
-    with pytest.raises(UsageError, match="more than the 4 rows"):
+    with pytest.raises(UsageError, match="a sum of at most 4 rows"):
         hvd.alltoall(ONES, [5] * comm.size)
     with pytest.raises(UsageError, match="root_rank is 99"):
         hvd.broadcast(ONES, 99)
@@ -151,7 +151,7 @@ def test_refused_here(comm: Any) -> None:
     with pytest.raises(UsageError, match="expected a handle"):
         hvd.poll(None)  # type: ignore[arg-type]
     if comm.size == 3:
-        with pytest.raises(UsageError, match="which 3 ranks cannot share"):
+        with pytest.raises(UsageError, match="not divisible by 3 ranks"):
             hvd.alltoall(ONES)
     assert hvd.allgather_object(comm.rank) == list(range(comm.size))  # and go on
 

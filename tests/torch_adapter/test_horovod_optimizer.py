@@ -308,7 +308,7 @@ def test_refused(comm: Any) -> None:
 
     refuse("two parameters are named 'w'", [("w", parameter) for parameter in parameters])
     refuse("lacks parameters", [("w", parameters[0])])
-    refuse("pairs of a name and a parameter", parameters)
+    refuse("must be .name, parameter. pairs", parameters)
     refuse("op must be one of", op=hvd.Max)
     refuse("needs op=Average", op=hvd.Sum, gradient_predivide_factor=2.0)
     refuse("must be positive", gradient_predivide_factor=0.0)
@@ -318,7 +318,7 @@ def test_refused(comm: Any) -> None:
     refuse("non-negative number or a list", groups=parameters)
     refuse("must consist of tensors", groups=[["0.weight"]])
     refuse("appear only once", groups=[parameters[:2], parameters[1:]])
-    refuse("no parameter of the optimizer", groups=[[torch.ones(1)]])
+    refuse("not a parameter of the optimizer", groups=[[torch.ones(1)]])
     refuse("one of them", comm=comm, process_set=hvd.global_process_set)
     refuse("process_set= instead of comm=", comm=comm, compression=Halves())
     optimizer = wrap(network)

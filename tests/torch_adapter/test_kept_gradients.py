@@ -99,14 +99,14 @@ def test_memory_is_symmetric_again_once_nobody_keeps_it(comm: Any) -> None:
 
     step(1)
     kept = model.one.grad
-    assert step(2).is_aside(0)
-    assert step(3).is_aside(0)
+    assert step(2).is_private(0)
+    assert step(3).is_private(0)
     assert kept is not None and values(kept) == [1]
     del kept
     engine = step(4)
-    assert not engine.is_aside(0)
+    assert not engine.is_private(0)
     later = model.one.grad
-    assert not step(5).is_aside(0)  # it was kept before: so it has memory of its own now
+    assert not step(5).is_private(0)  # it was kept before: so it has memory of its own now
     assert values(later) == [4] and values(model.one.grad) == [5]
 
 
@@ -121,7 +121,7 @@ def test_nothing_moves_where_nothing_is_kept(comm: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
         engine = optimizer.reducer.engine
-        assert not any(engine.is_aside(bucket.index) for bucket in engine.buckets)
+        assert not any(engine.is_private(bucket.index) for bucket in engine.buckets)
         slots = {address(engine.slot(number)) for number in range(2)}
         assert {model.one.grad.data_ptr(), model.other.grad.data_ptr()} == slots  # type: ignore[union-attr]
 

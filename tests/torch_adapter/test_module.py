@@ -125,7 +125,7 @@ def test_steps_that_depend_on_the_loss_are_refused(comm: Any) -> None:
 
         optimizer.step(closure)
 
-    with pytest.raises(UsageError, match=r"LBFGS decides by the loss.*DistributedOptimizer"):
+    with pytest.raises(UsageError, match=r"LBFGS chooses the length of its step.*DistributedOptimizer"):
         step(wrapped, torch.optim.LBFGS(wrapped.parameters(), line_search_fn="strong_wolfe"))
     step(other, torch.optim.LBFGS(other.parameters()))  # of another model
     step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))

@@ -135,7 +135,7 @@ def test_what_is_put_on_experts(comm: Communicator, built_in: bool) -> None:
         model.experts.up = adapted
     else:
         model.experts[0] = adapted
-    with pytest.raises(UsageError, match=r"mix: parameter (up|0)\.\w+ was put into the experts after they were made"):
+    with pytest.raises(UsageError, match=r"mix: parameter (up|0)\.\w+ was added after the experts were made"):
         model(x)
 
 
@@ -241,7 +241,7 @@ def test_routers_that_are_changed(comm: Communicator, how: str) -> None:
 def test_a_router_without_a_score_for_each_expert(comm: Communicator) -> None:
     model: Any = made(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
     model.router = nn.Linear(12, 5, bias=False).double()
-    with pytest.raises(UsageError, match=r"mix: the router made \(15, 5\) of 15 tokens, expected .* 6 experts"):
+    with pytest.raises(UsageError, match=r"mix: the router returned \(15, 5\) for 15 tokens, expected .* 6 experts"):
         model(tokens(comm)[comm.rank])
 
 

@@ -21,7 +21,7 @@ from commlib.errors import UsageError
 from commlib.expert import Experts
 from commlib_torch import gather_state_dict, pipeline
 from commlib_torch.expert import MoE, auxiliary_loss
-from commlib_torch.expert.losses import KeepsLosses
+from commlib_torch.expert.losses import AuxiliaryLossModule
 from tests.torch_adapter.expert_oracle import near
 from tests.torch_adapter.test_moe_padding import WIDTH, dense
 
@@ -93,7 +93,7 @@ def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
     block = Twice(comm)
     y = REENTRANT(block, tokens(comm).requires_grad_())
     loss = auxiliary_loss(block)
-    with pytest.raises(UsageError, match=r"MoE: its router's loss went backward.*use_reentrant=False"):
+    with pytest.raises(UsageError, match=r"MoE: the backward of its router's loss came after.*use_reentrant=False"):
         loss.backward()
     y.sum().backward()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_a_loss_that_counts_nothing_is_none(comm: Communicator) -> None:
     assert not auxiliary_loss(model).requires_grad
 
 
-class Own(KeepsLosses):
+class Own(AuxiliaryLossModule):
     def forward(self, x: Tensor) -> Tensor:
         self.keep(x.square().mean())
         return x
@@ -142,7 +142,7 @@ def test_what_is_frozen_has_its_loss(comm: Communicator) -> None:
 def test_losses_of_own_layers(comm: Communicator) -> None:
     """They have a gradient where the forward has one."""
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(UsageError, match=r"Own: a loss that a layer keeps.*use_reentrant=False"):
+    with pytest.raises(UsageError, match=r"Own: the loss of a layer.*use_reentrant=False"):
         REENTRANT(Own(), x)
     own = Own()
     PLAIN(own, x).sum().backward()
@@ -172,7 +172,7 @@ class OtherCheckpoint(torch.autograd.Function):
 def test_other_checkpoints_are_told_of(comm: Communicator) -> None:
     block = Twice(comm)
     y = OtherCheckpoint.apply(block, tokens(comm).requires_grad_())
-    with pytest.warns(UserWarning, match=r"MoE: a forward without gradients is computed again in the backward"):
+    with pytest.warns(UserWarning, match=r"MoE: a forward without gradients is recomputed in the backward"):
         y.sum().backward()
 
 
@@ -200,7 +200,7 @@ def test_losses_that_a_backward_passed_by(comm: Communicator) -> None:
         taken = auxiliary_loss(model)
         taken.backward()
     for _ in range(5):
-        with pytest.warns(UserWarning, match=r"MoE: a backward went through forwards without the losses"):
+        with pytest.warns(UserWarning, match=r"MoE: a backward went through forwards without their router losses"):
             model(tokens(comm)).sum().backward()
             kept.append(weakref.ref(model.losses[-1]))
             model(tokens(comm)).sum().backward()

@@ -146,7 +146,7 @@ def test_what_it_cannot_take_along(comm: Communicator) -> None:
     expert = next(model.blocks[0].experts.parameters())
     optimizer.state[expert]["rows"] = torch.zeros(len(expert))
     busy(model, 0)
-    with pytest.raises(UsageError, match=r"rows of MoE.experts.up.weight, which SGD keeps, is no tensor of shape"):
+    with pytest.raises(UsageError, match=r"the SGD state rows of MoE.experts.up.weight is not a tensor of shape"):
         rebalance_experts(model)
     del optimizer.state[expert]["rows"]
     if comm.rank == 0:
@@ -231,7 +231,7 @@ def test_clones_do_not_say_of_which_experts_they_are(comm: Communicator) -> None
     assert torch.equal(result(model, x), before)
     with pytest.raises(UsageError, match="experts"):
         model.load_state_dict(copied)
-    with pytest.warns(UserWarning, match=r"blocks.1.experts.* does not say of which experts it is"):
+    with pytest.warns(UserWarning, match=r"blocks.1.experts.* does not identify its experts"):
         model.load_state_dict(clones)
 
 
@@ -296,5 +296,5 @@ def test_a_rank_s_own_optimizer_state_says_of_which_experts_it_is(comm: Communic
         model = Blocks(comm).double()
         optimizer = adam(model.parameters())
     optimizer.load_state_dict(own)
-    with pytest.raises(UsageError, match=r"exp_avg that Adam keeps on rank \d.*the state has the part of rank"):
+    with pytest.raises(UsageError, match=r"exp_avg that Adam keeps on rank \d.*the state has the shard of rank"):
         step(5)

@@ -309,7 +309,7 @@ def test_a_backward_that_raises_and_is_caught(comm: Any, overlap: bool) -> None:
             with pytest.raises(ArithmeticError, match="fuse"):
                 backward()
             Fuse.lit = False
-            with pytest.raises(UsageError, match=r"ready a second time.*synchronize"):
+            with pytest.raises(UsageError, match=r"became ready twice.*synchronize"):
                 backward()
             optimizer.synchronize()
         else:

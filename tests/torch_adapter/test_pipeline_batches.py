@@ -80,7 +80,7 @@ def test_an_input_that_is_for_all_microbatches(comm: Any, named: bool) -> None:
     pipe.close()
     pipe = pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=4)
     ends = comm.rank in (pipe.pipe.first, pipe.pipe.last)  # ranks between them are told by these
-    with pytest.raises(UsageError if ends else PeerError, match="got 2 different ones: 5, 8; where rows are in"):
+    with pytest.raises(UsageError if ends else PeerError, match="got 2 different numbers: 5, 8; if rows are in"):
         pipe.step((x[:, :5], places[:5]), y[:, :5])
     pipe.close()
 
@@ -114,8 +114,8 @@ def test_rows_in_another_dimension(comm: Any) -> None:
 def test_rows_that_make_no_sense(comm: Any) -> None:
     for rows, text in (
         ({"z": 0}, "rows has 'z', expected x, y or output"),
-        ({"x": (0, "all")}, "rows says 'all' of x, expected a dimension"),
-        ({"y": -1}, "rows says -1 of y"),
+        ({"x": (0, "all")}, "rows has 'all' for x, expected a dimension"),
+        ({"y": -1}, "rows has -1 for y"),
     ):
         with pytest.raises(UsageError, match=text):
             pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
@@ -251,7 +251,7 @@ def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
     F.mse_loss(whole(x), y).backward()
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
     if by == "torch":
-        with pytest.raises(UsageError, match=rf"rank {comm.rank} of .* alone, the stages of a pipeline"):
+        with pytest.raises(UsageError, match=rf"rank {comm.rank} of .* only, which has some stages of a pipeline"):
             torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.01)
         one = next(parameter for parameter in pipe.parameters() if parameter.grad is not None)
         assert one.grad is not None
@@ -270,7 +270,7 @@ def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
 def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:
     """They ended in torch's own error of sizes that do not match."""
     pipe = pipeline(nn.Sequential(*(nn.Linear(4, 4) for _ in range(comm.size))), comm, microbatches=2)
-    with pytest.raises((UsageError, PeerError), match="outputs of other lengths"):
+    with pytest.raises((UsageError, PeerError), match="outputs of microbatches have different lengths"):
         pipe.predict([torch.ones(2, 3, 4), torch.ones(2, 5, 4)], cut=False)
     pipe.close()
 

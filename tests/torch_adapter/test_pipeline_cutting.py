@@ -131,7 +131,7 @@ def test_a_submodule_that_does_other_things_in_training_is_left_whole(comm: Any)
         return x
 
     assert_as_one_process(comm, lambda: Chain(lambda: Two(between)))
-    with pytest.raises(UsageError, match="Two does other things in training than in evaluation"):
+    with pytest.raises(UsageError, match="Two behaves differently in training and in evaluation"):
         pipeline(Two(between), comm, microbatches=2)
 
 
@@ -254,10 +254,10 @@ def remembering(self: Any, x: Tensor) -> Any:
         (counting, "sets self.calls"),
         (lambda self, x: self.cache.append(x) or x, "changes self.cache"),
         (keeping, "changes the global LISTS"),
-        (remembering, "keeps a value"),
+        (remembering, "stores a value"),
         (lambda self, x: x * 2 if x.sum() > 1e9 else x, "cannot be traced"),
-        (lambda self, x: x * 2 if isinstance(x, Tensor) else x, "asks for the class of a value"),
-        (lambda self, x: x * 2 if torch.is_tensor(x) else x, "asks for the class of a value"),
+        (lambda self, x: x * 2 if isinstance(x, Tensor) else x, "tests the type of a value"),
+        (lambda self, x: x * 2 if torch.is_tensor(x) else x, "tests the type of a value"),
     ],
 )
 def test_what_a_trace_would_do_once_is_done_by_a_submodule_or_refused(comm: Any, between: Any, message: str) -> None:
@@ -351,9 +351,9 @@ def test_a_model_that_asks_for_none_is_cut_for_one_answer(comm: Any) -> None:
     assert_as_one_process(comm, Model, (x, mask, 2), example=(x[:2], mask[:2], 2) if comm.rank == 0 else None)
     pipe = pipeline(made(Model), comm, loss=F.mse_loss, microbatches=2)
     if comm.rank == 0 and comm.size == 1:
-        with pytest.raises(UsageError, match="forward's mask is a tensor; the model was cut for mask = None"):
+        with pytest.raises(UsageError, match="forward's mask is a tensor; the model was split for mask = None"):
             pipe.step((x, mask), x)
-        with pytest.raises(UsageError, match="forward's times is 2; the model was cut for times = 1"):
+        with pytest.raises(UsageError, match="forward's times is 2; the model was split for times = 1"):
             pipe.step((x, None, 2), x)
     pipe.close()
 
@@ -412,7 +412,7 @@ def test_a_view_that_is_changed_in_place_stays_with_what_it_shows(comm: Any) -> 
 
     assert_as_one_process(comm, Model)
     if comm.size == 2:
-        with pytest.raises(UsageError, match="cannot be cut before 'b': around it a value is changed in place"):
+        with pytest.raises(UsageError, match="cannot be split before 'b': a value used on both sides is changed"):
             pipeline(Model(), comm, microbatches=2, split=["b"])
 
 
@@ -524,7 +524,7 @@ def test_what_cannot_be_sent_is_named(comm: Any) -> None:
     with pytest.raises((UsageError, PeerError)) as caught:
         pipe.step(*batch())
     if comm.rank == 0:
-        assert "what one stage gives to another (function) cannot be pickled" in str(caught.value)
+        assert "the values that one stage sends to another (function) cannot be pickled" in str(caught.value)
     pipe.close()
 
 
@@ -614,9 +614,9 @@ def test_hooks_of_layers_are_called_and_those_of_what_is_dissolved_refused(comm:
     model: nn.Module
     for model in (nn.Sequential(linear(), linear()), Two(lambda self, x: x)):
         model.register_forward_hook(hook)
-        with pytest.raises(UsageError, match=rf"{type(model).__name__} has a hook of its own \(hook\)"):
+        with pytest.raises(UsageError, match=rf"{type(model).__name__} has a hook \(hook\)"):
             pipeline(model, comm, microbatches=2)
-    with pytest.raises(UsageError, match="Called has a __call__ of its own"):
+    with pytest.raises(UsageError, match="Called has a custom __call__"):
         pipeline(Called(linear(), linear()), comm, microbatches=2)
 
 
@@ -815,7 +815,7 @@ def test_what_is_different_each_time_is_refused(comm: Any) -> None:
         return Elsewhere.calls
 
     for make in (lambda: Kept(use), lambda: Chain(lambda: Kept(use))):
-        with pytest.raises(UsageError, match="does other things each time that it is called"):
+        with pytest.raises(UsageError, match="behaves differently in each call"):
             pipeline(make(), comm, microbatches=2)
 
 
@@ -899,7 +899,7 @@ def test_going_through_an_argument_needs_an_example(comm: Any) -> None:
             return sum(torch.tanh(layer(x)) for layer, x in zip(self.layers, pair, strict=True))
 
     x, other = batch(seed=5)
-    with pytest.raises(UsageError, match=r"goes through pair, and .*: give example="):
+    with pytest.raises(UsageError, match=r"iterates over pair, and .*: pass example="):
         pipeline(Model(), comm, microbatches=2)
     assert_as_one_process(comm, Model, ((x, other),), example=((x[:2], other[:2]),))
 

@@ -116,7 +116,7 @@ def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
     with pytest.raises(ZeroDivisionError if last else PeerError, match="on purpose" if comm.size == 2 else None):
         pipe.step(x, y)
     pipe.zero_grad()
-    text = "rank 0 has the first stage: give it x" if comm.rank == 0 or comm.size == 2 else None
+    text = "rank 0 has the first stage: pass x on it" if comm.rank == 0 or comm.size == 2 else None
     with pytest.raises(UsageError if comm.rank == 0 else PeerError, match=text):
         pipe.predict(None if comm.rank == 0 else x)
     expected = F.mse_loss(whole(x), y)
@@ -127,7 +127,7 @@ def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
     pipe.close()
-    with pytest.raises(UsageError, match="it is closed: make another pipeline, on all ranks"):
+    with pytest.raises(UsageError, match="the pipeline is closed: create a new one on all ranks"):
         pipe.step(x, y)
 
 
@@ -218,7 +218,7 @@ def test_an_optimizer_that_searches_is_refused(comm: Any, is_wrapped: bool) -> N
     def closure() -> Tensor:
         raise AssertionError("it was called")
 
-    with pytest.raises(UsageError, match="LBFGS searches by the gradients of all weights"):
+    with pytest.raises(UsageError, match="LBFGS needs the gradients of all weights"):
         optimizer.step(closure)
     other = nn.Linear(2, 2)
     torch.optim.LBFGS(other.parameters(), max_iter=1).step(lambda: other(torch.ones(2)).sum())  # of another model
@@ -247,7 +247,7 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
     pipe.step(*batch())
     alone = GradScaler(comm=commlib.Mesh(pp=comm.size, dp=1)["dp"])
     alone.scale(torch.zeros(()))
-    with pytest.raises(UsageError, match=r"it asks ranks \[\d\] .*ranks \[\d.*other stages.*comm="):
+    with pytest.raises(UsageError, match=r"it asks global ranks \[\d\] .*ranks \[\d.*other stages.*comm="):
         alone.step(optimizer)
     for name, value in pipe.gather_state_dict().items():
         assert torch.equal(value, before[name])
@@ -372,7 +372,7 @@ def test_models_that_are_not_ready_are_refused_with_what_to_do(comm: Any) -> Non
     refused(comm, torch.jit.script(nn.Sequential(*layers)), r"the model is a script of a Sequential .*give the Sequ")
     refused(comm, nn.Sequential(*layers, nn.Sequential(script)), rf"layer {comm.size}\.0 is a script of a Linear")
     refused(comm, [torch.jit.trace(layers[0], torch.ones(2, WIDTH)), *layers], r"layer 0 is a script of a Linear")
-    refused(comm, Twice(comm.size), r"layer first \(Embedding\) has sparse gradients.* say sparse=False")
+    refused(comm, Twice(comm.size), r"layer first \(Embedding\) has sparse gradients.* set sparse=False")
 
 
 class LazyLoss(nn.Module):
@@ -385,8 +385,8 @@ class LazyLoss(nn.Module):
 
 
 UNREADY: dict[str, tuple[Any, str]] = {
-    "name": ("mse", r"loss= is 'mse' \(str\): give a function of \(output, target\), such as torch\.nn\.func"),
-    "class": (nn.MSELoss, r"loss= is the class MSELoss: give an instance of it, MSELoss\(\.\.\.\)"),
+    "name": ("mse", r"loss= is 'mse' \(str\): pass a function of \(output, target\), such as torch\.nn\.func"),
+    "class": (nn.MSELoss, r"loss= is the class MSELoss: pass an instance of it, MSELoss\(\.\.\.\)"),
     "number": (0.5, r"loss= is 0\.5 \(float\)"),
     "lazy": (LazyLoss(), r"layer head of the loss \(LazyLinear\) is lazy: its weight and bias .*call the loss once"),
     "its method": (LazyLoss().forward, r"layer head of the loss \(LazyLinear\) is lazy"),
@@ -431,7 +431,7 @@ def test_a_step_without_a_loss_is_refused_on_all_ranks(comm: Any) -> None:
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)]
     pipe = pipeline(nn.Sequential(*layers), comm, microbatches=2)
     for call in (pipe.step, pipe.evaluate):
-        with pytest.raises(UsageError, match="there is no loss: give loss= to pipeline"):
+        with pytest.raises(UsageError, match="there is no loss: pass loss= to pipeline"):
             call(*batch())
     assert pipe.predict(batch()[0]).shape == (8, WIDTH)
     pipe.close()
@@ -453,9 +453,9 @@ class Nested(nn.Module):
 
 
 UNSENT = [
-    (Narrow, r"a tensor of torch\.float8_e5m2, .*let it give tensor\.view\(torch\.uint8\)"),
-    (Sparse, r"a tensor of layout torch\.sparse_coo, .*let it give tensor\.to_dense\(\)"),
-    (Nested, r"a nested tensor, .*let it give tensor\.to_padded_tensor"),
+    (Narrow, r"a tensor of torch\.float8_e5m2, .*return tensor\.view\(torch\.uint8\)"),
+    (Sparse, r"a tensor of layout torch\.sparse_coo, .*return tensor\.to_dense\(\)"),
+    (Nested, r"a nested tensor, .*return tensor\.to_padded_tensor"),
 ]
 
 

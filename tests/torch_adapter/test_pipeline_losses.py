@@ -302,7 +302,7 @@ def test_words_come_to_be_ignored_later(comm: Any) -> None:
     for seed in range(3):
         x, y = inputs(8, 5, seed=seed), classes(8, 5, ignored=False, seed=seed)
         torch.testing.assert_close(pipe.step(x, y), every_other(whole(x), y).detach(), rtol=EXACT, atol=0)
-    with pytest.raises(UsageError, match="means of 6, 6, 4, 2 terms, but were weighted by their rows: give weigh="):
+    with pytest.raises(UsageError, match="means of 6, 6, 4, 2 terms, but were weighted by their rows: pass weigh="):
         pipe.step(inputs(8, 5), classes(8, 5))
     pipe.close()
 
@@ -339,7 +339,7 @@ def test_a_loss_within_the_model(comm: Any) -> None:
             torch.testing.assert_close(pipe.step((x, y)), labelled()(x, y)[0].detach(), rtol=EXACT, atol=0)
         if given is None:
             with pytest.raises(
-                UsageError, match="means of 2, 2, 0, 0 terms, but were weighted by their rows: give weigh="
+                UsageError, match="means of 2, 2, 0, 0 terms, but were weighted by their rows: pass weigh="
             ):
                 pipe.step(batches[1])
         pipe.close()
@@ -382,7 +382,7 @@ def test_a_sum_within_the_model(comm: Any) -> None:
             warnings.simplefilter("always")
             value = pipe.step((x, y))
             pipe.step((x, y))
-        told = [str(one.message) for one in found if 'give weigh="sum"' in str(one.message)]
+        told = [str(one.message) for one in found if 'pass weigh="sum"' in str(one.message)]
         assert len(told) == (weigh is None and comm.rank == comm.size - 1)
         if weigh:
             torch.testing.assert_close(value, 2 * loss.detach(), rtol=EXACT, atol=0)

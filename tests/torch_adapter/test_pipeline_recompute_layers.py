@@ -214,9 +214,9 @@ def test_weights_of_their_own_versions(comm: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"0.nrom": "full"}, r"no layer is called '0.nrom'; there are 0\.norm"),
+        ({"0.nrom": "full"}, r"no layer matches '0.nrom'; the layers are 0\.norm"),
         ({"*.norm": "all"}, r"of \*\.norm is 'all', expected one of none, selective, full"),
-        ({"*.norm": "full", "0.*": "none"}, r"several things of 0\.norm"),
+        ({"*.norm": "full", "0.*": "none"}, r"several modes for 0\.norm"),
         (lambda name, layer: None, "of 0 is None"),
         ("some", "is 'some', expected one of none, selective, full, or these by names of layers"),
     ],
@@ -231,7 +231,7 @@ def test_split_within_a_layer_that_is_whole(comm: Any) -> None:
     """A traced model cannot be cut within a layer that is computed again as a whole: the error says why."""
     model = Tower(blocks(comm.size))
     names = [f"blocks.{rank}.down" for rank in range(1, comm.size)] or ["blocks.0.down"]
-    with pytest.raises(UsageError, match="what checkpoint= names is left whole"):
+    with pytest.raises(UsageError, match="modules named in checkpoint= are kept in one stage"):
         pipeline(
             model, comm, microbatches=2, loss=F.mse_loss, checkpoint={"blocks.?": "full"}, split=names,
             stages=len(names) + 1, schedule="1f1b" if comm.size > 1 else "interleaved",

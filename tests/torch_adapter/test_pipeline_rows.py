@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib_torch import pipeline
-from commlib_torch.expert.losses import KeepsLosses, auxiliary_loss
+from commlib_torch.expert.losses import AuxiliaryLossModule, auxiliary_loss
 
 WIDTH = 4
 MIXES = "mixes the rows of a batch"
@@ -121,7 +121,7 @@ def test_a_layer_that_mixes_rows(comm: Any, make: Any, names: str) -> None:
         for _ in range(2):
             with pytest.raises(UsageError, match=MIXES) as caught:
                 pipe.predict(x) if way == "predict" else getattr(pipe, way)(x, x)
-            assert names in str(caught.value) or "what comes before layer" in str(caught.value)
+            assert names in str(caught.value) or "the code before layer" in str(caught.value)
         pipe.close()
         if way == "step":
             pipe = pipeline(make(), comm, microbatches=4, loss=loss, weigh="rows")
@@ -189,7 +189,7 @@ def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
             warnings.simplefilter("always")
             loss = pipe.step((x, places), x)
             pipe.step((x, places), x)
-        told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
+        told = [str(one.message) for one in caught if "not two together" in str(one.message)]
         assert len(told) == (where == 0 and comm.rank == min(stage, comm.size - 1))
         assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
         if where == "whole":
@@ -226,7 +226,7 @@ def test_a_look_leaves_no_trace(comm: Any, make: Any) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-class Keeps(KeepsLosses):
+class Keeps(AuxiliaryLossModule):
     """Keeps losses of what it is given."""
 
     def __init__(self, *kinds: str, in_training: bool = False) -> None:
@@ -275,6 +275,6 @@ def test_kept_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str, begins:
     split = [str(one) for one in range(1, comm.size)] if begins else "auto"
     pipe = pipeline(model, comm, microbatches=2, loss=mean_square, split=split)
     for _ in range(2):
-        with pytest.raises(UsageError, match="a loss that a layer of stage"):
+        with pytest.raises(UsageError, match="a loss added by a layer of stage"):
             pipe.step(inputs(4, seed=4), inputs(4, seed=2))
     pipe.close()

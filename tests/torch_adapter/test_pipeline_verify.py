@@ -130,11 +130,13 @@ def test_what_differs_is_named_on_all_ranks(comm: Any) -> None:
     torch.manual_seed(0)
     model = Asking()
     for options in several:
-        with pytest.raises(UsageError, match=f"not the whole one, in training: {stage}"):
+        with pytest.raises(UsageError, match=f"the cut model differs from the original, in training: {stage}"):
             pipeline(model, comm, microbatches=2, loss=F.mse_loss, **options)
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)]
-    with pytest.raises(UsageError, match="not the whole one, in a step in evaluation mode: the loss differs"):
+    with pytest.raises(
+        UsageError, match="the cut model differs from the original, in a step in evaluation mode: the loss differs"
+    ):
         pipeline([*layers, Centred()], comm, microbatches=2, loss=F.mse_loss, verify=(x, y), weigh="rows")
     with pytest.raises(MismatchError, match=r"verify.*a value of the batch"):
         pipeline(layers, comm, microbatches=2, loss=F.mse_loss, verify=(x + comm.rank, y))
@@ -200,7 +202,7 @@ def test_an_example_that_only_one_mode_can_run_is_enough(comm: Any) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(comm.size)))
     pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=batch(1)[0]).close()
     if comm.rank == 0:
-        with pytest.warns(UserWarning, match="the cut model is not compared with the whole one"):
+        with pytest.warns(UserWarning, match="the split model is not compared with the whole model"):
             pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=torch.ones(2, 2)).close()
     else:
         pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=torch.ones(2, 2)).close()
@@ -236,7 +238,7 @@ def test_a_forward_that_may_call_the_original_is_not_compared(comm: Any) -> None
     model.forward = lambda x: forward(x) + x  # type: ignore[method-assign]
     x, y = batch()
     options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
-    with pytest.raises(UsageError, match="Sequential has a forward of its own"):
+    with pytest.raises(UsageError, match="Sequential has a forward set on the object"):
         pipeline(model, comm, verify=(x, y), **options)
     assert all(weight.grad is None for weight in model.parameters())
 

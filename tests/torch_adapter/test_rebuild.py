@@ -136,7 +136,7 @@ def test_it_is_rank_0_whose_order_counts(comm: Any) -> None:
 def test_ranks_that_overlap_and_ranks_that_do_not(comm: Any, overlapping: str, monkeypatch: Any) -> None:
     """What pays is each rank's own judgement; rank 0's decides whether buckets are made anew, on all."""
     pays = (comm.rank == 0) == (overlapping == "rank 0")
-    monkeypatch.setattr("commlib.data_parallel.ranks.overlap_pays", lambda *_, **__: pays)
+    monkeypatch.setattr("commlib.data_parallel.reducer_ranks.overlap_pays", lambda *_, **__: pays)
     network = Shuffled()
     optimizer = wrap(network, overlap=None)
     train(comm, optimizer, network, range(3))

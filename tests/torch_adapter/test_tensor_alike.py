@@ -172,7 +172,7 @@ def test_a_batch_for_a_plan_that_takes_parts(comm: Any, way: str) -> None:
     model, given = Part().double(), numbers(comm.rank, 2, 3, 6)
     options: Any = {way: given}
     if way == "verify" and comm.size > 1:
-        with pytest.raises(UsageError, match=r"verify= calls the undivided model.*each rank's part of a sequence"):
+        with pytest.raises(UsageError, match=r"verify= calls the unsharded model.*each rank's part of a sequence"):
             parallelize(model, comm, SEQUENCE, **options)
         assert type(model.up) is nn.Linear
     else:

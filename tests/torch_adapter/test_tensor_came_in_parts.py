@@ -91,7 +91,7 @@ RIGHT: dict[str, Between] = {
 def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
     divided = parallelize(made(WRONG[name]), comm, PLAN)
     with pytest.raises(
-        UsageError, match=r"plan: .*(by the caller|differs from the undivided|along a sequence must be divided)"
+        UsageError, match=r"plan: .*(by the caller|differs from the unsharded|gathers a sequence takes an input)"
     ):
         divided(shard(random(2, 4 * comm.size, 8), comm, 1))
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from commlib.context_parallel import Layout
+from commlib.context_parallel import SequenceLayout
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib_torch.tensor.context import attention
 
 METHODS = ["ring", "all_to_all"]
@@ -38,7 +38,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Any, scal
 
 def own(x: Tensor, comm: Any, layout: str, dim: int = 2) -> Tensor:
     """This rank's tokens."""
-    ranges = Layout(x.shape[dim], comm.size, layout).ranges(comm.rank)
+    ranges = SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank)
     return x.index_select(dim, torch.tensor([at for part in ranges for at in part], dtype=torch.int64))
 
 
@@ -122,7 +122,7 @@ def test_dtypes(comm: Any, method: str, dtype: torch.dtype, tolerance: float) ->
 @pytest.mark.parametrize("causal", [False, True])
 def test_exchanges_run_beside_computing(comm: Any, causal: bool) -> None:
     """Where overlapping pays; here it is made to."""
-    axis = Axis(comm)
+    axis = ParallelAxis(comm)
     axis.overlaps = True
     whole = drawn(2, 21, 8, 1), drawn(2, 21, 8, 2), drawn(2, 21, 8, 3)
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_recomputed_and_compiled(comm: Any, method: str) -> None:
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
-        ({"documents": (0, 4)}, "from 0 up to 8"),
+        ({"documents": (0, 4)}, "from 0 to 8"),
         ({"length": 40}, "of 40 the layout"),
     ],
     ids=str,
@@ -210,7 +210,7 @@ def test_tensors_that_do_not_fit_are_refused(comm: Any) -> None:
         attention(x, x.float(), x, comm)
     with pytest.raises(UsageError, match="int64"):
         attention(x.long(), x.long(), x.long(), comm)
-    with pytest.raises(UsageError, match="expected a multiple"):
+    with pytest.raises(UsageError, match="are no multiple"):
         attention(x, x[:, :3], x[:, :3], comm)
 
 

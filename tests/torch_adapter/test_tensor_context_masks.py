@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import commlib_torch as ct
-from commlib.context_parallel import Layout
-from commlib.context_parallel.dropping import hashed, hashed_key, least_kept, started
+from commlib.context_parallel import SequenceLayout
+from commlib.context_parallel.dropout import hash_key, hash_number, keep_threshold, start_hashes
 from commlib.errors import MismatchError, UsageError
 from commlib_torch.tensor.context import attention
 
@@ -29,7 +29,7 @@ def drawn(heads: int, width: int, seed: int, tokens: int = TOKENS) -> Tensor:
 
 def own(x: Tensor, comm: Any, dim: int = 2, layout: str = "balanced") -> Tensor:
     """This rank's tokens, of a copy."""
-    ranges = Layout(x.shape[dim], comm.size, layout).ranges(comm.rank)
+    ranges = SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank)
     return x.index_select(dim, torch.tensor([at for part in ranges for at in part], dtype=torch.int64))
 
 
@@ -191,7 +191,7 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     torch.testing.assert_close(kept, dropped(comm, "ring", 0.3, 7), rtol=1e-9, atol=1e-9)
     assert not torch.equal(kept, dropped(comm, method, 0.3, 8))
     of_all = torch.cat([torch.from_numpy(one) for one in comm.all_gather_object(kept.numpy())], 2)
-    order = [at for rank in range(comm.size) for part in Layout(TOKENS, comm.size).ranges(rank) for at in part]
+    order = [at for rank in range(comm.size) for part in SequenceLayout(TOKENS, comm.size).ranges(rank) for at in part]
     of_all = of_all[:, :, torch.tensor(order).argsort()].contiguous()
     zeros = of_all.abs() < 1e-9
     torch.testing.assert_close(of_all[~zeros], torch.full_like(of_all[~zeros], 1 / 0.7))
@@ -219,10 +219,10 @@ def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
 @pytest.mark.parametrize("rate", [0.01, 0.5, 0.9])
 def test_what_is_dropped_is_what_the_recipe_says(comm: Any, rate: float) -> None:
     """So TensorFlow drops the same; here integers of 32 bits do what is said of 64."""
-    of_rows, of_keys = started((1 << 61) + 5, rshift)
+    of_rows, of_keys = start_hashes((1 << 61) + 5, rshift)
     at, rows = torch.arange(TOKENS), torch.arange(BATCH * HEADS).reshape(BATCH, HEADS, 1)
-    rows = hashed(hashed(of_rows, rows, rshift), at, rshift)
-    want = hashed(rows.unsqueeze(-1), hashed_key(of_keys, at, rshift), rshift) >= least_kept(rate)
+    rows = hash_number(hash_number(of_rows, rows, rshift), at, rshift)
+    want = hash_number(rows.unsqueeze(-1), hash_key(of_keys, at, rshift), rshift) >= keep_threshold(rate)
     assert torch.equal(dropped(comm, "ring", rate, (1 << 61) + 5) > 1e-9, own(want, comm))
 
 
@@ -275,7 +275,7 @@ def test_compiled_and_without_gradients(comm: Any) -> None:
         ({"mask": torch.ones(8)}, r"mask has shape \[8\]"),
         ({"mask": torch.ones(3, 1, 8)}, r"\[3, 1, 8\]"),
         ({"mask": torch.ones(1, 8, dtype=torch.int64)}, "int64, expected bool or floats"),
-        ({"mask": torch.ones(1, 6)}, "has 6 keys, expected those of the whole sequence, 8"),
+        ({"mask": torch.ones(1, 6)}, "has 6 keys, expected 8, all keys of the full"),
         ({"key_mask": torch.ones(2, 8)}, "key_mask is float32"),
         ({"key_mask": torch.ones(2, 40, dtype=torch.bool)}, "key_mask is bool"),
     ],

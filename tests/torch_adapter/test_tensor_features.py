@@ -168,7 +168,7 @@ def test_each_kind_of_layer(comm: Any, kind: str, plan: str) -> None:
     model, count = copy.deepcopy(plain), len(plain) - 1
     if comm.size == 3 and kind.startswith("groups"):  # of 4, which stay whole: 3, 3 and 2 channels are none
         given: Any = "auto" if plan == "auto" else {"0": Column(), "1": Sequence(1), f"{count}": Row()}
-        with pytest.raises(UsageError, match="has 4 groups, which stay whole"):
+        with pytest.raises(UsageError, match="its 4 groups cannot be split"):
             parallelize(model, comm, given, example=x, report=lambda table: None)
         return
     if plan == "auto":
@@ -204,16 +204,16 @@ def test_features_behind_linear_layers(comm: Any) -> None:
     ("column", "layer", "style", "said"),
     [
         (Column(parts=2), nn.BatchNorm2d(8), Sequence(1), "1 .* 2 fused parts"),
-        (Column(), nn.BatchNorm2d(8), Sequence(2), r"1 has weights of dimension 1, and looks at all .*Sequence\(1\)"),
+        (Column(), nn.BatchNorm2d(8), Sequence(2), r"1 has weights of dimension 1, and mixes all .*Sequence\(1\)"),
         (Column(), nn.BatchNorm2d(8), Sequence(-1), r"1 .*Sequence\(dim=-1\).*a part of the features"),
-        (Column(), nn.BatchNorm2d(8), None, r"1 .*BatchNorm2d.*something for each feature.*give it Sequence\(1\)"),
+        (Column(), nn.BatchNorm2d(8), None, r"1 .*BatchNorm2d.*values for each feature.*give it Sequence\(1\)"),
         (Column(), nn.BatchNorm2d(8, affine=False), None, r"1 .*give it Sequence\(1\)"),
         (Column(), nn.GroupNorm(4, 8, affine=False), None, r"1 .*give it Sequence\(1\)"),
-        (Column(), nn.GroupNorm(1, 8), Sequence(1), "1.*: 1 units .* cannot be divided"),
-        (Column(), nn.GroupNorm(1, 8, affine=False), Sequence(1), "1: 1 units .* cannot be divided"),
-        (Column(gather=True), nn.BatchNorm2d(8), Sequence(1), "its input is whole"),
+        (Column(), nn.GroupNorm(1, 8), Sequence(1), "1.*: 1 units .* cannot be split"),
+        (Column(), nn.GroupNorm(1, 8, affine=False), Sequence(1), "1: 1 units .* cannot be split"),
+        (Column(gather=True), nn.BatchNorm2d(8), Sequence(1), "its input is unsharded"),
         (Column(), SyncBatchNorm(8), Sequence(1), "1 is a SyncBatchNorm, but Sequence is for BatchNorm1d"),
-        (Column(), nn.LocalResponseNorm(2), Sequence(1), "looks at a whole sequence"),
+        (Column(), nn.LocalResponseNorm(2), Sequence(1), "mixes positions of a sequence"),
     ],
 )
 def test_what_does_not_fit_is_refused(comm: Any, column: Any, layer: nn.Module, style: Any, said: str) -> None:
@@ -250,7 +250,7 @@ class Slim(nn.Module):
 def test_weights_that_are_used_elsewhere_are_not_divided(comm: Any) -> None:
     """It would be a penalty of this rank's channels alone."""
     plan: Any = {"up": Column(), "bn": Sequence(1), "down": Row()}
-    with pytest.raises(UsageError, match="bn's weight is used outside it, where it is that of this rank's features"):
+    with pytest.raises(UsageError, match="bn's weight is used outside it, so it has this rank's features only"):
         parallelize(Slim(), comm, plan, example=images())
     with pytest.raises(UsageError, match="finds no layer"):
         parallelize(Slim(), comm, "auto", example=images())
@@ -269,7 +269,7 @@ def test_moments_know_what_they_are_parts_of(comm: Any) -> None:
     fresh: Any = parallelize(between(nn.BatchNorm2d(8)), comm, {"0": Column(), "1": Sequence(1), "2": Row()})
     fresh.load_state_dict(state, assign=True)
     close(gather_state_dict(fresh), state)
-    with pytest.raises(UsageError, match=r"running_mean on rank .* is now of shape \[8\]"):
+    with pytest.raises(UsageError, match=r"running_mean on rank .* now has shape \[8\]"):
         fresh[1].running_mean = torch.zeros(8)
     fresh[1].reset_running_stats()
     fresh[1].reset_parameters()
@@ -283,10 +283,10 @@ def test_moments_that_a_rank_saves_are_for_that_rank(comm: Any) -> None:
     """They are of the same shape on all ranks."""
     model = parallelize(between(nn.BatchNorm2d(8)), comm, {"0": Column(), "1": Sequence(1), "2": Row()})
     file = io.BytesIO()
-    with pytest.warns(UserWarning, match="saves its own parts"):
+    with pytest.warns(UserWarning, match="saves its own shards"):
         torch.save({"1.running_mean": model.state_dict()["1.running_mean"]}, file)
     files = comm.all_gather_object(file.getvalue())
     other = torch.load(io.BytesIO(files[(comm.rank + 1) % comm.size]))
-    with pytest.raises(UsageError, match=r"1.running_mean on rank .* the part of rank"):
+    with pytest.raises(UsageError, match=r"1.running_mean on rank .* the shard of rank"):
         model.load_state_dict(other, strict=False)
     model.load_state_dict(torch.load(io.BytesIO(files[comm.rank])), strict=False)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor_parallel import Column, Row
-from commlib_torch.tensor import checking, parallelize, verify
+from commlib_torch.tensor import parallelize, plan_check, verify
 
 PLAN: Any = {"up": Column(), "down": Row()}
 X: Any = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -74,7 +74,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 def test_a_call_around_the_model_is_told(comm: Any, way: str) -> None:
     """It was not checked, and nobody said so."""
     plain, model = made(comm)
-    with warned(comm, "of Model is not checked: up is called before the model itself is"):
+    with warned(comm, "of Model is not checked: up is called before the model itself"):
         torch.testing.assert_close(AROUND[way](model), AROUND[way](plain), rtol=0, atol=1e-12)
         AROUND[way](model)
     with warned(comm):  # the model itself is checked all the same
@@ -100,7 +100,7 @@ def test_what_is_called_around_a_model_that_was_checked(comm: Any, around: str) 
         AROUND.get(around, AROUND["a layer"])(model)
         model(X)
         model.up(X)
-    with warned(comm, "up is called outside of Model, whose plan was checked: it returns this rank's part"):
+    with warned(comm, "up is called outside of Model, whose plan was checked: it returns this rank's shard"):
         copied(X)
         copied.up(X)
 
@@ -152,7 +152,7 @@ def test_a_call_of_another_kind_is_checked(comm: Any, kind: str, looked_at: str)
 def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers, keywords in another order, and the same without gradients are no other kind."""
     looks: list[Any] = []
-    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
     _, model = made(comm)
     gate = torch.rand(4, 5, 1).double()
     for at in range(3):
@@ -372,7 +372,7 @@ def test_calls_that_fail_again_and_again_are_told(comm: Any) -> None:
     """No more are looked at then, and the one that did not fail passed in silence."""
     torch.manual_seed(0)
     model: Any = parallelize(Failing("always").double(), comm, PLAN)
-    with warned(comm, "Failing has failed 3 times when such a call was looked at"):
+    with warned(comm, "Failing has failed 3 times in the check of such a call"):
         for _ in range(4):
             with pytest.raises(ValueError, match="not yet"):
                 model(X)
@@ -382,7 +382,7 @@ def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
     torch.manual_seed(0)
     model: Any = parallelize(Failing().double(), comm, PLAN)
     model.fails = "looks"
-    with warned(comm, "Failing failed when its call was looked at, and the call itself did not"):
+    with warned(comm, "Failing failed in the check of its call, but not in the call itself"):
         for _ in range(6):
             model(X)
     model.fails = False
@@ -433,7 +433,7 @@ def test_a_gradient_that_leaves_in_parts_is_refused(comm: Any) -> None:
     parallelize(model.inner, comm, PLAN)
     with torch.no_grad():
         model(X)  # nobody takes gradients
-    with pytest.raises(UsageError, match=r"mul.*input 1.*part of its gradient.*outside of the model that is divided"):
+    with pytest.raises(UsageError, match=r"mul.*input 1.*partial gradient of it.*outside the sharded model"):
         model(X)
 
 
@@ -492,7 +492,7 @@ def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
     model.up.register_forward_hook(fail)
     with pytest.raises((UsageError, MismatchError)) as told:
         parallelize(model.double(), comm, PLAN, example=X)
-    assert comm.rank or ("the divided model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 
@@ -509,7 +509,7 @@ def test_ranks_that_go_other_ways(comm: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else None)
-    said = [str(one.message) for one in caught if "do something else in this call" in str(one.message)]
+    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
     assert len(said) == (comm.rank == 0), said
 
 
@@ -521,7 +521,7 @@ def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
     with pytest.raises(MismatchError) as caught:
         for _ in range(3):
             model(X, how="other") if comm.rank == 0 else model(X)
-    assert comm.rank or "has begun to check a divided model's plan" in str(caught.value)
+    assert comm.rank or "has started to check the plan of a sharded model" in str(caught.value)
 
 
 @pytest.mark.ranks(min=2)

@@ -87,7 +87,7 @@ class TestGraphs:
         parallelize(model, tp, PLAN, example=rows())
         is_right(plain, model, rows())
         assert heard == [model.up.weight.shape]
-        with pytest.raises(UsageError, match=r"(up|down)\.(weight|bias): .*before the layer was divided"):
+        with pytest.raises(UsageError, match=r"(up|down)\.(weight|bias): .*before the layer was sharded"):
             before.sum().backward()
 
     @pytest.mark.parametrize("way", ["first call", "example", "verify"])
@@ -152,7 +152,7 @@ class TestRefused:
             ),
             "vmap": lambda: torch.vmap(model)(rows()),
         }
-        with pytest.raises(UsageError, match="transforms of functions"), warnings.catch_warnings():
+        with pytest.raises(UsageError, match="function transforms"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             calls[way]()
 
@@ -179,7 +179,7 @@ class TestRefused:
         plain = nn.Sequential(nn.Conv2d(3, 6, 1), Counted(6), nn.Conv2d(6, 4, 1))
         x = torch.rand(2, 3, 4, 4)
         model = parallelize(plain, tp, {"0": Column(), "2": Row()})
-        with pytest.raises(UsageError, match=r"with this rank's part the model fails, after 0 .*num_features"):
+        with pytest.raises(UsageError, match=r"with this rank's shard the model fails, after 0 .*num_features"):
             model(x)
         with pytest.raises(RuntimeError, match="expected input"):  # which the whole refuses, too
             parallelize(nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1)), tp, {"0": Column(), "1": Row()})(

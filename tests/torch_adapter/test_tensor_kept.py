@@ -130,7 +130,7 @@ def test_a_part_in_an_argument_is_refused(comm: Any, to: Any) -> None:
 def test_a_part_that_is_written_into_an_argument_is_refused(comm: Any) -> None:
     model = made(lambda to, h: to.copy_(h.sum(-1).detach()))
     parallelize(model, comm, PLAN)
-    with pytest.raises(UsageError, match="made of this rank's part alone"):
+    with pytest.raises(UsageError, match="computed from this rank's shard alone"):
         model(X, torch.zeros(4, 5).double())
 
 
@@ -304,7 +304,7 @@ def test_a_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
     said = said_of(comm, lambda: found.append(model(X)))
     assert torch.allclose(found[0], expected, rtol=1e-10)
     assert len(said) == (comm.rank == 0)
-    assert all("each rank keeps something else" in one and "test_tensor_kept.py" in one for one in said)
+    assert all("each rank keeps a different value" in one and "test_tensor_kept.py" in one for one in said)
 
 
 @pytest.mark.parametrize("number", [lambda h: h.mean().item(), lambda h: h.detach().numpy()], ids=["item", "numpy"])
@@ -313,7 +313,7 @@ def test_numbers_of_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], A
     parallelize(model, comm, PLAN)
     said = said_of(comm, lambda: model(X))
     assert len(said) == (comm.rank == 0)
-    assert all("numbers leave the tensors here" in one for one in said)
+    assert all("Python numbers are read from a tensor" in one for one in said)
 
 
 def test_numbers_of_a_whole_are_right(comm: Any) -> None:
@@ -329,7 +329,7 @@ def test_numbers_of_a_whole_are_right(comm: Any) -> None:
 def test_an_average_of_a_part_is_refused(comm: Any, update: Callable[[Any, Tensor], Any]) -> None:
     model = made(update)
     parallelize(model, comm, PLAN)
-    with pytest.raises(UsageError, match="this rank's part"):
+    with pytest.raises(UsageError, match="this rank's shard"):
         model(X)
 
 

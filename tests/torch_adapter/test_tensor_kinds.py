@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Row
-from commlib.tensor_parallel.checks.checks import check_first_call
-from commlib_torch.tensor import checking, parallelize
+from commlib.tensor_parallel.checks.plan_checks import check_first_call
+from commlib_torch.tensor import parallelize, plan_check
 
 PLAN: Any = {"up": Column(), "down": Row()}
 X: Any = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -180,7 +180,7 @@ def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.Monk
         looks.append(args)
         return check_first_call(*args, **options)
 
-    monkeypatch.setattr(checking, "check_first_call", checked)
+    monkeypatch.setattr(plan_check, "check_first_call", checked)
 
     def goes(h: Any) -> Any:
         h = F.gelu(h).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(0, 1)
@@ -298,7 +298,7 @@ class Cache:
 def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look for each step of a loop, and then a warning, helps nobody."""
     looks: list[Any] = []
-    monkeypatch.setattr(checking, "check_first_call", lambda axis, model, call, **options: looks.append(call))
+    monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
     _, model = made(comm, lambda h, *given, **options: options["cache"].update(h) if options["cache"] else h)
     losses: list[float] = []
     cache = Cache(["a"])

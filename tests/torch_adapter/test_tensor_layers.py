@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(tp):
     cases: list[tuple[nn.Module, Plan, str]] = [
         (nn.LayerNorm(4), {"": Sequence(-1)}, "norm over the last 1"),
         (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, "norm over the last 2"),
-        (nn.BatchNorm1d(4, affine=False, track_running_stats=False), {"": Sequence(0)}, "looks at a whole sequence"),
+        (nn.BatchNorm1d(4, affine=False, track_running_stats=False), {"": Sequence(0)}, "mixes positions"),
         (nn.Linear(4, 4), {"": Sequence(0)}, "Sequence is for .*GroupNorm.*LayerNorm.*RMSNorm"),
         (nn.Conv1d(4, 4, 1, groups=2), {"": Column()}, "groups=2"),
         (nn.Bilinear(2, 2, 2), {"": Column()}, "Bilinear"),
@@ -169,11 +169,11 @@ def test_what_does_not_fit_is_refused(tp):
         with pytest.raises(UsageError, match=said):
             parallelize(model, tp, plan)
     norm = parallelize(nn.LayerNorm(4), tp, {"": Sequence(1)})
-    with pytest.raises(UsageError, match="takes none that is divided"):
+    with pytest.raises(UsageError, match="takes no value sharded"):
         norm(torch.ones(2, 4))
     patched: Any = nn.Linear(4, 4)
     patched.forward = lambda x: x
-    with pytest.raises(UsageError, match="forward of its own"):
+    with pytest.raises(UsageError, match="a forward set on the object"):
         parallelize(patched, tp, {"": Column()})
 
 

@@ -290,7 +290,7 @@ def test_codec(comm: Any) -> None:
     ("plan", "error", "text"),
     [
         ({"up": Column(), "dwn": Row()}, UsageError, "no layer is called 'dwn'; there are down"),
-        ({"up": Column(parts=2)}, UsageError, "up: parts=2, but 11 outputs are not as many equal parts"),
+        ({"up": Column(parts=2)}, UsageError, "up: parts=2, but 11 outputs cannot be split into as many equal parts"),
         ({"up": Column(units=3)}, UsageError, "a part of length 11 has no 3 equal units"),
         ({"": Column()}, UsageError, "is a MLP, but Column is for"),
     ],
@@ -316,7 +316,7 @@ def test_ranks_that_disagree_are_told(comm: Any) -> None:
 def test_an_input_that_is_not_divided_is_refused(comm: Any) -> None:
     model = parallelize(make(), comm, {"down": Row()})
     with pytest.raises(
-        UsageError, match=r"takes what a Column has divided, but its input is whole: give it split=True"
+        UsageError, match=r"takes an input that a Column has sharded, but its input is unsharded: give it split=True"
     ):
         model(data())
 
@@ -327,7 +327,7 @@ def test_a_divided_model_can_be_copied_but_not_pickled(comm: Any) -> None:
     model = parallelize(make(), comm, {"up": Column(), "down": Row()})
     twin = copy.deepcopy(model)
     close(twin(data()), model(data()))
-    with pytest.raises(UsageError, match="cannot be pickled: save what gather_state_dict"):
+    with pytest.raises(UsageError, match="cannot be pickled: save the result of gather_state_dict"):
         pickle.dumps(model)
 
 
@@ -357,7 +357,7 @@ def test_lora_around_divided_layers(comm: Any, way: str) -> None:
     plain = nn.Sequential(LoRA(nn.Linear(WIDTH, HIDDEN)), nn.GELU(), LoRA(nn.Linear(HIDDEN, WIDTH))).double()
     divided = parallelize(copy.deepcopy(plain), comm, LORA[way])
     if way == "forgotten":
-        with pytest.raises(UsageError, match=r"add in 0.* all of that dimension .*by 0.base"):
+        with pytest.raises(UsageError, match=r"add in 0.* has that dimension in full .*by 0.base"):
             divided(data())
         return
     for model in (plain, divided):

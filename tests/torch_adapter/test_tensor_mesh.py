@@ -18,7 +18,7 @@ from commlib.expert import Experts
 from commlib.tensor_parallel import Column, Row
 from commlib_torch import DistributedOptimizer, GradScaler, pipeline
 from commlib_torch.expert import MoE
-from commlib_torch.pipelines._traced import Traced
+from commlib_torch.pipelines._traced_model import TracedModel
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 WIDTH = 6
@@ -201,7 +201,7 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any, kind: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     x = batch(4, 0)[0] if kind == "parts" else torch.ones(4, 8)
     scaler.scale(layer(x).sum()).backward()
-    with pytest.raises(UsageError, match=r"looks for infinities.*different parts of weights.*GradScaler\(mesh=mesh\)"):
+    with pytest.raises(UsageError, match=r"looks for infinities.*different shards of weights.*GradScaler\(mesh=mesh\)"):
         scaler.step(optimizer)
     right = GradScaler(comm=comm, init_scale=8.0)
     right.scale(torch.zeros(()))
@@ -211,7 +211,7 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any, kind: str) -> None:
 def test_a_mesh_without_data_axes_is_refused(comm: Any) -> None:
     mesh = Mesh(tp=comm.size)
     network = model()
-    with pytest.raises(UsageError, match=r"Mesh\(tp=\d\) has neither: give it one, dp=1"):
+    with pytest.raises(UsageError, match=r"Mesh\(tp=\d\) has neither: add dp, or dp=1"):
         DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(), mesh=mesh)
 
 
@@ -239,7 +239,7 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: str,
 
     loss()
     before = [matrix.detach().clone() for matrix in matrices]
-    expected = rf"{kind} looks at whole weights, but parameter 0 of group 0 .* rank {comm.rank} of"
+    expected = rf"{kind} needs full weights, but parameter 0 of group 0 .* rank {comm.rank} of"
     with pytest.raises(UsageError, match=expected):
         step(optimizer)
     close(list(matrices), before)
@@ -267,13 +267,13 @@ def test_plans_of_what_a_pipeline_cuts(comm: Any, traced: bool) -> None:
         warnings.simplefilter("error")
         piped(right, example=example).close()
         piped(right, given={"example": x}).close()
-    with pytest.warns(UserWarning, match="Give pipeline an example=") if comm.rank == 0 else nullcontext():
+    with pytest.warns(UserWarning, match="Pass example= to pipeline") if comm.rank == 0 else nullcontext():
         piped(wrong).close()
 
 
 def test_tracing_a_model_is_no_call_of_it(comm: Any) -> None:
     """The check at the first call was spent on what torch.fx calls a model with."""
     inner = parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), Mesh(tp=comm.size)["tp"], {"0": Column()})
-    Traced(_Traced(inner), 1)
-    with pytest.raises(UsageError, match="returns what is whole"):
+    TracedModel(_Traced(inner), 1)
+    with pytest.raises(UsageError, match="returns unsharded values"):
         inner(torch.zeros(2, WIDTH))

@@ -99,7 +99,7 @@ def test_auto_tells_which_lines_keep_attention_whole(comm: Any, flash: bool) -> 
         lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) asks for the shape (\[[^]]*\])", row)
         assert [shape for _, shape in lines] == [*["[2, 5, 4, 4]"] * 3, "[2, 5, 16]"], row
         assert len({line for line, _ in lines}) == 4, row
-        assert "let it say -1 for dimension 2, of which a rank has less than 4" in row
+        assert "but a rank has less than 4 in dimension 2: use -1" in row
     assert model.c_fc.weight.shape[0] == 4 * WIDTH // comm.size
     assert model.attn.c_attn.weight.shape[0] == 3 * WIDTH
     trains_alike(model, plain)

@@ -223,7 +223,7 @@ def test_state_of_another_part_is_refused(comm: Any, tmp_path: Any) -> None:
     if comm.size > 1:
         optimizer.load_state_dict(torch.load(io.BytesIO(everyone[comm.rank - 1])))
         with pytest.raises(
-            UsageError, match=rf"AdamW keeps on rank {comm.rank} .*the part of rank .*gather_state_dict"
+            UsageError, match=rf"AdamW keeps on rank {comm.rank} .*the shard of rank .*gather_state_dict"
         ):
             optimizer.step()
 
@@ -276,7 +276,7 @@ def test_a_model_is_divided_before_its_gradients_are_reduced(comm: Any, wrap: An
         return
     model = whole()
     wrapped = wrap(model)
-    with pytest.raises(UsageError, match=r"gradient of 0.weight is reduced already .* divide the model before"):
+    with pytest.raises(UsageError, match=r"gradient of 0.weight is reduced already .* shard the model first"):
         parallelize(model, comm, PLAN)
     del wrapped
 
@@ -288,6 +288,6 @@ def test_ranks_that_know_no_mesh_are_told(comm: Any) -> None:
     mesh = Mesh(pp=comm.size, tp=1)
     model = parallelize(whole(), mesh["tp"], PLAN) if comm.rank == 0 else whole()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(Exception, match="say among which ranks, by mesh="):
+    with pytest.raises(Exception, match="Pass the ranks, by mesh="):
         DistributedOptimizer(optimizer, model.named_parameters())
     mesh.close()

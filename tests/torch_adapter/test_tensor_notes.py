@@ -103,7 +103,7 @@ def test_experts_are_known_as_parts(comm: Any, way: str) -> None:
 def test_a_whole_weight_in_the_place_of_a_part_is_refused(comm: Any) -> None:
     model: Any = parallelize(whole(), comm, PLAN)
     if comm.size > 1:
-        with pytest.raises(UsageError, match=r"weight .* is now of shape \[8, 6\], expected"):
+        with pytest.raises(UsageError, match=r"weight .* now has shape \[8, 6\], expected"):
             model[0].weight = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
 
 
@@ -118,7 +118,7 @@ def test_a_whole_weight_in_the_place_of_a_part_is_refused(comm: Any) -> None:
 def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callable[[Any], object]) -> None:
     """Pruning took the smallest half of each rank's part."""
     model: Any = parallelize(whole(), comm, PLAN)
-    with pytest.raises(UsageError, match="before the layer is divided"):
+    with pytest.raises(UsageError, match="before the layer is sharded"):
         look(model[0])
 
 
@@ -135,7 +135,7 @@ def test_a_weight_that_is_made_of_others_is_refused_by_name(comm: Any, make: Any
     """It was an AttributeError."""
     model: Any = whole()
     make(model[0])
-    with pytest.raises(UsageError, match=rf"plan: 0: its weight is no parameter, but is made of .*{made_of}"):
+    with pytest.raises(UsageError, match=rf"plan: 0: its weight is not a parameter, but computed from .*{made_of}"):
         parallelize(model, comm, PLAN)
 
 
@@ -221,7 +221,7 @@ def test_a_piece_of_a_divided_weight_is_not_initialised(comm: Any) -> None:
     """Each rank made its own as if it was that of the whole."""
     model: Any = parallelize(whole(), comm, PLAN)
     for piece in (model[0].weight.data[:1], model[0].weight.data.T):
-        with pytest.raises(UsageError, match="is a view of a divided parameter"):
+        with pytest.raises(UsageError, match="is a view of a sharded parameter"):
             nn.init.normal_(piece)
 
 
@@ -234,7 +234,7 @@ def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None
         for state in (model.state_dict(), dict(model.named_parameters())):
             with pytest.raises(UsageError, match=r"0.weight on rank \d of .* part of \[8, 6\].*gather_state_dict"):
                 files.save_file(state, path)
-        with pytest.warns(UserWarning, match=f"rank {comm.rank} of .* saves its own parts"):
+        with pytest.warns(UserWarning, match=f"rank {comm.rank} of .* saves its own shards"):
             torch.save(model.state_dict(), path)
     files.save_file(gather_state_dict(model), path)
     for name, value in files.load_file(path).items():
@@ -256,7 +256,7 @@ def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
         lambda: broadcast_parameters(model.named_parameters(), comm=comm),
         lambda: broadcast_optimizer_state(optimizer, 0),
     ):
-        with pytest.raises(UsageError, match=r"of which ranks \[\d.*have other parts.*mesh"):
+        with pytest.raises(UsageError, match=r"but ranks \[\d.*have other shards.*mesh"):
             call()
 
 

@@ -185,8 +185,8 @@ class TestPlans:
         with pytest.raises(UsageError, match="finds no layer"):
             parallelize(nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1), nn.Linear(6, 4)), tp, "auto",
                         example=torch.rand(2, 4), report=said.append)  # fmt: skip
-        assert tp.rank or "needs all of a dimension" in said[0]
-        with pytest.raises(UsageError, match="give example=, or verify="):
+        assert tp.rank or "needs a full dimension" in said[0]
+        with pytest.raises(UsageError, match="pass a batch as example= or verify="):
             parallelize(nn.Linear(4, 6), tp, "auto")
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
             parallelize(nn.Linear(4, 6), tp, "Auto")
@@ -199,7 +199,7 @@ class TestPlans:
         divided = parallelize(model, tp, "auto", example=torch.rand(2, 4, 5), report=said.append)
         styles = {name: module.style for name, module in divided.named_modules() if hasattr(module, "style")}
         assert styles == {"1.0": Column(), "1.2": Row()}
-        assert tp.rank or "0.2 cannot be divided as Row()" in said[0]
+        assert tp.rank or "0.2 cannot be sharded as Row()" in said[0]
 
     @pytest.mark.parametrize("way", ["verify", "example", "first call"])
     def test_right_plans(self, tp, way):
@@ -214,10 +214,10 @@ class TestPlans:
         ("left_out", "said"),
         [
             ("g.d", r"g\.d \(Linear\).*takes all features"),
-            ("g.a", r"what is divided meets only what is divided the same way"),
-            ("g.b", r"what is divided meets only what is divided the same way"),
+            ("g.a", r"sharded values combine only with values sharded the same way"),
+            ("g.b", r"sharded values combine only with values sharded the same way"),
             ("i", r"i \(Linear\).*takes all features"),
-            ("h", r"i \((Row)?Linear\).*a Row takes what a Column has divided.*split=True"),
+            ("h", r"i \((Row)?Linear\).*a Row takes an input that a Column has sharded.*split=True"),
         ],
     )
     def test_what_is_left_out(self, tp, left_out, said):
@@ -226,21 +226,21 @@ class TestPlans:
     def test_wrong_plans(self, tp):
         fused: Plan = {"g.d": Row(units=HEADS), **PAIR}
         refused(tp, made(Block, **GPT), {**fused, "g.abc": Column(units=HEADS)}, r"chunk in g.*Column\(parts=3\)")
-        refused(tp, made(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs all of a dimension|fused features")
-        refused(tp, made(Block), {**PLAN, "i": Row(sequence=1)}, r"add.*divided|returns what is whole")
+        refused(tp, made(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs a full dimension|fused features")
+        refused(tp, made(Block), {**PLAN, "i": Row(sequence=1)}, r"add.*sharded|returns unsharded values")
         norm = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8))
-        refused(tp, norm, {"0": Column(), "2": Row()}, "needs all of a dimension", torch.rand(3, 8))
+        refused(tp, norm, {"0": Column(), "2": Row()}, "needs a full dimension", torch.rand(3, 8))
         dropout = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8))
-        refused(tp, dropout, {"0": Column(), "2": Row()}, "other random numbers on each rank", torch.rand(3, 8))
+        refused(tp, dropout, {"0": Column(), "2": Row()}, "different random numbers on each rank", torch.rand(3, 8))
         for draws in (nn.RReLU(), nn.FeatureAlphaDropout(0.1), Slopes()):
             model = nn.Sequential(nn.Linear(8, 12), draws, nn.Linear(12, 8))
-            refused(tp, model, {"0": Column(), "2": Row()}, "other random numbers on each rank", torch.rand(3, 8))
+            refused(tp, model, {"0": Column(), "2": Row()}, "different random numbers on each rank", torch.rand(3, 8))
         slope = nn.Sequential(nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8))
-        refused(tp, slope, {"0": Column(), "2": Row()}, "take gradients from the whole", torch.rand(3, 8))
+        refused(tp, slope, {"0": Column(), "2": Row()}, "take gradients from unsharded values", torch.rand(3, 8))
 
     def test_an_output_may_stay_divided_if_one_says_so(self, tp):
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU())
-        refused(tp, copy.deepcopy(model), {"0": Column()}, "a model returns what is whole", torch.rand(3, 8))
+        refused(tp, copy.deepcopy(model), {"0": Column()}, "a model returns unsharded values", torch.rand(3, 8))
         out = parallelize(model, tp, {"0": Column()}, verify=torch.rand(3, 8), divided_output=True)(torch.rand(3, 8))
         assert out.shape[1] <= 12
         alone = parallelize(nn.Linear(8, 12), tp, {"": Column()})

@@ -160,13 +160,13 @@ def test_a_region_along_its_sequence(tp, way):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"norm": None}, r"norm \(LayerNorm\).*weights that are whole take gradients"),
-        ({"head": None}, r"head \(Linear\).*weights that are whole take gradients"),
-        ({"words": Vocabulary()}, r"norm .*must not be added up"),
-        ({"down": Row()}, "what is divided meets only"),
-        ({"up": Column()}, "a Column takes what is whole"),
-        ({"drop": None}, r"drop \(Dropout\).*other random numbers"),
-        ({"places": None}, "what is divided meets only"),
+        ({"norm": None}, r"norm \(LayerNorm\).*unsharded weights take gradients"),
+        ({"head": None}, r"head \(Linear\).*unsharded weights take gradients"),
+        ({"words": Vocabulary()}, r"norm .*must not be summed"),
+        ({"down": Row()}, "sharded values combine only"),
+        ({"up": Column()}, "a Column takes an unsharded input"),
+        ({"drop": None}, r"drop \(Dropout\).*different random numbers"),
+        ({"places": None}, "sharded values combine only"),
     ],
 )
 def test_wrong_regions_are_refused(tp, changes, said):
@@ -182,7 +182,7 @@ def test_wrong_regions_are_refused(tp, changes, said):
 def test_a_rank_of_one_token_waits_for_nobody(tp):
     """One token goes with any number of others: this rank saw nothing wrong, and waited for one that had raised."""
     divided = parallelize(made(Without), tp, {**ALONG, "down": Row()})
-    with pytest.raises(UsageError, match="meets only"):
+    with pytest.raises(UsageError, match="combine only"):
         divided(words()[:, :3])
     tp.barrier()
 
@@ -213,12 +213,12 @@ class TestAllOrNothing:
     def test_layers_that_cannot_be_divided(self, comm):
         first = nn.Linear(4, 6)
         wrong = {
-            "divided among": (nn.Linear(6, 4), Row(units=1)) if comm.size > 1 else None,
+            "split among": (nn.Linear(6, 4), Row(units=1)) if comm.size > 1 else None,
             "add up to 5": (nn.Linear(6, 4), Column(parts=(2, 3))),
             "groups=2": (nn.Conv1d(6, 4, 1, groups=2), Column()),
             "its 2 heads": (nn.MultiheadAttention(6, 2), Column(parts=3)),
-            "see a part": (nn.LayerNorm(6), Sequence(-1)),
-            "looks at a whole sequence": (nn.BatchNorm1d(6, affine=False, track_running_stats=False), Sequence()),
+            "would get a part": (nn.LayerNorm(6), Sequence(-1)),
+            "mixes positions of a sequence": (nn.BatchNorm1d(6, affine=False, track_running_stats=False), Sequence()),
             "max_norm": (nn.Embedding(6, 4, max_norm=1.0), Column()),
             "sparse": (nn.Embedding(6, 4, sparse=comm.rank == comm.size - 1), Vocabulary()),
         }
@@ -448,7 +448,7 @@ def test_numbers_of_heads_become_those_of_a_rank(tp):
         assert model.heads == even(HEADS, tp.size).counts[tp.rank] and plain.heads == HEADS
         assert isinstance(model.qkv, WrittenOut)
         same_losses(copy.deepcopy(plain), model, rows())
-    with pytest.raises(UsageError, match="heads is divided already"):
+    with pytest.raises(UsageError, match="heads is sharded already"):
         parallelize(model, tp, {"heads": PerRank()})
     with pytest.raises(UsageError, match=r"no number is called 'width'; there are heads"):
         parallelize(copy.deepcopy(plain), tp, {"width": PerRank()})

@@ -64,10 +64,10 @@ def tp(comm: Any) -> Any:
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_positions(tp: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(made(WRONG[name]), tp, PLAN, example=rows())
     model = parallelize(made(WRONG[name]), tp, PLAN)
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         model(rows().chunk(tp.size, 1)[tp.rank])
 
 
@@ -119,12 +119,12 @@ class Keeping(nn.Module):
 def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
     """Each rank kept that of its part, with a gradient, in silence."""
     model = parallelize(made(own), tp, PLAN)
-    with pytest.raises(UsageError, match="what is kept of it"):
+    with pytest.raises(UsageError, match="a value kept after"):
         model(rows().chunk(tp.size, 1)[tp.rank])
     layers = {"into": nn.Linear(8, 8), "out": nn.Linear(8, 8), "own": copy.deepcopy(own), "end": nn.Linear(8, 8)}
     plan: Plan = {"into": Column(), "out": Row(sequence=1), "own": Sequence(1), "end": Column(sequence=1, gather=True)}
     model = parallelize(nn.Sequential(OrderedDict(layers)).double(), tp, plan)
-    with pytest.raises(UsageError, match="what is kept of it"):
+    with pytest.raises(UsageError, match="a value kept after"):
         model(rows())
 
 
@@ -164,7 +164,7 @@ def test_several_inputs(tp: Any, mask: str) -> None:
     beside = x[..., :1].abs() if mask == "weights" else x[..., 0] > 0
     parallelize(Weighted(weighted).double(), tp, PLAN)(x, beside)
     model = parallelize(Weighted(shared_out).double(), tp, PLAN)
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         model(x, beside)
 
 
@@ -174,7 +174,7 @@ def test_one_that_takes_no_other_length_is_warned_of(tp: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(rows(2 * tp.size).chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "takes no other length" in str(one.message)]
+    said = [str(one.message) for one in caught if "accepts no other length" in str(one.message)]
     assert len(said) == (tp.rank == 0)
 
 
@@ -190,7 +190,7 @@ def test_one_that_always_draws_is_warned_of(tp: Any) -> None:
 
 @pytest.mark.ranks(min=2, max=3)
 def test_one_that_drops_elements_is_tried_without(tp: Any) -> None:
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN, example=rows())
 
 
@@ -234,7 +234,7 @@ def test_windows(tp: Any) -> None:
     said = [str(one.message) for one in caught if "parts of other lengths" in str(one.message)]
     assert len(said) == (tp.rank == 0)
     torch.testing.assert_close(got, made(windows)(x).chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
-    with pytest.raises(UsageError, match=r"own .*would see a part of"):
+    with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         parallelize(made(windows), tp, PLAN)(rows(3 * tp.size).chunk(tp.size, 1)[tp.rank])
 
 
@@ -243,7 +243,7 @@ def test_windows(tp: Any) -> None:
 def test_dropout_of_whole_rows(tp: Any, dropout: nn.Module) -> None:
     """Each rank dropped other rows of its features, so that a quarter was dropped as a whole, and not half."""
     model = nn.Sequential(nn.Linear(8, 12), copy.deepcopy(dropout), nn.Linear(12, 8)).double()
-    with pytest.raises(UsageError, match="would see a part of"):
+    with pytest.raises(UsageError, match="would see only a part of"):
         parallelize(model, tp, {"0": Column(), "1": Sequence(-1), "2": Row()}, example=rows())
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Row
-from commlib.tensor_parallel.checks.checks import check_first_call
-from commlib_torch.tensor import checking, gather_state_dict, parallelize
+from commlib.tensor_parallel.checks.plan_checks import check_first_call
+from commlib_torch.tensor import gather_state_dict, parallelize, plan_check
 
 PLAN: Any = {"up": Column(), "down": Row()}
 
@@ -89,7 +89,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "the LoRA around": LoRA,
     "the OfWeights around": OfWeights,
     "the Merged around": Merged,
-    "the Instead with the weight of a divided layer": Instead,
+    "the Instead with the weight of a sharded layer": Instead,
     "a of": onto,
 }
 
@@ -102,7 +102,7 @@ def test_what_comes_later_is_refused_by_name(comm: Any, said: str, name: str) ->
     model = parallelize(MLP(), comm, PLAN)
     model(random(3, 6)).sum().backward()
     setattr(model, name, WAYS[said](getattr(model, name)))
-    with pytest.raises(UsageError, match=f"^{said}.* came after the model was divided: .* put it there before"):
+    with pytest.raises(UsageError, match=f"^{said}.* was added after the model was sharded: .* Add it before"):
         model(random(3, 6))
 
 
@@ -146,7 +146,7 @@ def test_another_module_between(comm: Any, where: str) -> None:
         one.set_submodule(where, nn.ReLU())
     torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
     model.set_submodule(where, nn.Softmax(-1))
-    with pytest.raises(UsageError, match=r"the Softmax that is .* came after the model was divided"):
+    with pytest.raises(UsageError, match=r"the Softmax that is .* was added after the model was sharded"):
         model(x)
 
 
@@ -181,7 +181,7 @@ def test_what_is_right_is_looked_at_once(comm: Any, monkeypatch: Any) -> None:
         looks.append(args)
         check_first_call(*args, **options)
 
-    monkeypatch.setattr(checking, "check_first_call", counted)
+    monkeypatch.setattr(plan_check, "check_first_call", counted)
     plain, model, x = MLP(), parallelize(MLP(), comm, PLAN), random(3, 6)
     model(x)
     for one in (plain, model):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from commlib.context_parallel import Layout
+from commlib.context_parallel import SequenceLayout
 from commlib.errors import CommlibError, MismatchError, PeerError, UsageError
 from commlib_torch.tensor import context as cp
 
@@ -26,7 +26,7 @@ def ids(tokens: int, batch: int = 2, seed: int = 1) -> Tensor:
 
 def places(comm: Any, tokens: int, layout: str = "balanced") -> list[int]:
     """This rank's positions."""
-    return [at for part in Layout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
+    return [at for part in SequenceLayout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,10 +122,10 @@ def test_labels_that_were_given(comm: Any) -> None:
         ({"input_ids": torch.zeros(2, 4), "mask": torch.zeros(2, 5)}, {}, "'mask' has shape"),
         ({"input_ids": torch.zeros(4)}, {}, "no dimension 1"),
         (torch.zeros(2, 4), {"shift": False}, "has no 'labels'"),
-        ((1, 2, 3), {}, "has 3 parts"),
+        ((1, 2, 3), {}, "has 3 elements"),
         (torch.zeros(2, 4), {"reads": "some"}, "expected 'all' or 'first'"),
         (torch.zeros(2, 4), {"layout": "some"}, "expected 'balanced' or"),
-        ({"input_ids": torch.zeros(2, 4), "documents": (0, 5)}, {}, "from 0 up to 4"),
+        ({"input_ids": torch.zeros(2, 4), "documents": (0, 5)}, {}, "from 0 to 4"),
     ],
     ids=str,
 )

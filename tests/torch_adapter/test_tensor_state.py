@@ -138,7 +138,7 @@ def test_each_rank_may_save_its_own_file(comm: Any, tmp_path: Any) -> None:
     theirs = torch.load(f"{folders[other]}/own.pt")
     theirs |= {name: value for name, value in before.items() if name == "up.weight"}
     with pytest.raises(
-        UsageError, match=rf"up\.bias on rank {comm.rank} of .* the part of rank {other} of {comm.size}"
+        UsageError, match=rf"up\.bias on rank {comm.rank} of .* the shard of rank {other} of {comm.size}"
     ):
         divided.load_state_dict(theirs)
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -192,7 +192,9 @@ def test_arguments_in_another_order_are_named() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     state = gather_optimizer_state(optimizer, model.named_parameters())
-    with pytest.raises(UsageError, match=r"load_optimizer_state.*: state is a generator, expected what gather_opt"):
+    with pytest.raises(
+        UsageError, match=r"load_optimizer_state.*: state is a generator, expected the result of gather_opt"
+    ):
         load_optimizer_state(optimizer, model.named_parameters(), model.named_parameters())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="named_parameters is a dict, expected pairs of names and parameters"):
         load_optimizer_state(optimizer, state, model.named_parameters())  # type: ignore[arg-type]

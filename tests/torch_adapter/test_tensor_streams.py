@@ -42,7 +42,7 @@ def test_seed(comm):
     drawn = everyone(mesh["tp"], torch.rand(3))
     assert all(other == drawn[0] for other in drawn)
     for wrong in (-1, 1.5, True):
-        with pytest.raises(UsageError, match="whole number"):
+        with pytest.raises(UsageError, match="non-negative integer"):
             streams.seed(mesh, wrong)  # type: ignore[arg-type]
 
 

@@ -178,7 +178,7 @@ class TestChoices:
             parallelize(model, tp, PLAN, **given(how))
             is_right(plain, model, rows())
         told = re.findall(
-            r"test_tensor_traced_models\.py:\d+: numbers leave", "".join(f"{one.message}" for one in caught)
+            r"test_tensor_traced_models\.py:\d+: Python numbers", "".join(f"{one.message}" for one in caught)
         )
         assert bool(told) == (tp.rank == 0), caught
 

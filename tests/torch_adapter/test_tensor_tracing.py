@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from commlib_torch.tensor.tracing import attempted
+from commlib_torch.tensor.tracing import try_trace
 from tests.inputs.traces import holds
 
 
@@ -33,7 +33,7 @@ def test_operations_are_traced(run):
             return run(x)
 
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(4))
-    found, error = attempted(Runs(), (x,), {})
+    found, error = try_trace(Runs(), (x,), {})
     assert error is None
     assert found.shapes[found.outputs[0]] == tuple(run(x.clone()).shape)
     assert all(step.kind != "unseen" for step in found.steps)
@@ -95,7 +95,7 @@ def test_equations_are_those_of_the_operations(name):
 
     draws = torch.Generator().manual_seed(1)
     inputs = [torch.rand(shape, generator=draws, dtype=torch.float64) for shape in shapes]
-    found, error = attempted(Runs(), inputs, {})
+    found, error = try_trace(Runs(), inputs, {})
     assert error is None
     (equation,) = (step.equation for step in found.steps if step.equation is not None)
     assert equation is not None

@@ -364,9 +364,9 @@ def test_auto_tries_functions_on_parts(tp: Any) -> None:
 
 
 def test_activations_of_blocks(tp: Any) -> None:
-    """What looks at all hidden features was taken for an activation."""
+    """A function of all hidden features was taken for an activation."""
     for activation in (lambda h: h.softmax(-1), lambda h: h / h.norm(), lambda h: h * h.shape[-1]):
-        with pytest.raises(UsageError, match="looks at all hidden features"):
+        with pytest.raises(UsageError, match="needs all hidden features"):
             ParallelMLP(8, 12, tp, activation=activation)
     for activation in (torch.special.expit, nn.GELU(), nn.Dropout(0.5), Twice.apply, lambda h: h.median(1)[0]):
         ParallelMLP(8, 12, tp, activation=activation)
@@ -378,7 +378,7 @@ def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
     mesh = commlib.Mesh(pp=1, tp=comm.size)
     model = made(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
     parallelize(model, mesh["tp"], {"0": Column(), "2": Row()})
-    with pytest.raises(UsageError, match=r"differs from the undivided model's"):
+    with pytest.raises(UsageError, match=r"differs from the unsharded model's"):
         commlib_torch.pipeline(model, mesh["pp"], loss=nn.MSELoss(), microbatches=2, example=rows())
 
 
@@ -409,6 +409,6 @@ class TestWhatCannotBeTold:
         model = made(lambda _: Inside(), None)
         parallelize(model, tp, {"down": Row(), "up": Column(), "last": Row()})
         part = rows().tensor_split(tp.size, -1)[tp.rank]
-        told = r"test_tensor_unknown\.py:\d+: .*divided.*part already"
+        told = r"test_tensor_unknown\.py:\d+: .*divided.*sharded already"
         with pytest.warns(UserWarning, match=told) if tp.rank == 0 else nullcontext():
             model(part)

@@ -224,6 +224,6 @@ def test_an_iterator_is_refused(comm: Any) -> None:
     model, x = Going(), torch.ones(4, 8).double()
     parallelize(model, comm, PLAN)
     with pytest.raises(
-        UsageError, match=r"called with a generator \(<genexpr>\), which a look .* has used up: give a list"
+        UsageError, match=r"called with a generator \(<genexpr>\), which a trial run .* has consumed\. Pass a list"
     ):
         model(x, (x for _ in range(2)))

@@ -248,7 +248,7 @@ def test_whole_logits_are_refused(tp):
     target, head = words(4), VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True))
     whole = random(4, WORDS)
     for logits in (head(random(4, 5).float()), head(random(1, 5).float()), gather(own_head(tp)(whole), tp, -1), whole):
-        with pytest.raises(UsageError, match="ranks have the same logits of 11 words, so these are whole"):
+        with pytest.raises(UsageError, match="ranks have the same logits of 11 words, so they are not"):
             vocabulary_cross_entropy(logits * 2, target[: len(logits)], tp)
 
 
@@ -268,11 +268,11 @@ def test_divided_logits_that_are_alike_are_not_refused(tp):
 def test_ranks_with_other_logits_are_told(tp):
     """The core refused a reduction of so many numbers, and named neither logits nor rows."""
     own, target, is_other = own_head(tp)(random(4, WORDS)), words(4), tp.rank == 1
-    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks others"):
+    with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks have others"):
         vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, tp)
     with pytest.raises(MismatchError, match=f"{'float32' if is_other else 'float64'} logits of 4 rows"):
         vocabulary_cross_entropy(own.float() if is_other else own, target, tp)
-    with pytest.raises(UsageError if is_other else MismatchError, match="have no words" if is_other else "same call"):
+    with pytest.raises(UsageError if is_other else MismatchError, match="have no tokens" if is_other else "same call"):
         vocabulary_cross_entropy(own[:, :0] if is_other else own, target, tp)
     vocabulary_cross_entropy(own, target, tp)
 
@@ -328,15 +328,15 @@ def test_what_does_not_fit_is_refused(tp):
             parallelize(module, tp, {"": style})
     table = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
     for wrong in (-1, WORDS):
-        with pytest.raises(UsageError, match=f"word {wrong}, expected 0 to 10"):
+        with pytest.raises(UsageError, match=f"token {wrong}, expected 0 to 10"):
             table(torch.tensor([0, wrong]))
     own = own_head(tp)(random(3, WORDS))
     for target, options, said in [
         (random(3), {}, "probabilities"),
         (words(2), {}, "for a target of shape"),
-        (words(3), {"weight": torch.ones(12)}, "weight has 12 words, expected the 11"),
-        (words(3), {"weight": torch.ones(11, 1)}, "expected a float for each word"),
-        (torch.tensor([0, 11, 1]), {}, "word 11, expected 0 to 10"),
+        (words(3), {"weight": torch.ones(12)}, "weight has 12 tokens, expected the 11"),
+        (words(3), {"weight": torch.ones(11, 1)}, "expected a float for each token"),
+        (torch.tensor([0, 11, 1]), {}, "token 11, expected 0 to 10"),
         (words(3), {"vocabulary": 12}, "expected vocabulary=12"),
         (words(3), {"label_smoothing": 2.0}, "label_smoothing"),
         (words(3), {"reduction": "all"}, "reduction"),

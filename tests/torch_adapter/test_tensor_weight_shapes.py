@@ -20,7 +20,7 @@ from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import is_right
 
 PLAN: Plan = {"up": Column(), "down": Row()}
-LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*ask the layer for its units or out_features"
+LINE = r"(the shape of its weight).*test_tensor_weight_shapes\.py:\d+.*read units or out_features of the layer"
 
 WRONG: dict[str, Any] = {
     "shape": lambda model, h: h / model.up.weight.shape[0],
@@ -93,5 +93,5 @@ def test_of_a_part_that_comes(tp: Any) -> None:
     """The input is a part already: numbers of the whole that all of them are tell."""
     model = parallelize(made(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
     part = rows().chunk(tp.size, 1)[tp.rank]
-    with pytest.raises(UsageError, match=r"differs from the undivided model's.*the shape of its weight"):
+    with pytest.raises(UsageError, match=r"differs from the unsharded model's.*the shape of its weight"):
         model(part)

@@ -249,7 +249,7 @@ def test_a_graph_of_gradients_is_none_after_a_reduction(comm: Any) -> None:
     """A penalty on .grad was left out without a word, where one process has it."""
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
-    with pytest.warns(UserWarning, match=r"create_graph=True.*no graph of their own.*torch.autograd.grad"):
+    with pytest.warns(UserWarning, match=r"create_graph=True.*have no graph.*torch.autograd.grad"):
         loss_of(network, mine(comm, batch(comm))).backward(create_graph=True)
     optimizer.step()
     with warnings.catch_warnings():

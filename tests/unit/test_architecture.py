@@ -20,7 +20,7 @@ PURE = (
     "commlib.mesh",
     "commlib.autodiff.rules",
     "commlib.topology",
-    "commlib.coordinator.request",
+    "commlib.coordinator.op_request",
     "commlib.coordinator.response_cache",
     "commlib.coordinator.negotiation",
     "commlib.data_parallel.buckets",
@@ -28,34 +28,34 @@ PURE = (
     "commlib.pipeline.schedule",
     "commlib.sharding.sharding",
     "commlib.tensor_parallel.rules",
-    "commlib.tensor_parallel.auto",
+    "commlib.tensor_parallel.auto_plan",
     "commlib.tensor_parallel.einsum",
     "commlib.tensor_parallel.equations",
     "commlib.tensor_parallel.features",
     "commlib.tensor_parallel.heads",
     "commlib.tensor_parallel.layout_map",
     "commlib.tensor_parallel.lengths",
-    "commlib.tensor_parallel.low_rank",
+    "commlib.tensor_parallel.low_rank_adapters",
     "commlib.tensor_parallel.moves",
     "commlib.tensor_parallel.numbers",
     "commlib.tensor_parallel.pairs",
     "commlib.tensor_parallel.plan",
     "commlib.tensor_parallel.recording",
-    "commlib.tensor_parallel.states",
+    "commlib.tensor_parallel.placements",
     "commlib.tensor_parallel.streams",
     "commlib.tensor_parallel.styles",
     "commlib.tensor_parallel.table",
     "commlib.tensor_parallel.trace",
     "commlib.tensor_parallel.vocabulary",
-    "commlib.context_parallel.dropping",
+    "commlib.context_parallel.dropout",
     "commlib.context_parallel.heads",
     "commlib.context_parallel.layout",
     "commlib.context_parallel.mask",
-    "commlib.context_parallel.picture",
-    "commlib.context_parallel.steps",
+    "commlib.context_parallel.ring_picture",
+    "commlib.context_parallel.ring_steps",
     "commlib.context_parallel.window",
     "commlib.cost.rounds",
-    "commlib.cost.segmented",
+    "commlib.cost.segment_times",
     "commlib.cost.model",
     "commlib.cost.flat",
     "commlib.cost.hierarchical",
@@ -108,7 +108,7 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.world", "commlib.metrics", "commlib.observing", "commlib.mpi_on_gpus", "commlib.mesh_groups",
+    ("commlib.world", "commlib.metrics", "commlib.observing", "commlib.cuda_aware_mpi", "commlib.mesh_groups",
      "commlib.preemption", "commlib.checkpoint"),
     ("commlib",),  # the public names
     ("commlib.compress",),
@@ -148,14 +148,15 @@ HOST_KERNELS_ALLOWED = (
     "commlib.kernels",
     "commlib.devices.host",
     "commlib.node",  # shared memory of the host, and the flags in it
-    "commlib.buffers.symmetric",  # whose places those kernels look up
+    "commlib.buffers.symmetric_memory",  # whose places those kernels look up
     "commlib.group.completion",  # what they return
-    "commlib.execution.reduce_op", "commlib.execution.persistent",  # calls of compiled functions, written down
+    # calls of compiled functions, written down
+    "commlib.execution.reduce_function", "commlib.execution.persistent_programs",
     "commlib.execution.rounds",
     "commlib.p2p.channels.inbox", "commlib.p2p.channels.outbox", "commlib.p2p.channels.node_end",
-    "commlib.p2p.channels.posted", "commlib.p2p.channels.posted_sends", "commlib.p2p.channels.posted_receives",
-    "commlib.p2p.channels.turn", "commlib.p2p.lanes",  # memory of the host that two ranks share
-    "commlib.data_parallel.engine",  # copies past the caches
+    "commlib.p2p.channels.posted_end", "commlib.p2p.channels.posted_sends", "commlib.p2p.channels.posted_receives",
+    "commlib.p2p.channels.kernel_lock", "commlib.p2p.lanes",  # memory of the host that two ranks share
+    "commlib.data_parallel.bucket_reducer",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers
     "commlib.expert",  # so are these: rows of tokens, in memory that ranks share
     "commlib.coordinator",  # named operations, where arrays of devices come as copies
@@ -167,12 +168,13 @@ DEVICE_NEUTRAL = (
     "commlib.compress.schemes.all_to_all", "commlib.compress.schemes.all_gather", "commlib.compress.schemes.dgc",
     "commlib.compress.schemes.low_rank", "commlib.compress.schemes.power_sgd", "commlib.compress.checks",
     "commlib.compress.activations", "commlib.compress.auto",
-    "commlib.data_parallel.compressed", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
+    "commlib.data_parallel.compressed_plans", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
     "commlib.execution.streaming",
     "commlib.collectives.verbs.all_reduce", "commlib.collectives.verbs.reduce", "commlib.collectives.verbs.broadcast",
     "commlib.collectives.verbs.gather", "commlib.collectives.verbs.reduce_scatter", "commlib.collectives.verbs.program",
-    "commlib.collectives.host.by_messages", "commlib.collectives.host.scheduled", "commlib.collectives.host.native",
-    "commlib.collectives.device.staged", "commlib.collectives.device.staging_queue", "commlib.collectives.device.call",
+    "commlib.collectives.host.message_call", "commlib.collectives.host.schedule_path",
+    "commlib.collectives.host.native", "commlib.collectives.device.host_staging",
+    "commlib.collectives.device.staging_queue", "commlib.collectives.device.call",
     "commlib.p2p.lanes.staging",
 )  # fmt: skip
 NUMPY_MEMORY = {

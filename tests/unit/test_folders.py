@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commlib import folders
-from commlib.folders import NotPrivateError, private, read_private, user_cache, write_private
+from commlib.folders import NotPrivateError, open_private, read_private, user_cache, write_private
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -22,13 +22,13 @@ def cache(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     for path in (folder, *folder.parents[:2]):
         path.chmod(0o755)
-    with private(folder) as here:
+    with open_private(folder) as here:
         write_private("table", here, b"kept")
     return folder
 
 
 def read(folder: Path) -> bytes:
-    with private(folder) as here:
+    with open_private(folder) as here:
         return read_private("table", here)
 
 
@@ -40,9 +40,9 @@ def test_what_was_written_is_read(cache: Path) -> None:
 
 def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    with pytest.raises(FileNotFoundError), private(path):
+    with pytest.raises(FileNotFoundError), open_private(path):
         pass
-    with private(path, create=True):
+    with open_private(path, create=True):
         pass
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (path, path.parent)] == [0o700, 0o700]
 
@@ -113,7 +113,7 @@ def test_a_link_on_the_way_is_as_safe_as_where_it_leads(cache: Path, tmp_path: P
 
 def test_what_was_checked_is_what_is_used(cache: Path) -> None:
     """Another folder in its place after the check changes nothing: files are opened within what was checked."""
-    with private(cache) as here:
+    with open_private(cache) as here:
         cache.rename(cache.with_name("moved"))
         cache.mkdir()
         (cache / "table").write_bytes(b"forged")
@@ -133,7 +133,7 @@ def test_a_file_is_written_whole_or_not_at_all(cache: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with private(cache) as here, pytest.raises(OSError, match="No space left"):
+    with open_private(cache) as here, pytest.raises(OSError, match="No space left"):
         write_private("table", here, b"newer")
     monkeypatch.undo()
     assert read(cache) == b"kept"

@@ -154,7 +154,7 @@ def test_callbacks_may_fail_and_end_with_commlib(comm, caplog):
     calls = len(got)
     time.sleep(0.1)
     assert len(got) == calls and got[-1]["commlib/world/barrier/calls"] == 1.0
-    with pytest.raises(UsageError, match="every is 0, expected seconds"):
+    with pytest.raises(UsageError, match="every is 0, expected a positive number of seconds"):
         metrics.on_metrics(callback, every=0)
 
 

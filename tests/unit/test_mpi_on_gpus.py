@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from commlib import mpi_on_gpus
+from commlib import cuda_aware_mpi
 from commlib.config.settings import Config
-from commlib.mpi_on_gpus import agree, kinds, may_have_gpu, tell
+from commlib.cuda_aware_mpi import agree, list_device_kinds, may_have_gpu, report
 from commlib.transport import cuda_probe
 from commlib.transport.cuda_aware import Answer
-from commlib.transport.cuda_probe import Found
+from commlib.transport.cuda_probe import ProbeResult
 from commlib.transport.loopback import transports
 
 
@@ -27,7 +27,7 @@ class Ranks:
         def probe():
             with self._lock:
                 self.probed += 1
-            return Found("", failure)
+            return ProbeResult("", failure)
 
         monkeypatch.setattr(cuda_probe, "probe", probe)
 
@@ -60,7 +60,7 @@ def test_one_rank_of_each_host_tries(monkeypatch, caplog):
         assert ranks.agree([None, YES, YES, ("b", Answer(True, "")), ("b", Answer(None, ""))]) is True
     assert ranks.probed == 2
     assert [record.message for record in caplog.records] == [
-        "MPI sends and receives memory of GPUs as it is (MPI X: says True; a probe has shown it)"
+        "MPI sends and receives GPU memory directly (MPI X: says True; a probe confirmed it)"
     ]
 
 
@@ -69,7 +69,7 @@ def test_one_no_is_enough(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "commlib"):
         assert ranks.agree([YES, NO, None]) is False
     assert ranks.probed == 0
-    assert "MPI gets data of GPUs by way of host memory: it takes none (MPI X: says False)" in caplog.text
+    assert "GPU data goes through host memory: MPI cannot use GPU memory (MPI X: says False)" in caplog.text
 
 
 @pytest.mark.parametrize("told, level", [(YES, logging.WARNING), (UNKNOWN, logging.INFO)])
@@ -98,10 +98,10 @@ def test_a_library_that_cannot_be_asked_is_tried(monkeypatch):
 )
 def test_what_the_user_says_counts(monkeypatch, aware, devices, expected):
     settings = Config(cuda_aware=aware, mpi_devices=devices)
-    assert kinds(settings) == expected
+    assert list_device_kinds(settings) == expected
     if aware != "auto" or "cuda" in devices:
-        monkeypatch.setattr(mpi_on_gpus, "may_have_gpu", lambda: pytest.fail("it is settled"))
-        assert tell(settings) is None
+        monkeypatch.setattr(cuda_aware_mpi, "may_have_gpu", lambda: pytest.fail("it is settled"))
+        assert report(settings) is None
 
 
 def test_who_may_have_a_gpu(monkeypatch):

@@ -121,7 +121,7 @@ def test_slurm_is_asked(scontrol: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert requeue("7_2") and not caplog.records
     assert scontrol.read_text() == "requeue 7_2\n"
     assert not requeue("13")
-    assert "the job does not come back by itself: scontrol requeue 13 failed (unlucky)" in caplog.text
+    assert "the job is not requeued: scontrol requeue 13 failed (unlucky)" in caplog.text
 
 
 def test_without_scontrol_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from commlib import Mesh
-from commlib.bench.steps.contract import Contenders, Sizes, Step, layers_of_stages
+from commlib.bench.steps.contract import Contenders, Step, StepSizes, layers_of_stages
 from commlib.expert import Experts
 from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.bench_step.model import (
@@ -16,10 +16,10 @@ from commlib_tensorflow.bench_step.model import (
     batch_of,
     block,
     head,
-    joined,
+    join_batches,
     loss_of,
+    make_step,
     plain_optimizer,
-    stepping,
     transformer,
 )
 from commlib_tensorflow.expert import expertize
@@ -28,20 +28,20 @@ from commlib_tensorflow.pipelines.pipeline import pipeline
 from commlib_tensorflow.tensor import parallelize
 
 
-def data_parallel(comm: Any, sizes: Sizes) -> Contenders:
-    """Each rank has a batch, gradients are averaged."""
+def data_parallel(comm: Any, sizes: StepSizes) -> Contenders:
+    """Data parallelism: each rank has a batch, and gradients are averaged."""
     mine, whole = batch_of(sizes, comm.rank), transformer(sizes)
     return Contenders(
-        ours=stepping(transformer(sizes), DistributedOptimizer(plain_optimizer()), mine),
-        alone=stepping(transformer(sizes), plain_optimizer(), mine),
-        whole=stepping(whole, plain_optimizer(), joined(sizes, comm.size)),
+        ours=make_step(transformer(sizes), DistributedOptimizer(plain_optimizer()), mine),
+        alone=make_step(transformer(sizes), plain_optimizer(), mine),
+        whole=make_step(whole, plain_optimizer(), join_batches(sizes, comm.size)),
         tokens=comm.size * sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
 
-def tensor_parallel(comm: Any, sizes: Sizes) -> Contenders:
-    """All ranks have one batch, and a part of each layer."""
+def tensor_parallel(comm: Any, sizes: StepSizes) -> Contenders:
+    """Tensor parallelism: all ranks have one batch, and a shard of each layer."""
     batch, whole = batch_of(sizes, 0), transformer(sizes)
     units = Column(units=sizes.heads)
     plan: dict[str, Column | Row] = {
@@ -53,31 +53,31 @@ def tensor_parallel(comm: Any, sizes: Sizes) -> Contenders:
         "*_mlp/down*": Row(),
     }
     return Contenders(
-        ours=stepping(parallelize(transformer(sizes), comm, plan), plain_optimizer(), batch),
-        alone=stepping(transformer(sizes, comm.size), plain_optimizer(), batch),
-        whole=stepping(whole, plain_optimizer(), batch),
+        ours=make_step(parallelize(transformer(sizes), comm, plan), plain_optimizer(), batch),
+        alone=make_step(transformer(sizes, comm.size), plain_optimizer(), batch),
+        whole=make_step(whole, plain_optimizer(), batch),
         tokens=sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
 
-def pipelined(comm: Any, sizes: Sizes) -> Contenders:
-    """Each rank has a stage, through which the microbatches of one batch go."""
+def pipeline_parallel(comm: Any, sizes: StepSizes) -> Contenders:
+    """Pipeline parallelism: each rank has a stage, and the microbatches of one batch go through all of them."""
     batch, whole = batch_of(sizes, 0), transformer(sizes)
     stages = layers_of_stages(sizes.layers, comm.size)
     begins = [f"norm{sum(stages[:stage])}" for stage in range(1, comm.size)]
     pipe = pipeline(transformer(sizes), comm, schedule="1f1b", microbatches=sizes.microbatches, split=begins)
     return Contenders(
-        ours=stepping(pipe, plain_optimizer(), batch),
+        ours=make_step(pipe, plain_optimizer(), batch),
         alone=_own_stage(comm, sizes, stages),
-        whole=stepping(whole, plain_optimizer(), batch),
+        whole=make_step(whole, plain_optimizer(), batch),
         tokens=sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
 
-def _own_stage(comm: Any, sizes: Sizes, stages: list[int]) -> Step:
-    """Return a step of what is on this rank of a pipeline, microbatch after microbatch, with nobody to wait for."""
+def _own_stage(comm: Any, sizes: StepSizes, stages: list[int]) -> Step:
+    """Return a step of this rank's stage of a pipeline, microbatch after microbatch, without waiting for others."""
     is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
     first = sum(stages[: comm.rank])
     given = keras.Input((sizes.context,), dtype="int32") if is_first else keras.Input((sizes.context, sizes.width))
@@ -119,21 +119,21 @@ def _own_stage(comm: Any, sizes: Sizes, stages: list[int]) -> Step:
     return step
 
 
-def experts(comm: Any, sizes: Sizes) -> Contenders:
-    """Each rank has a batch and some of the experts, to which all ranks' tokens go."""
+def experts(comm: Any, sizes: StepSizes) -> Contenders:
+    """Expert parallelism: each rank has a batch and some of the experts, which get the tokens of all ranks."""
     single = comm.split(comm.rank, name="alone")
     mesh, mine = Mesh(comm=comm, dp=-1), batch_of(sizes, comm.rank)
     whole = _mixture(sizes, single, sizes.experts)
-    fewer = _mixture(sizes, single, sizes.experts // comm.size)  # as many experts as a rank has, and as many tokens
+    fewer = _mixture(sizes, single, sizes.experts // comm.size)  # as many experts and tokens as one rank has
     model = _mixture(sizes, mesh, sizes.experts)
     return Contenders(
-        ours=stepping(model, DistributedOptimizer(plain_optimizer(), mesh=mesh), mine),
-        alone=stepping(fewer, plain_optimizer(), mine),
-        whole=stepping(whole, plain_optimizer(), joined(sizes, comm.size)),
+        ours=make_step(model, DistributedOptimizer(plain_optimizer(), mesh=mesh), mine),
+        alone=make_step(fewer, plain_optimizer(), mine),
+        whole=make_step(whole, plain_optimizer(), join_batches(sizes, comm.size)),
         tokens=comm.size * sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
 
-def _mixture(sizes: Sizes, ranks: Any, number: int) -> Any:
+def _mixture(sizes: StepSizes, ranks: Any, number: int) -> Any:
     return expertize(transformer(sizes), ranks, {"*_mlp": Experts(number, top_k=sizes.top_k)})

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as one writes it in Keras, and its batches."""
+"""A decoder-only transformer in plain Keras, and its batches."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.bench.steps.contract import Sizes, Step
+from commlib.bench.steps.contract import Step, StepSizes
 
 Batch = tuple[Any, Any]
 
 
 class Embed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Tokens to vectors, with learned positions."""
+    """Embedding of tokens, with learned positions."""
 
-    def __init__(self, sizes: Sizes, **options: Any) -> None:
+    def __init__(self, sizes: StepSizes, **options: Any) -> None:
         super().__init__(**options)
         self.words = keras.layers.Embedding(sizes.vocabulary, sizes.width)
         self.positions = keras.layers.Embedding(sizes.context, sizes.width)
         self.length = sizes.context
 
     def build(self, input_shape: Any) -> None:
-        """Make the vectors."""
+        """Create the vectors."""
         self.words.build(input_shape)
         self.positions.build((self.length,))
 
@@ -32,15 +32,15 @@ class Embed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return self.words(tokens) + self.positions(tf.range(self.length))
 
 
-class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Causal attention of as many heads as are here."""
+class CausalAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Causal attention of this rank's heads."""
 
-    def __init__(self, sizes: Sizes, **options: Any) -> None:
+    def __init__(self, sizes: StepSizes, **options: Any) -> None:
         super().__init__(**options)
         self.head, self.length = sizes.width // sizes.heads, sizes.context
 
     def call(self, q: Any, k: Any, v: Any) -> Any:
-        """Return what each token takes from those before it."""
+        """Return for each token the weighted sum of values up to its position."""
         shape = tf.shape(q)
         heads = (-1, self.length, q.shape[2] // self.head, self.head)
         q, k, v = (tf.transpose(tf.reshape(x, heads), (0, 2, 1, 3)) for x in (q, k, v))
@@ -54,24 +54,24 @@ class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return q
 
 
-def block(x: Any, sizes: Sizes, number: int, parts: int = 1) -> Any:
-    """Return the output of a block; with parts, of what one of so many ranks has of it."""
+def block(x: Any, sizes: StepSizes, number: int, parts: int = 1) -> Any:
+    """Return the output of a block; with parts, of one rank's share of it."""
     layers, width = keras.layers, sizes.width
     h = layers.LayerNormalization(name=f"norm{number}")(x)
     q, k, v = (layers.Dense(width // parts, name=f"{name}{number}")(h) for name in "qkv")
-    x = x + layers.Dense(width, name=f"out{number}")(Attend(sizes, name=f"attend{number}")(q, k, v))
+    x = x + layers.Dense(width, name=f"out{number}")(CausalAttention(sizes, name=f"attend{number}")(q, k, v))
     h = layers.LayerNormalization(name=f"inner_norm{number}")(x)
     hidden = layers.Dense(4 * width // parts, activation="gelu", name=f"up{number}")
     mlp = keras.Sequential([hidden, layers.Dense(width, name=f"down{number}")], name=f"block{number}_mlp")
     return x + mlp(h)
 
 
-def head(x: Any, sizes: Sizes) -> Any:
+def head(x: Any, sizes: StepSizes) -> Any:
     """Return the logits."""
     return keras.layers.Dense(sizes.vocabulary, name="logits")(keras.layers.LayerNormalization(name="last_norm")(x))
 
 
-def transformer(sizes: Sizes, parts: int = 1) -> Any:
+def transformer(sizes: StepSizes, parts: int = 1) -> Any:
     """Return the model, the same on every rank."""
     keras.utils.set_random_seed(0)
     tokens = keras.Input((sizes.context,), dtype="int32")
@@ -81,15 +81,15 @@ def transformer(sizes: Sizes, parts: int = 1) -> Any:
     return keras.Model(tokens, head(x, sizes))
 
 
-def batch_of(sizes: Sizes, rank: int) -> Batch:
-    """Return a batch of random tokens, and those that follow them."""
+def batch_of(sizes: StepSizes, rank: int) -> Batch:
+    """Return a batch of random tokens, and the token after each."""
     draw = np.random.default_rng(1 + rank)
     tokens = draw.integers(sizes.vocabulary, size=(sizes.rows, sizes.context + 1)).astype(np.int32)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def joined(sizes: Sizes, ranks: int) -> Batch:
-    """Return the batches of all ranks as one."""
+def join_batches(sizes: StepSizes, ranks: int) -> Batch:
+    """Return the concatenated batches of all ranks."""
     inputs, targets = zip(*(batch_of(sizes, rank) for rank in range(ranks)), strict=True)
     return np.concatenate(inputs), np.concatenate(targets)
 
@@ -104,8 +104,8 @@ def loss_of() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def stepping(model: Any, optimizer: Any, batch: Batch) -> Step:
-    """Return a step of training, by Keras' own."""
+def make_step(model: Any, optimizer: Any, batch: Batch) -> Step:
+    """Return a training step, by Keras' train_on_batch."""
     model.compile(optimizer, loss_of(), jit_compile=False)
     inputs, targets = (tf.constant(part) for part in batch)
     return lambda: float(model.train_on_batch(inputs, targets))

@@ -1,4 +1,4 @@
-"""Mixtures of experts for Keras: the layer, and what turns MLPs of a plain model into such."""
+"""Mixtures of experts for Keras: the layer, and the conversion of MLPs in a plain model."""
 
 from commlib_tensorflow.expert.checkpoint import load_experts, save_experts
 from commlib_tensorflow.expert.expertize import expertize

@@ -1,8 +1,8 @@
-"""Nodes around the core's routing and exchange, with their gradients.
+"""Nodes around the core's routing and dispatch, with their gradients.
 
-Each is one call of the host. What a node must know of an earlier one comes to it as a tensor, so that it does not
-matter when a graph runs its nodes, or whether it runs the backward at all. Rows on a GPU stay there, and so does the
-passage of a call; logits, and what was routed, go to the host.
+Each is one host call. State that a node needs from an earlier one arrives as a tensor, so it does not matter when a
+graph runs its nodes, or whether it runs the backward at all. Rows on a GPU stay there, and so does the dispatch plan of
+a call; logits and the routing are on the host.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.copies import fetched
+from commlib.devices.copies import copy_to_host
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.expert.device_passage import DevicePassage
-from commlib.expert.flow import parts_of
+from commlib.expert.chunked_dispatch import split_tokens
+from commlib.expert.device_plan import DeviceDispatchPlan
 from commlib.expert.mixture import Mixture
-from commlib.expert.packed_passage import packed, unpacked
+from commlib.expert.packed_plan import pack_device_plan, unpack_device_plan
 from commlib.expert.routing import Routing
-from commlib.expert.scaled import scaled_back
+from commlib.expert.scaled_gradients import scale_gradients
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order, refuse_vectorized
-from commlib_tensorflow._on_device import call_at
-from commlib_tensorflow._placement import Place, place_of
+from commlib_tensorflow._device_calls import call_at
+from commlib_tensorflow._host_calls import Spec, call_in_order, refuse_vectorized
+from commlib_tensorflow._placement import DevicePlace, place_of
 from commlib_tensorflow.errors import as_tensorflows
 
 
-class Sent(NamedTuple):
-    """What came to the experts of this rank: rows [number, width], their gates, and how many each has.
+class DispatchedTokens(NamedTuple):
+    """Tokens for the experts of this rank: rows [number, width], their gates, and the count of each expert.
 
-    passage: for `combined`, bytes. losses: balance and z, where it was routed, too. place: of the rows.
+    passage: the dispatch plan for `combine_tokens`, as bytes. losses: balance and z, if it was routed, too. place: of
+    the rows.
     """
 
     rows: Any
@@ -42,30 +43,34 @@ class Sent(NamedTuple):
     counts: Any
     passage: Any
     losses: Any = None
-    place: Place | None = None
+    place: DevicePlace | None = None
 
 
-def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], more: Sequence[Any]) -> Sent:
-    """Send tokens [tokens, width] where the router's logits (float32) say. Collective, as its gradient is.
+def route_and_dispatch(
+    x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], more: Sequence[Any]
+) -> DispatchedTokens:
+    """Send tokens [tokens, width] to the experts that the router's logits (float32) choose.
 
-    route: makes the routing of an array of logits, and of arrays of `more`.
+    Collective, with its gradient.
+
+    route: computes the routing from an array of logits, and arrays of `more`.
     """
     refuse_vectorized()
     place = place_of([x])
     width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
-    given = [x, logits, *(_wide(tensor, place) for tensor in more)]
+    given = [x, logits, *(_widen(tensor, place) for tensor in more)]
 
     def forward(x: Any, logits: Array, *more: Array) -> Sequence[Any]:
         routing = route(logits, *more)
         passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
         losses = np.array([routing.balance, routing.z], np.float32)
-        return [rows, gates.copy(), counts.astype(_NUMBERS), _closed(passage), losses, _packed(routing)]
+        return [rows, gates.copy(), counts.astype(_NUMBERS), _pack_plan(passage), losses, _pickle(routing)]
 
     def backward(passage: Any, state: Array, of_rows: Any, of_gates: Any, of_losses: Array) -> Sequence[Any]:
-        of_x, gates = mixture.exchange.dispatch_back(mixture.name, _opened(passage, mixture), of_rows, of_gates)
+        of_x, gates = mixture.exchange.dispatch_back(mixture.name, _unpack_plan(passage, mixture), of_rows, of_gates)
         routing: Routing = pickle.loads(state.data)
-        on_host = fetched(gates, mixture.ranks.axis.comm.watch(f"gradients of gates of {mixture.name}"))
+        on_host = copy_to_host(gates, mixture.ranks.axis.comm.watch(f"gradients of gates of {mixture.name}"))
         return [of_x, routing.gradient(on_host, float(of_losses[0]), float(of_losses[1]))]
 
     def sending(x: Any, logits: Any) -> tuple[tuple[Any, ...], Any]:
@@ -78,17 +83,19 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
 
         def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_passage: Any, of_losses: Any) -> Any:
             specs = [Spec.like(x), Spec.like(logits)]
-            return _once(place, backward, [passage, state], [of_rows, of_gates, of_losses], specs, host=(1, 4))
+            return _differentiate_once(
+                place, backward, [passage, state], [of_rows, of_gates, of_losses], specs, host=(1, 4)
+            )
 
         return tuple(found), gradient
 
-    return Sent(*tf.custom_gradient(sending)(x, logits))._replace(place=place)
+    return DispatchedTokens(*tf.custom_gradient(sending)(x, logits))._replace(place=place)
 
 
-class Routed(NamedTuple):
-    """Where tokens go, in several parts. gates: of assignments, part by part. losses: balance and z.
+class RoutedTokens(NamedTuple):
+    """Routing of tokens in several chunks. gates: of assignments, chunk by chunk. losses: balance and z.
 
-    tokens, assignments: how many each part has. state: for `dispatched`.
+    tokens, assignments: the number in each chunk. state: for `dispatch_tokens`.
     """
 
     gates: Any
@@ -98,19 +105,22 @@ class Routed(NamedTuple):
     state: Any
 
 
-def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequence[Any]) -> Routed:
-    """Route tokens by their logits (float32), and cut them into parts. route: as for `sent`."""
+def route_tokens(logits: Any, parts: int, route: Callable[..., Routing], more: Sequence[Any]) -> RoutedTokens:
+    """Route tokens by their logits (float32), and split them into `parts` chunks.
+
+    route: as for `route_and_dispatch`.
+    """
     refuse_vectorized()
 
     def forward(logits: Array, *more: Array) -> Sequence[Array]:
         routing = route(logits, *more)
-        cut = parts_of(routing, parts)
+        cut = split_tokens(routing, parts)
         order = np.concatenate([part.places for part in cut])
         losses = np.array([routing.balance, routing.z], np.float32)
         lengths = [
             np.array(each, np.int32) for each in zip(*((p.last - p.first, len(p.places)) for p in cut), strict=True)
         ]
-        return [routing.gates[order], losses, *lengths, _packed((routing, cut, order))]
+        return [routing.gates[order], losses, *lengths, _pickle((routing, cut, order))]
 
     def backward(state: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
         routing, _, order = pickle.loads(state.data)
@@ -124,15 +134,15 @@ def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequenc
         found = call_in_order("experts", forward, [logits, *more], specs)
 
         def gradient(of_gates: Any, of_losses: Any, *_: Any) -> Any:
-            return _once(None, backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
+            return _differentiate_once(None, backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
 
         return tuple(found), gradient
 
-    return Routed(*tf.custom_gradient(routing)(logits))
+    return RoutedTokens(*tf.custom_gradient(routing)(logits))
 
 
-def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> Sent:
-    """Send one part of what was routed: its tokens, and the gates of its assignments. Collective, as its gradient."""
+def dispatch_tokens(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> DispatchedTokens:
+    """Send one chunk of routed tokens, and the gates of its assignments. Collective, with its gradient."""
     place = place_of([x])
     width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
@@ -140,51 +150,53 @@ def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> S
     def forward(x: Any, gates: Array, state: Array) -> Sequence[Any]:
         own = pickle.loads(state.data)[1][part]
         passage, rows, came, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
-        return [rows, came.copy(), counts.astype(_NUMBERS), _closed(passage)]
+        return [rows, came.copy(), counts.astype(_NUMBERS), _pack_plan(passage)]
 
     def backward(passage: Any, of_rows: Any, of_gates: Any) -> Sequence[Any]:
-        return list(mixture.exchange.dispatch_back(mixture.name, _opened(passage, mixture), of_rows, of_gates))
+        return list(mixture.exchange.dispatch_back(mixture.name, _unpack_plan(passage, mixture), of_rows, of_gates))
 
     def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
         specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE]
         found = call_at(place, "experts", forward, [x, gates, state], specs, host=(1, 2))
 
         def gradient(of_rows: Any, of_gates: Any, *_: Any) -> Any:
-            return _once(place, backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)])
+            return _differentiate_once(
+                place, backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)]
+            )
 
         return tuple(found), gradient
 
-    return Sent(*tf.custom_gradient(sending)(x, gates))._replace(place=place)
+    return DispatchedTokens(*tf.custom_gradient(sending)(x, gates))._replace(place=place)
 
 
-def combined(rows: Any, mixture: Mixture, came: Sent, tokens: Any) -> Any:
-    """Return for each token the sum of what experts made of it, times its gates. Collective, as its gradient is.
+def combine_tokens(rows: Any, mixture: Mixture, came: DispatchedTokens, tokens: Any) -> Any:
+    """Return for each token the sum of its experts' outputs times its gates. Collective, with its gradient.
 
-    rows: what experts made of those that came. tokens: what was sent, whose shape the result has.
+    rows: the outputs of this rank's experts. tokens: the sent tokens, whose shape the result has.
     """
     place, passage = came.place, came.passage
 
     def forward(rows: Any, gates: Any, passage: Any) -> Sequence[Any]:
-        return [mixture.exchange.combine(mixture.name, _opened(passage, mixture), rows, gates)]
+        return [mixture.exchange.combine(mixture.name, _unpack_plan(passage, mixture), rows, gates)]
 
     def backward(passage: Any, gradient: Any, rows: Any, gates: Any) -> Sequence[Any]:
-        came = mixture.exchange.combine_back(mixture.name, _opened(passage, mixture), gradient)
-        return [came, scaled_back(came, rows, gates)]
+        came = mixture.exchange.combine_back(mixture.name, _unpack_plan(passage, mixture), gradient)
+        return [came, scale_gradients(came, rows, gates)]
 
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
         (found,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
 
         def gradient(of_found: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _once(place, backward, [passage], [of_found, rows, gates], specs)
+            return _differentiate_once(place, backward, [passage], [of_found, rows, gates], specs)
 
         return found, gradient
 
     return tf.custom_gradient(combining)(rows, came.gates)
 
 
-def _once(
-    place: Place | None,
+def _differentiate_once(
+    place: DevicePlace | None,
     function: Any,
     told: Sequence[Any],
     gradients: Sequence[Any],
@@ -192,9 +204,9 @@ def _once(
     *,
     host: tuple[int, ...] = (),
 ) -> Any:
-    """Return what a function makes of gradients (see `call_at`), and raise where somebody wants the gradient of that.
+    """Apply a function to gradients (see `call_at`), and raise if a second-order gradient is requested.
 
-    What travels in it has no gradient that TensorFlow would know of, and it would leave it out without a word.
+    The exchange has no gradient that TensorFlow knows, and it would silently drop the second derivative.
     """
 
     def node(*inputs: Any) -> tuple[Any, Any]:
@@ -208,25 +220,25 @@ def _refuse(*gradients: Any) -> Any:
     raise as_tensorflows(UsageError("a mixture of experts has no gradients of gradients"))
 
 
-def _wide(tensor: Any, place: Place | None) -> Any:
-    """Return a tensor as a node at a place may have it: see `fits`."""
+def _widen(tensor: Any, place: DevicePlace | None) -> Any:
+    """Return a tensor in a dtype that a node at a place supports: see `fits`."""
     return tensor if place is None or tensor.dtype != tf.int32 else tf.cast(tensor, tf.int64)
 
 
-def _closed(passage: Any) -> Any:
-    """Return a passage as bytes, on the device where it is."""
-    return packed(passage) if type(passage) is DevicePassage else passage.view(np.uint8)
+def _pack_plan(passage: Any) -> Any:
+    """Return a dispatch plan as bytes, on its device."""
+    return pack_device_plan(passage) if type(passage) is DeviceDispatchPlan else passage.view(np.uint8)
 
 
-def _opened(passage: Any, mixture: Mixture) -> Any:
-    """Undo `_closed`."""
+def _unpack_plan(passage: Any, mixture: Mixture) -> Any:
+    """Convert bytes back to a dispatch plan."""
     if type(passage) is not DeviceArray:
         return passage.view(np.int32)
     comm = mixture.ranks.axis.comm
-    return unpacked(passage, comm.size, comm.watch(f"the passage of {mixture.name}"))
+    return unpack_device_plan(passage, comm.size, comm.watch(f"the dispatch plan of {mixture.name}"))
 
 
-def _packed(state: Any) -> Array:
+def _pickle(state: Any) -> Array:
     return np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8).copy()
 
 

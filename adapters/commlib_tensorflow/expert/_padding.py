@@ -1,4 +1,4 @@
-"""Padding: tokens that go nowhere, whatever they hold."""
+"""Padding: tokens that are not routed to any expert."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tensorflow as tf
 from commlib.errors import UsageError
 
 
-def kept(name: str, inputs: Any, mask: Any) -> Any:
-    """Return which tokens are none of padding, bool, of a mask: None without one. Raises UsageError for another shape.
+def padding_mask(name: str, inputs: Any, mask: Any) -> Any:
+    """Return a bool mask of the tokens that are not padding; None without a mask. Raises UsageError for another shape.
 
     name: of the layer, for errors.
     """
@@ -25,6 +25,6 @@ def kept(name: str, inputs: Any, mask: Any) -> Any:
     return mask
 
 
-def without(x: Any, keep: Any) -> Any:
-    """Return x with zeros for padding: what is no number there would reach weights."""
+def zero_padding(x: Any, keep: Any) -> Any:
+    """Return x with zeros for padding: NaN or infinity in padding would reach weights."""
     return x if keep is None else tf.where(keep[..., None], x, tf.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""save_experts, load_experts: files that any number of ranks, and PyTorch, read: see `commlib.expert.checkpoint`."""
+"""save_experts, load_experts: files for any number of ranks, and for PyTorch: see `commlib.expert.checkpoint`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from commlib.errors import UsageError
 from commlib.expert import checkpoint
 from commlib.expert.checkpoint import STEP
 from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
-from commlib_tensorflow.expert._states import States
+from commlib_tensorflow.expert._optimizer_states import OptimizerStates
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.pipelines.pipeline import Pipeline
 
 
 def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
-    """Write the mixtures of experts of a model to a file, with all that an optimizer keeps for them.
+    """Write the mixtures of experts of a model to a file, with the optimizer state for them.
 
-    Experts are in it by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for an
-    optimizer that is not built, has added up gradients that it has not applied yet, or keeps what belongs to no weight;
-    MismatchError if ranks give different ones.
+    Experts are stored by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for an
+    optimizer that is not built, has accumulated gradients that it has not applied yet, or has state that belongs to no
+    weight; MismatchError if ranks pass different ones.
 
         ct.save_experts("run/experts", model, model.optimizer)
     """
@@ -32,20 +32,22 @@ def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
     if not layers:
         return
     ranks = layers[0].mixture.ranks
-    parts = checkpoint.agreed(ranks, "save_experts", lambda: _parts(layers, States("save_experts", optimizer)))
+    parts = checkpoint.agree_on_layers(
+        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
+    )
     checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
 
 
-def _parts(layers: Sequence[MoE], states: States) -> list[dict[str, Callable[[], Array]]]:
-    """Return what makes the arrays of each layer, by their names; most are collective to make."""
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+    """Return the functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
         parts: dict[str, Callable[[], Array]] = {}
-        for name, variable, is_kernel in _named(layer):
-            parts[name] = partial(_whole, variable, variable, is_kernel)
+        for name, variable, is_kernel in _named_weights(layer):
+            parts[name] = partial(_to_file, variable, variable, is_kernel)
             for key, kept in states.of(variable).items():
                 _check_shape(variable, key, kept)
-                parts[f"{name}/{key}"] = partial(_whole, variable, kept, is_kernel)
+                parts[f"{name}/{key}"] = partial(_to_file, variable, kept, is_kernel)
             if (step := states.step(variable)) is not None:
                 parts[f"{name}/{STEP}"] = step.copy
         found.append(parts)
@@ -53,11 +55,11 @@ def _parts(layers: Sequence[MoE], states: States) -> list[dict[str, Callable[[],
 
 
 def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
-    """Load what `save_experts` of either framework has written: each rank takes its part. Collective.
+    """Load a file of `save_experts`, from either framework: each rank takes its part. Collective.
 
-    An optimizer must have been built, and goes on from the step of the file. Of PyTorch's files it takes what Adam,
-    AdamW and SGD keep. Raises UsageError on all ranks for another model, or for what another optimizer kept; all is as
-    it was then.
+    An optimizer must be built, and continues from the step in the file. From PyTorch's files it takes the state of
+    Adam, AdamW and SGD. Raises UsageError on all ranks for another model, or for the state of another optimizer;
+    nothing is changed then.
 
         ct.load_experts("run/experts", model, model.optimizer)
     """
@@ -66,7 +68,7 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
         return
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Any, Any]]:
-        named, states = [list(_named(layer)) for layer in layers], States("load_experts", optimizer)
+        named, states = [list(_named_weights(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
         checkpoint.check(read, [{name: _shape(variable, kernel) for name, variable, kernel in own} for own in named])
         found: list[tuple[Any, Any]] = []
         steps: set[int] = set()
@@ -74,14 +76,14 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
             kept = [{name: tuple(states.of(variable)) for name, variable, _ in own} for own in named]
             checkpoint.check_states(read, kept, states.name)
             steps = {int(array) for arrays in read for key, array in arrays.items() if key.endswith(f"/{STEP}")}
-            found += states.going_on(steps)
+            found += states.continue_from(steps)
         for arrays, own in zip(read, named, strict=True):
             for name, variable, is_kernel in own:
-                found.append((variable, _own(variable, variable, arrays[name], is_kernel)))
+                found.append((variable, _from_file(variable, variable, arrays[name], is_kernel)))
                 for key, to in states.of(variable).items():
                     _check_shape(variable, key, to)
                     value = states.value(arrays, name, key, variable, steps)
-                    found.append((to, _own(variable, to, value, is_kernel)))
+                    found.append((to, _from_file(variable, to, value, is_kernel)))
         return found
 
     for variable, value in checkpoint.load_together(layers[0].mixture.ranks, path, find):
@@ -90,12 +92,12 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
 
 def _layers(model: Any) -> list[MoE]:
     if isinstance(model, Pipeline):
-        raise UsageError("experts of a pipeline are on several ranks: save what pipe.gather_weights() returns")
+        raise UsageError("experts of a pipeline are on several ranks: save the result of pipe.gather_weights()")
     return [layer for layer in model._flatten_layers() if isinstance(layer, MoE)]
 
 
-def _named(layer: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, variable, whether it is a kernel of Keras, which has inputs first)."""
+def _named_weights(layer: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Yield (name, variable, whether it is a Keras kernel, which has inputs first)."""
     yield "router", layer.router, False
     for what, variables in (("experts", layer.stacks), ("shared", layer.shared and layer.shared.trainable_variables)):
         for place, variable in enumerate(variables or ()):
@@ -109,27 +111,27 @@ def _shape(variable: Any, is_kernel: bool) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2]) if is_kernel else shape
 
 
-def _whole(weight: Any, kept: Any, is_kernel: bool) -> Array:
-    """Return what a file has of a weight, or of what is kept for one."""
+def _to_file(weight: Any, kept: Any, is_kernel: bool) -> Array:
+    """Return the unsharded form of a weight, or of its state, as stored in a file."""
     if kept.shape != weight.shape:
         found: Array = kept.numpy()
         return found
-    return _turned(whole_of(weight, kept.numpy()), is_kernel)
+    return _transpose(whole_of(weight, kept.numpy()), is_kernel)
 
 
-def _own(weight: Any, kept: Any, value: Array, is_kernel: bool) -> Any:
-    """Undo `_whole`, for this rank's part."""
-    return value if kept.shape != weight.shape else own_of(weight, _turned(value, is_kernel))
+def _from_file(weight: Any, kept: Any, value: Array, is_kernel: bool) -> Any:
+    """Convert a file's value to this rank's part."""
+    return value if kept.shape != weight.shape else own_of(weight, _transpose(value, is_kernel))
 
 
-def _turned(array: Array, is_kernel: bool) -> Array:
+def _transpose(array: Array, is_kernel: bool) -> Array:
     return np.ascontiguousarray(np.swapaxes(array, -1, -2)) if is_kernel else array
 
 
 def _check_shape(weight: Any, key: str, kept: Any) -> None:
-    """Refuse what is kept for a part of a weight, and is no part of that for the whole."""
+    """Refuse state of a sharded weight whose shape differs from the weight's."""
     if shard_of(weight) is not None and tuple(kept.shape) not in ((), tuple(weight.shape)):
         raise UsageError(
-            f"save_experts: {key} of {weight.path} has shape {tuple(kept.shape)}, and this rank's experts "
-            f"{tuple(weight.shape)}: it is not known what of it belongs to which expert: give no optimizer"
+            f"save_experts: {key} of {weight.path} has shape {tuple(kept.shape)}, but this rank's experts have "
+            f"{tuple(weight.shape)}, so its assignment to experts is unknown: pass no optimizer"
         )

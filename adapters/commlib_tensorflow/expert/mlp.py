@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib_tensorflow.tensor.moves import copy, reduce
 
@@ -16,7 +16,7 @@ from commlib_tensorflow.tensor.moves import copy, reduce
 class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """A dense layer to `hidden` features, an activation, and a dense layer back. inputs: (..., width).
 
-    gated: the activation of one half of 2 * hidden features times the other half. Kernels are as PyTorch has them,
+    gated: the activation of one half of 2 * hidden features times the other half. Kernels have PyTorch's layout,
     [outputs, inputs].
     """
 
@@ -35,7 +35,7 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         self.activation = keras.activations.get(activation)
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights."""
+        """Create the weights."""
         inside = (1 + self.gated) * self.hidden
         self.up_weight = self._weight("up_weight", inside, self.width)
         self.up_bias = self._bias("up_bias", inside)
@@ -54,7 +54,7 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return _linear(inside, self.down_weight, self.down_bias)
 
     def divided(self) -> dict[str, Sharding]:
-        """Return how its weights are divided among ranks of tensor parallelism: columns, then rows."""
+        """Return the sharding of its weights over tensor-parallel ranks: columns, then rows."""
         inside = (1 + self.gated) * self.hidden
         halves = (self.hidden, self.hidden) if self.gated else ()
         return {
@@ -63,10 +63,10 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
             "down_weight": Sharding((self.width, self.hidden), 1),
         }
 
-    def grouped(self, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None) -> Any:
-        """Return the outputs of several experts: the first counts[0] rows are of the first.
+    def grouped(self, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: ParallelAxis | None) -> Any:
+        """Return the outputs of several experts: the first counts[0] rows belong to the first.
 
-        stacks: their weights, in the order of this layer's own. tensor: the ranks among which each is divided, or None.
+        stacks: their weights, in the order of this layer's own. tensor: the ranks over which each is sharded, or None.
         """
         names = [variable.name for variable in self.trainable_variables]
         weights = {name: keras.ops.convert_to_tensor(stack) for name, stack in zip(names, stacks, strict=True)}

@@ -1,4 +1,4 @@
-"""MoE: a layer whose tokens each go to a few of many experts, which are divided among ranks."""
+"""MoE: a layer that routes each token to a few of many experts, which are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -13,39 +13,45 @@ import tensorflow as tf
 from commlib.comparison.agreement import options_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.expert.expert_ranks import ExpertRanks, Ranks, place_shard
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture, stats_of
-from commlib.expert.placement import Placement
-from commlib.expert.ranks import ExpertRanks, Ranks, placed
+from commlib.expert.placement import ExpertPlacement
 from commlib.expert.routing import Routing
-from commlib.expert.stats import Stats
+from commlib.expert.stats import ExpertStats
 from commlib.tensor_parallel.streams import fold
-from commlib_tensorflow._again import Recomputation, recomputation
-from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow._recomputation_check import Recomputation, recomputation
 from commlib_tensorflow._shards import mark, shard_of
-from commlib_tensorflow.expert._after_step import call_after_step
-from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
-from commlib_tensorflow.expert._padding import kept, without
-from commlib_tensorflow.expert._stacked import computed, seeded, stacked
-from commlib_tensorflow.expert._whereabouts import Whereabouts
+from commlib_tensorflow.expert._expert_stack import run_experts, stack_experts, use_seed
+from commlib_tensorflow.expert._functions import (
+    DispatchedTokens,
+    combine_tokens,
+    dispatch_tokens,
+    route_and_dispatch,
+    route_tokens,
+)
+from commlib_tensorflow.expert._padding import padding_mask, zero_padding
+from commlib_tensorflow.expert._placement_state import PlacementState
+from commlib_tensorflow.expert._step_hooks import call_after_step
 from commlib_tensorflow.expert.mlp import MLP
-from commlib_tensorflow.tensor._exporting import watch_exports
-from commlib_tensorflow.tensor._in_files import InFiles
+from commlib_tensorflow.tensor._export_checks import watch_exports
+from commlib_tensorflow.tensor._file_layers import FileLayer
 
 
-class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
+class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A mixture of experts: a router sends each token to a few of them, and sums their outputs.
 
-    inputs: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many,
-    and how tokens go to them. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share
-    the experts. expert: makes one, a layer from (rows, width) to the same, instead of the built-in MLP.
+    inputs: (..., width), different tokens on each rank; a rank may have none. Returns the same shape. experts: their
+    number, and the routing options. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that
+    share the experts. expert: makes one, a layer from (rows, width) to the same, instead of the built-in MLP.
 
-    The values of weights depend on rank 0's seed, not on the number of ranks. Those of experts are parts of stacks
-    [experts, ...]: `gather_weights`. Losses of the router are added as Keras' layers add them, in training. A mask says
-    which tokens are padding: they go nowhere. Collective to make, to build and to call, forward and backward.
+    Initial weights depend on rank 0's seed, not on the number of ranks. Experts' weights are shards of stacks [experts,
+    ...]: `gather_weights`. Router losses are added in training, as Keras' layers add them. A mask marks padding tokens,
+    which are not routed. Construction, build and call are collective, forward and backward.
     """
 
-    whole_by = "it has experts: save what gather_weights(model) returns on all ranks, or use save_experts(path, model)"
+    whole_by = "it has experts: save the result of gather_weights(model) on all ranks, or use save_experts(path, model)"
 
     def __init__(
         self,
@@ -58,27 +64,27 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         super().__init__(**kwargs)
         self.options, self._make = experts, expert
         self.ranks = ExpertRanks.of(ranks, experts.count, empty=result_empty)
-        # Before anything else meets: ranks that mean other experts would wait for each other, or mix what they send.
-        given = {**options_of(experts), "expert": expert and "a layer of its own", "dtype": self.dtype_policy.name}
-        self._agreement = self.ranks.agree("MoE", "", given)  # Keras' names count what a process has made before
+        # First of all: ranks with other expert options would deadlock, or mix up their messages.
+        given = {**options_of(experts), "expert": expert and "a custom layer", "dtype": self.dtype_policy.name}
+        self._agreement = self.ranks.agree("MoE", "", given)  # names differ between ranks
         self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
         name = self.name if kwargs.get("name") else self.ranks.first(self.name)
         self.mixture = Mixture(name, experts, self.ranks)
         self.supports_masking, self.supports_jit = True, False
         self._seed = self.ranks.first(random.randint(1, 10**9))
-        own = fold(self._seed, self.ranks.data.rank) >> 33  # others on ranks with other tokens
+        own = fold(self._seed, self.ranks.data.rank) >> 33  # different on ranks with other tokens
         self._draws = keras.random.SeedGenerator(own) if experts.draws or experts.jitter else None
         self._first: tuple[bool, bool] | None = None
-        """Of the last forward that may be computed again: whether it trained, and had a mask."""
+        """The mode of the last forward that may be recomputed: whether it trained, and had a mask."""
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights."""
+        """Create the weights."""
         options, width = self.options, input_shape[-1]
         if width is None:
-            raise UsageError(f"{self.name}: the last dimension of {tuple(input_shape)} is not known")
+            raise UsageError(f"{self.name}: the last dimension of {tuple(input_shape)} is unknown")
         self.width = width
         watch_exports()
-        with seeded(self._seed):
+        with use_seed(self._seed):
             self.router = self.add_weight(
                 shape=(options.count, width),
                 initializer=keras.initializers.GlorotUniform(seed=random.randint(1, 10**9)),
@@ -89,21 +95,21 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             if self.shared is not None:
                 self.shared.build((None, width))
         make = self._make or (lambda: self._mlp(1))
-        with tf.init_scope():  # values are read, and whoever calls it first may be traced
-            self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
-        self.whereabouts = Whereabouts(self)
+        with tf.init_scope():  # values are read, and the first call may be traced
+            self._expert, self.stacks = stack_experts(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        self.whereabouts = PlacementState(self)
         self.expert_bias: Any = None
         if options.bias_rate:
             self.expert_bias = self.add_weight(
                 shape=(options.count,), dtype="float32", initializer="zeros", trainable=False, name="expert_bias",
                 autocast=False,
-            )  # fmt: skip  # steps of 0.001 are lost in half precision
+            )  # fmt: skip  # half precision would lose steps of 0.001
             call_after_step(self.router, self._balance)
 
     def _mlp(self, times: int) -> Any:
         options = self.options
         if options.hidden is None:
-            raise UsageError("MoE: give Experts(hidden=...), the features within the built-in MLP, or expert=")
+            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
             times * options.hidden,
@@ -123,8 +129,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             used = {"dtype": inputs.dtype.name, "training": training, "sequences": "rows" if has_sequences else "no"}
             used |= {"trainable": self.trainable}
             self._agreement.settle("first used", used)
-        keep = kept(self.name, inputs, mask)
-        tokens = tf.reshape(without(inputs, keep), (-1, self.width))
+        keep = padding_mask(self.name, inputs, mask)
+        tokens = tf.reshape(zero_padding(inputs, keep), (-1, self.width))
         more = {"sequence": tf.maximum(tf.shape(inputs)[-2], 1) if has_sequences else tf.constant(0)}
         if keep is not None:
             more["mask"] = tf.reshape(keep, (-1,))
@@ -145,7 +151,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         if options.chunks > 1 and self.ranks.axis.size > 1:
             y, losses = self._in_parts(tokens, logits, route, given, training)
         else:
-            came = sent(tokens, logits, mixture, route, given)
+            came = route_and_dispatch(tokens, logits, mixture, route, given)
             y, losses = self._computed(came, tokens, training), came.losses
         if training and options.has_losses:
             loss = options.balance_weight * losses[0] + options.z_weight * losses[1]
@@ -153,63 +159,66 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         y = tf.reshape(y, tf.shape(inputs))
         if self.shared is not None:
             shared = tf.reshape(self.shared(tokens), tf.shape(inputs))
-            y = y + without(shared, keep)
+            y = y + zero_padding(shared, keep)
         return y
 
     def _as_before(self, training: bool, mask: Any) -> tuple[bool, bool, Any]:
-        """Return whether this is computed again for a backward, whether it trains, and its mask.
+        """Return whether this is a recomputation by a backward, whether it trains, and its mask.
 
-        `tf.recompute_grad`, by which Keras rematerializes a layer around this one, tells the layers within nothing of
-        that. Raises UsageError for what would be lost there.
+        `tf.recompute_grad`, with which Keras rematerializes an outer layer, passes neither to inner layers. Raises
+        UsageError for options that recomputation would break.
         """
         found = recomputation()
         if found is Recomputation.FIRST:
             if training and self.options.has_losses:
                 raise UsageError(
                     f"{self.name}: the router's loss has no gradient within tf.recompute_grad or keras.RematScope: "
-                    "give Experts(balance='none', z_weight=0), or leave the layer around this one out of it"
+                    "use Experts(balance='none', z_weight=0), or exclude the layer around this one"
                 )
             if training and self._draws is not None:
                 raise UsageError(
-                    f"{self.name}: tf.recompute_grad and keras.RematScope draw other random numbers when they compute "
-                    "again: give Experts no noise, jitter or random choice, or leave the layer around this one out"
+                    f"{self.name}: tf.recompute_grad and keras.RematScope draw different random numbers when they "
+                    "recompute: use Experts without noise, jitter or random choice, or exclude the outer layer"
                 )
             self._first = training, mask is not None
         elif found is Recomputation.AGAIN and self._first is not None:
             training, had_mask = self._first
             if had_mask and mask is None:
                 raise UsageError(
-                    f"{self.name}: its mask is lost where tf.recompute_grad or keras.RematScope computes the layer "
-                    "around it again: leave that out, or give the mask to it as an argument"
+                    f"{self.name}: its mask is lost when tf.recompute_grad or keras.RematScope recomputes the layer "
+                    "around it: exclude that layer, or pass it the mask as an argument"
                 )
         return found is Recomputation.AGAIN, training, mask
 
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the call as it is: a mixture made in a `keras.RematScope` is not computed again."""
+        """Return the call unchanged: a mixture made in a `keras.RematScope` is not recomputed."""
         return layer_call
 
-    def _computed(self, came: Sent, tokens: Any, training: bool) -> Any:
-        """Return for tokens what the experts of all ranks make of them."""
+    def _computed(self, came: DispatchedTokens, tokens: Any, training: bool) -> Any:
+        """Return the outputs of all ranks' experts for tokens."""
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
         with self.mixture.telling() if tf.executing_eagerly() else nullcontext():
-            out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
-        return combined(out, self.mixture, came, tokens)
+            out = run_experts(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
+        return combine_tokens(out, self.mixture, came, tokens)
 
     def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any, training: bool) -> tuple[Any, Any]:
-        """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""
+        """Return the outputs for tokens in several chunks, and the losses.
+
+        One chunk travels while experts compute another.
+        """
         count = self.options.chunks
-        found = routed(logits, count, route, given)
+        found = route_tokens(logits, count, route, given)
         xs, gates = tf.split(tokens, found.tokens, num=count), tf.split(found.gates, found.assignments, num=count)
-        results, came = [], [dispatched(xs[0], gates[0], self.mixture, 0, found.state)]
+        results, came = [], [dispatch_tokens(xs[0], gates[0], self.mixture, 0, found.state)]
         for part in range(count):
             if part + 1 < count:
-                came.append(dispatched(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
+                came.append(dispatch_tokens(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
             results.append(self._computed(came[part], xs[part], training))
         return tf.concat(results, 0), found.losses
 
     def _balance(self) -> None:
-        """Let scores for choosing move towards even load, after a step."""
+        """Adjust the biases for choosing experts towards even load, after a step."""
         bias: Any = self.expert_bias
         spec = Spec(tf.float32, tuple(bias.shape))
         (moved,) = call_in_order(
@@ -218,29 +227,29 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         bias.assign(moved)
 
     def one_expert(self, weights: Sequence[Any], rows: Any) -> Any:
-        """Return what an expert with these weights makes of rows, in evaluation."""
+        """Return the output of an expert with these weights for rows, in evaluation."""
         return self._expert.call(weights, rows, training=False)
 
     def put_owners(self, owners: tuple[int, ...]) -> None:
-        """Let weights be of the experts of these ranks. Collective where they have been of others."""
-        placement = Placement(owners, self.mixture.placement.ranks)
+        """Set the placement of experts. Collective if it differs from the current one."""
+        placement = ExpertPlacement(owners, self.mixture.placement.ranks)
         if placement != self.mixture.placement:
             self.mark(placement)
             self.mixture.place(placement)
 
-    def mark(self, placement: Placement) -> None:
-        """Let weights know of which experts they are."""
+    def mark(self, placement: ExpertPlacement) -> None:
+        """Mark the weights with the placement of their experts."""
         for variable in self.stacks:
             shard = shard_of(variable)
             assert shard is not None
-            mark(variable, placed(shard, placement.owners))
+            mark(variable, place_shard(shard, placement.owners))
 
-    def stats(self) -> Stats:
-        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+    def stats(self) -> ExpertStats:
+        """Return the use of experts since the last call, counted over the tokens of all ranks. Collective."""
         return self.mixture.stats()
 
     def logits(self, tokens: Any, *, training: bool) -> Any:
-        """Return the router's scores, in float32 whatever else is computed in."""
+        """Return the router's logits, always in float32."""
         x = tf.cast(tokens, tf.float32)
         if training and self.options.jitter:
             jitter = self.options.jitter
@@ -248,24 +257,24 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         return tf.matmul(x, tf.cast(self.router, tf.float32), transpose_b=True)
 
     def get_config(self) -> dict[str, Any]:
-        """Refuse: a file would have one rank's experts, and ranks are no part of a configuration."""
+        """Refuse: a file would have one rank's experts, and a configuration cannot hold ranks."""
         raise UsageError(
-            f"{self.name}: a mixture of experts among ranks has no configuration, so it is neither saved nor copied as "
-            "it is: save what gather_weights(model) returns, or use save_experts; for a copy make another model, and "
-            "give it gather_weights(model) by set_weights"
+            f"{self.name}: a mixture of experts over ranks has no configuration, so it cannot be saved or copied "
+            "directly: save the result of gather_weights(model), or use save_experts; for a copy construct another "
+            "model, and load gather_weights(model) into it by set_weights"
         )
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
-        """Return what TensorFlow's checkpoints have of the layer: it finds no variables in lists by itself."""
+        """Add the stacked weights to TensorFlow's checkpoints, which do not search lists."""
         children = super()._trackable_children(save_type, **options)
         stacks = {stack.name: stack for stack in self.stacks} if self.built and save_type == "checkpoint" else {}
         return {**children, **stacks}
 
     def check_export(self) -> None:
-        """Refuse, on one rank, too: tokens are routed by Python, which is not in what is exported."""
+        """Refuse, even on one rank: Python code routes tokens, and an export does not contain it."""
         raise UsageError(
-            f"{self.name}: a mixture of experts among ranks cannot be exported, as it routes tokens by this program: "
-            "save what gather_weights(model) returns, which all ranks call, or use save_experts(path, model)"
+            f"{self.name}: a mixture of experts over ranks cannot be exported, because Python code routes its tokens: "
+            "save the result of gather_weights(model), which all ranks call, or use save_experts(path, model)"
         )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
@@ -273,9 +282,9 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         return input_shape
 
 
-def expert_stats(model: keras.Model) -> dict[str, Stats]:
-    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+def expert_stats(model: keras.Model) -> dict[str, ExpertStats]:
+    """Return the use of a model's experts since the last call, by layer name, over the tokens of all ranks.
 
-    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
     """
     return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

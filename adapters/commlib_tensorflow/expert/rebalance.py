@@ -1,4 +1,4 @@
-"""rebalance_experts: experts that are chosen often go to ranks whose experts are not."""
+"""rebalance_experts: move often-chosen experts to ranks with little load."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from typing import Any
 
 import keras
 
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.expert.moving import moved
-from commlib.expert.placement import Placement
-from commlib_tensorflow.expert._keepers import kept_for
+from commlib.expert.moving import move_experts
+from commlib.expert.placement import ExpertPlacement
+from commlib_tensorflow.expert._expert_optimizers import states_for
 from commlib_tensorflow.expert.moe import MoE
 
 
 def rebalance_experts(
     model: keras.Model, optimizer: Any = None, *, least: float = 1.1, copies: Sequence[keras.Model] = ()
 ) -> dict[str, tuple[float, float]]:
-    """Exchange experts between ranks where that relieves the busiest one, with what optimizers keep for them.
+    """Exchange experts between ranks to relieve the busiest one, with their optimizer state.
 
-    It goes by how often experts were chosen since the last time, or since `expert_stats`, by tokens of all ranks; call
-    it between steps, every some hundred of them, such as at the end of an epoch. A layer whose busiest rank would not
-    get `least` times less stays as it is. What optimizers keep, such as the model's own, goes with it. optimizer: one
-    that may not have made a step yet. copies: other models with the same mixtures, such as one with an average of the
-    weights: their experts go where the model's go.
+    The load is how often experts were chosen since the last call, or since `expert_stats`, by the tokens of all ranks.
+    Call it between steps, every few hundred of them, such as at the end of an epoch. A layer is not changed unless the
+    load of its busiest rank drops by a factor of at least `least`. Optimizer state moves with the experts, including
+    that of the model's own optimizer. optimizer: one that may not have made a step yet. copies: other models with the
+    same mixtures, such as one with an average of the weights: their experts move in the same way.
 
-    Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts go, for copies with other mixtures, and for an optimizer that
-    keeps something else for them than for each element of their weights; MismatchError if ranks have other optimizers
-    or copies.
+    Returns, by layer name, the load of the busiest rank divided by the mean load, before and after. Collective. Raises
+    UsageError on all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer whose
+    state does not have the shape of their weights; MismatchError if ranks have different optimizers or copies.
 
         ct.rebalance_experts(model, optimizer)
     """
@@ -52,18 +51,20 @@ def _mixtures(model: Any) -> list[MoE]:
     return [each for each in layers if isinstance(each, MoE)]
 
 
-def _move(layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer: Any, placement: Placement) -> None:
+def _move(
+    layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer: Any, placement: ExpertPlacement
+) -> None:
     mixture = layer.mixture
     comm = mixture.ranks.axis.comm
 
     def find() -> tuple[list[MoE], list[tuple[str, Any]]]:
-        same = [layer, *(_same(layer, number, count, copy) for copy in copies)]
+        same = [layer, *(_matching_layer(layer, number, count, copy) for copy in copies)]
         return same, list(_stacks(mixture.name, same, optimizer))
 
-    everyone, stacks = together(comm, find)
+    everyone, stacks = run_together(comm, find)
     lines = [f"{what}: {stack.dtype}{list(stack.shape[1:])}" for what, stack in stacks]
     check_agreement(comm, f"rebalance_experts: {mixture.name}", lines)
-    arrays = moved([stack.numpy() for _, stack in stacks], mixture.placement, placement, comm)
+    arrays = move_experts([stack.numpy() for _, stack in stacks], mixture.placement, placement, comm)
     for (_, stack), array in zip(stacks, arrays, strict=True):
         stack.assign(array)
     for one in everyone:
@@ -79,13 +80,13 @@ def owners_of(model: Any) -> list[list[int]]:
 
 
 def put_owners(model: Any, owners: Sequence[Sequence[int]]) -> None:
-    """Let weights be of the experts that they were when `owners_of` told. Collective where that is another place."""
+    """Restore the placement that `owners_of` returned. Collective if it differs from the current one."""
     for layer, ranks in zip(_mixtures(model), owners, strict=True):
         layer.put_owners(tuple(ranks))
 
 
-def _same(layer: MoE, number: int, count: int, copy: Any) -> MoE:
-    """Return a copy's layer. Raises UsageError unless it has as many, and this one where the layer has its experts."""
+def _matching_layer(layer: MoE, number: int, count: int, copy: Any) -> MoE:
+    """Return a copy's layer. Raises UsageError unless it has as many mixtures, and this one has the same placement."""
     found = _mixtures(copy)
     shapes = [(stack.dtype, tuple(stack.shape)) for stack in layer.stacks]
     if len(found) == count and found[number] is not layer:
@@ -95,7 +96,7 @@ def _same(layer: MoE, number: int, count: int, copy: Any) -> MoE:
             return other
     raise UsageError(
         f"rebalance_experts: {copy.name}, one of copies=, has no mixture like {layer.mixture.name} whose experts are "
-        "on the same ranks: give models that are made and moved alike from the beginning"
+        "on the same ranks: pass models that were made and moved in the same way from the start"
     )
 
 
@@ -104,10 +105,10 @@ def _stacks(name: str, layers: Sequence[MoE], optimizer: Any) -> Iterator[tuple[
         for place, variable in enumerate(layer.stacks):
             what = f"experts.{place} of {name}" if number == 0 else f"experts.{place} of {name}, copy {number}"
             yield what, variable
-            for kept, value in kept_for(variable, optimizer):
+            for kept, value in states_for(variable, optimizer):
                 if value.shape != variable.shape:
                     raise UsageError(
-                        f"rebalance_experts: {kept} for {what} has shape {tuple(value.shape)}, and this rank's experts "
-                        f"{tuple(variable.shape)}: it is not known what of it belongs to which expert"
+                        f"rebalance_experts: {kept} for {what} has shape {tuple(value.shape)}, but this rank's experts "
+                        f"have {tuple(variable.shape)}, so its assignment to experts is unknown"
                     )
                 yield f"{what}, {kept}", value

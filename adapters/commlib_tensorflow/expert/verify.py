@@ -1,4 +1,4 @@
-"""verify: run a model with experts among ranks beside one in which each rank has all experts, and compare."""
+"""verify: compare a model with experts over ranks with a dense one, in which each rank has all experts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.verify import DenseRun, compare_dense, mask_of
-from commlib.tensor_parallel.checks.runs import WHOLE
-from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.checks.trace_run import WHOLE
+from commlib.tensor_parallel.recording import replace_attribute
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow._unnoticed import unnoticed
-from commlib_tensorflow.expert._padding import kept, without
+from commlib_tensorflow._trial_run import preserve_model
+from commlib_tensorflow.expert._padding import padding_mask, zero_padding
 from commlib_tensorflow.expert.moe import MoE
 
 Wholes = dict[str, list[Any]]
@@ -24,27 +24,27 @@ Wholes = dict[str, list[Any]]
 
 
 def verify(model: Any, batch: Any, *, tolerance: float | None = None, gradients: bool = True) -> None:
-    """Compare one forward and backward of a model's mixtures of experts with those of dense ones, without exchange.
+    """Compare one forward and backward of a model's mixtures of experts with dense ones, without exchange.
 
-    model: a `MoE`, or a model with some, built. batch: what it is called with: this rank's own. The reference has the
-    weights of all experts, which are gathered for it, on each rank: it computes for each token, as the routing says,
-    its experts, and their gates anew from the logits. Compared, in this order, are the outputs of mixtures and of the
-    model, the gradients of inputs, of other weights, routers among them, and of experts, for a loss that is a fixed
-    weighted sum of the outputs; without `gradients` of the first router alone. Both run as in evaluation. tolerance:
-    relative to the largest element; by default 1e-4, in which routers compute, or that of the dtype.
+    model: a `MoE`, or a model with some, built. batch: the arguments of its call: this rank's own. The reference has
+    the weights of all experts, gathered on each rank: it computes each token's experts by the same routing, and
+    recomputes their gates from the logits. Compared are, in this order, the outputs of mixtures and of the model, the
+    gradients of inputs, of other weights, including routers, and of experts, for a loss that is a fixed weighted sum of
+    the outputs; without `gradients` only that of the first router. Both run in evaluation mode. tolerance: relative to
+    the largest element; by default 1e-4, the precision of routers, or that of the dtype.
 
-    Collective. Raises UsageError on all ranks: the first that differs, by how much, on which ranks. All stays as it is:
-    variables, statistics, losses, random states, and what models keep.
+    Collective. Raises UsageError on all ranks, with the first difference, its size and its ranks. All state is
+    restored: variables, statistics, losses, random states, and attributes of the model.
     """
     layers = {layer.path or layer.name: layer for layer in model._flatten_layers() if isinstance(layer, MoE)}
     if not layers:
         raise UsageError("verify: the model has no mixture of experts")
     first = next(iter(layers.values()))
-    wholes = {name: [_gathered(stack) for stack in layer.stacks] for name, layer in layers.items()}
+    wholes = {name: [_gather(stack) for stack in layer.stacks] for name, layer in layers.items()}
     wanted = None if gradients else first.router
-    own, dense = _ran(model, layers, batch, {}, wanted), _ran(model, layers, batch, wholes, wanted)
+    own, dense = _run_model(model, layers, batch, {}, wanted), _run_model(model, layers, batch, wholes, wanted)
     shards = {
-        _named(name, place, stack): (shard, layer.ranks)
+        _stack_name(name, place, stack): (shard, layer.ranks)
         for name, layer in layers.items()
         for place, stack in enumerate(layer.stacks)
         if (shard := shard_of(stack)) is not None
@@ -52,26 +52,28 @@ def verify(model: Any, batch: Any, *, tolerance: float | None = None, gradients:
     compare_dense(first.ranks, own, dense, shards, tolerance)
 
 
-def _gathered(stack: Any) -> Any:
+def _gather(stack: Any) -> Any:
     shard = shard_of(stack)
     assert shard is not None
     return tf.constant(shard.whole(stack.numpy()))
 
 
-def _named(name: str, place: int, stack: Any) -> str:
+def _stack_name(name: str, place: int, stack: Any) -> str:
     return f"{name}, {stack.name}" if stack.name else f"{name}, stack {place}"
 
 
-def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only: Any) -> DenseRun:
-    """Run a model, with dense mixtures if there are the weights of all experts. only: whose gradient is wanted."""
+def _run_model(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only: Any) -> DenseRun:
+    """Run a model, with dense mixtures if `wholes` is given. only: the single variable whose gradient is needed."""
     found, plain = DenseRun(), vars(MoE)["call"]
     names = {id(layer): name for name, layer in layers.items()}
-    mixed: list[Any] = []  # by the mixture whose router's gradient is wanted alone
+    mixed: list[Any] = []  # input and output of the mixture whose router's gradient alone is needed
 
     def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         name = names[id(layer)]
         out = (
-            _dense(layer, wholes[name], inputs, mask) if wholes else plain(layer, inputs, training=training, mask=mask)
+            _dense_outputs(layer, wholes[name], inputs, mask)
+            if wholes
+            else plain(layer, inputs, training=training, mask=mask)
         )
         found.values.append((f"the output of {name}", _array(out)))
         if only is layer.router and not mixed:
@@ -81,7 +83,7 @@ def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only
     given = keras.tree.map_structure(tf.convert_to_tensor, batch)
     floats = {f"input {at}": one for at, one in enumerate(keras.tree.flatten(given)) if one.dtype.is_floating}
     stacks = {
-        _named(name, place, stack): wholes[name][place] if wholes else stack.value
+        _stack_name(name, place, stack): wholes[name][place] if wholes else stack.value
         for name, layer in layers.items()
         for place, stack in enumerate(layer.stacks)
     }
@@ -94,7 +96,7 @@ def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only
     if only is not None:
         floats, stacks = {}, {}
     wanted = {**floats, **others, **stacks}
-    with unnoticed(model, batch), replaced(MoE, "call", call), tf.GradientTape() as tape:
+    with preserve_model(model, batch), replace_attribute(MoE, "call", call), tf.GradientTape() as tape:
         tape.watch([*floats.values(), *(whole for each in wholes.values() for whole in each)])
         with keras.StatelessScope():
             outputs = keras.tree.flatten(model(given, training=False))
@@ -118,11 +120,11 @@ def _array(tensor: Any) -> Array:
     return found
 
 
-def _dense(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
-    """Return the outputs of a mixture all of whose experts are here, of the same routing. The gates are made anew."""
+def _dense_outputs(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
+    """Return the outputs of a mixture with all experts on this rank, by the same routing, with recomputed gates."""
     options, bias = layer.options, layer.expert_bias
-    keep = kept(layer.name, inputs, mask)
-    tokens = tf.reshape(without(inputs, keep), (-1, layer.width))
+    keep = padding_mask(layer.name, inputs, mask)
+    tokens = tf.reshape(zero_padding(inputs, keep), (-1, layer.width))
     logits = layer.logits(tokens, training=False)
     routing = layer.mixture.route(
         logits.numpy(),
@@ -146,5 +148,5 @@ def _dense(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
         y = tf.tensor_scatter_nd_add(y, rows, tf.cast(out * tf.cast(gate, out.dtype), y.dtype))
     y = tf.reshape(y, tf.shape(inputs))
     if layer.shared is not None:
-        y = y + without(tf.reshape(layer.shared(tokens), tf.shape(inputs)), keep)
+        y = y + zero_padding(tf.reshape(layer.shared(tokens), tf.shape(inputs)), keep)
     return y

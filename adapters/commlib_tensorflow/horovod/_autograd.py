@@ -1,7 +1,7 @@
-"""Operations by name on tensors, with their gradients: operations by name themselves.
+"""Named operations on tensors with gradients, which are named operations, too.
 
-What runs on gradients, and by what they are multiplied, `commlib.autodiff` says for both adapters. Tensors and names
-are taken as they are. What is on a GPU stays there (see `_on_device`).
+`commlib.autodiff` defines the operation and the factor of each gradient for both adapters. Tensors and names are used
+unchanged. GPU tensors stay on the GPU (see `_on_device`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
-from commlib_tensorflow._graph import Spec, gradient_name, records
-from commlib_tensorflow._on_device import call_on_device, copied, room
+from commlib_tensorflow._device_calls import allocate_like, call_on_device, copy_array
+from commlib_tensorflow._host_calls import Spec, gradient_name, is_recording
 
 
 def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
-    """Combine tensors element by element. Backward combines gradients in the same way."""
+    """Reduce tensors element by element. Backward reduces gradients in the same way."""
 
     def host(*arrays: Any) -> Sequence[Any]:
-        outputs = [room(array) for array in arrays]
+        outputs = [allocate_like(array) for array in arrays]
         core.start_allreduce(arrays, outputs, **how.options(), blocking=True).wait()
         return outputs
 
@@ -33,7 +33,7 @@ def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
 
 
 def allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> list[Any]:
-    """Join tensors along dimension 0. Backward takes this rank's rows of the mean of the gradients."""
+    """Concatenate tensors along dimension 0. Backward takes this rank's rows of the mean of the gradients."""
 
     def host(*arrays: Any) -> Sequence[Any]:
         return list(core.start_allgather(arrays, name, process_set=group, blocking=True).wait())
@@ -50,7 +50,7 @@ def allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> l
 
 
 def reducescatter_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
-    """Combine tensors, and return this rank's part. Backward gathers the parts of the gradients."""
+    """Reduce tensors, and return this rank's part. Backward gathers the parts of the gradients."""
 
     def host(*arrays: Any) -> Sequence[Any]:
         return list(core.start_reducescatter(arrays, **how.options(), blocking=True).wait())
@@ -65,7 +65,7 @@ def reducescatter_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
 
 
 def alltoall_tensor(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet) -> tuple[Any, Any]:
-    """Exchange rows; return them and how many came from each rank. Backward sends gradients back."""
+    """Exchange rows; return them and the number of rows from each rank. Backward sends gradients back."""
 
     def host(array: Any, *given: Any) -> Sequence[Any]:
         return list(
@@ -79,19 +79,19 @@ def alltoall_tensor(tensor: Any, splits: Any, name: str | None, group: core.Proc
 
         def backward(dy: Any, _: Any = None) -> Any:
             back = alltoall_tensor(dy, received, gradient_name(name), group)[0]
-            # Splits may leave out rows at the end; those had no part in the result.
+            # Splits may leave out rows at the end; these do not affect the result.
             unsent = tf.shape(x)[:1] - tf.shape(back)[:1]
             zeros = tf.zeros(tf.concat([unsent, tf.shape(back)[1:]], 0), back.dtype)
             return back if splits is None else tf.concat([back, zeros], 0)
 
         return (output, received), backward
 
-    output, received = tf.custom_gradient(forward)(tensor) if records() else forward(tensor)[0]
+    output, received = tf.custom_gradient(forward)(tensor) if is_recording() else forward(tensor)[0]
     return output, received
 
 
 def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, group: core.ProcessSet) -> Any:
-    """Return the tensor of `root_rank`. Backward gives it the mean of the gradients, zeros to the others."""
+    """Return the tensor of `root_rank`. Backward gives it the mean of the gradients, and zeros to the others."""
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         averaged = allreduce_tensors(dys, Reduction.of_gradients("broadcast", gradient_name(name), group))
@@ -104,7 +104,7 @@ def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, 
     """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
 
     def host(*arrays: Any) -> Sequence[Any]:
-        copies = list(map(copied if core.rank() == root_rank else room, arrays))
+        copies = list(map(copy_array if core.rank() == root_rank else allocate_like, arrays))
         return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
 
     return call_on_device(host, tensors, [Spec.like(tensor) for tensor in tensors])
@@ -115,12 +115,12 @@ def _differentiable(
     backward: Callable[[list[Any], list[Any]], list[Any]],
     tensors: Sequence[Any],
 ) -> list[Any]:
-    """Return `operation(tensors)`, whose gradients are what `backward` makes of tensors and gradients.
+    """Return `operation(tensors)`, with gradients computed by `backward` from tensors and gradients.
 
-    Only tensors that can have gradients take part in it: that depends on their dtypes, so it is the same on all ranks.
+    Only differentiable tensors take part in the backward: that depends on their dtypes, so it is the same on all ranks.
     """
     smooth = [index for index, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
-    if not smooth or not records():
+    if not smooth or not is_recording():
         return operation(list(tensors))
 
     def forward(*xs: Any) -> tuple[list[Any], Callable[..., list[Any]]]:

@@ -1,4 +1,4 @@
-"""State that is committed and restored in memory: variables of TensorFlow, models and optimizers of Keras."""
+"""Elastic state, committed and restored in memory: TensorFlow variables, and Keras models and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib.horovod.elastic import run_fn as run_fn_core
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib_tensorflow._graph_errors import graph_errors, raised_by_program
+from commlib_tensorflow._graph_errors import find_program_error, graph_errors
 from commlib_tensorflow._keras_optimizers import between_passes, build, give_up_passes, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 from commlib_tensorflow.expert.rebalance import owners_of, put_owners
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class _VariablesKeeper:
-    """Keeps the variables that `current` returns."""
+    """Saves and restores the variables that `current` returns."""
 
     def __init__(self, current: Callable[[], list[Any]]) -> None:
         self._current = current
@@ -52,7 +52,10 @@ class _VariablesKeeper:
 
 
 class _ExpertsKeeper:
-    """Keeps where the experts of a model are, whose weights another one keeps. Collective to restore."""
+    """Saves and restores the placement of a model's experts; their weights are saved separately.
+
+    Restoring is collective.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -84,28 +87,28 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """A model of Keras, its optimizer (by default its own from `compile`), and further attributes."""
+    """A Keras model, its optimizer (by default its own from `compile`), and further attributes."""
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        # Its variables would else appear later, and on some ranks only be there after others have saved.
+        # Otherwise the optimizer's variables would be created later, on some ranks only after others have saved.
         build(model, self.optimizer)
         super().__init__(None, **kwargs)
         self._keepers["experts of the model"] = _ExpertsKeeper(model)
 
     def _current(self) -> list[Any]:
-        # Not the model's other variables: ranks need seeds and metrics of their own.
+        # Not the model's other variables: ranks need different seeds and metrics.
         return [*self.model.weights, *variables_of(self.optimizer)]
 
     def between_passes(self) -> bool:
-        """Tell whether the optimizer has added up gradients since its last update."""
+        """Return whether the optimizer has accumulated gradients since its last update."""
         return between_passes(self.optimizer)
 
     def restore(self) -> None:
-        """Set the model, optimizer and attributes to what they were when they were saved. The next pass is a first one.
+        """Restore the model, optimizer and attributes from the last save. The next pass is a first one.
 
-        Raises RuntimeError if there are other variables than then.
+        Raises RuntimeError if the number of variables has changed.
         """
         if len(self._kept.values) != len(self._current()):
             raise RuntimeError(
@@ -116,32 +119,32 @@ class TensorFlowKerasState(TensorFlowState):
         give_up_passes(self.optimizer)
 
     def reset(self) -> None:
-        """Prepare for a restart: what passes have accumulated is each rank's own, and is given up."""
+        """Prepare for a restart: gradients accumulated over passes differ between ranks, and are discarded."""
         super().reset()
         give_up_passes(self.optimizer)
 
 
 def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
-    """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0; see `commlib.horovod.elastic`.
+    """Decorate `func(state, ...)`: before it runs, all ranks take rank 0's state; see `commlib.horovod.elastic`.
 
-    An operation that fails within a traced function counts as what it raised there, not as TensorFlow's error for it.
-    So does a HorovodInternalError, or another error of commlib, that the program raises in a `tf.py_function`.
+    If an operation fails within a traced function, its original error counts, not TensorFlow's error for it. The same
+    holds for a HorovodInternalError, or another error of commlib, that the program raises in a `tf.py_function`.
     """
-    return run_core(_raising_originals(func), attempts=attempts)
+    return run_core(_restore_errors(func), attempts=attempts)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int = 3) -> Callable[..., Any]:
-    """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it."""
-    return run_fn_core(_raising_originals(func), reset, attempts=attempts)
+    """Return `func(state, ...)` decorated as by `run`; `reset()` is called before each retry."""
+    return run_fn_core(_restore_errors(func), reset, attempts=attempts)
 
 
-def _raising_originals(func: Callable[..., Any]) -> Callable[..., Any]:
+def _restore_errors(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def converted(*arguments: Any, **options: Any) -> Any:
         try:
             return func(*arguments, **options)
         except tf.errors.OpError as error:
-            original = graph_errors.original(error) or raised_by_program(error)
+            original = graph_errors.original(error) or find_program_error(error)
             if original is None:
                 raise
             raise original from error

@@ -1,14 +1,14 @@
 """Horovod's operations on tensors, eagerly and in traced functions.
 
-Every operation meets those of the same name on the other ranks of its process set, whatever else is called between,
-and takes tensors, variables and whatever else `tf.convert_to_tensor` does, of any dtype that the core has (bfloat16
-included). Where it is named here as differentiable, gradients flow through it. The `device_...` arguments are for
-Horovod's callers: an operation runs where its tensors are, all of them on a GPU or all on the host, and there its
-results are; tensors of int32 go through the host in a traced function.
+Every operation is matched by name with those of the other ranks of its process set, independent of the order of calls.
+It takes tensors, variables and anything else that `tf.convert_to_tensor` takes, of any dtype of the core (including
+bfloat16). Gradients flow through operations marked as differentiable. The `device_...` arguments exist for
+compatibility with Horovod: an operation runs on the device of its tensors, all of them on a GPU or all on the host, and
+returns its results on that device; int32 tensors go through the host in a traced function.
 
-All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
-rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
-and in sessions: see `commlib_tensorflow.errors`.
+Errors are those of the core: UsageError (a ValueError) for an invalid call on this rank, MismatchError on every rank if
+ranks call different things under one name. Each is one of tf.errors too, eagerly, in traced functions and in sessions:
+see `commlib_tensorflow.errors`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import FunctionT, Spec, call, no_autograph, operation_name, ordered, refuse_vectorized
+from commlib_tensorflow._host_calls import (
+    FunctionT,
+    Spec,
+    call,
+    is_ordered,
+    no_autograph,
+    operation_name,
+    refuse_vectorized,
+)
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.horovod._autograd import (
@@ -46,7 +54,7 @@ __all__ = (
 
 
 def _differentiable(verb: FunctionT) -> FunctionT:
-    """Decorate a verb that has a gradient: it is refused where that would vanish."""
+    """Decorate a verb that has a gradient: it is refused where the gradient would be lost."""
 
     @functools.wraps(verb)
     def checked(*args: Any, **options: Any) -> Any:
@@ -72,10 +80,10 @@ def allreduce(
     process_set: core.ProcessSet | None = None,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Return a new tensor: `tensor` of all ranks combined element by element, by default their average. Differentiable.
+    """Return a new tensor: `tensor` of all ranks reduced element by element, by default averaged. Differentiable.
 
-    tf.IndexedSlices are gathered from all ranks, and their values divided for an average: the sum that they stand for
-    is then the combined one; only Sum and Average exist for them, and no scales (NotImplementedError).
+    tf.IndexedSlices are gathered from all ranks, and their values divided for an average, so that their dense sum is
+    the reduced one; only Sum and Average exist for them, and no scale factors (NotImplementedError).
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -84,7 +92,7 @@ def allreduce(
         return _allreduce_slices([tensor], how.called(name))[0]
     tensor = as_tensor(tensor)
     name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
-    return _compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
+    return _reduce_compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
 
 
 @_differentiable
@@ -101,9 +109,9 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable.
+    """Return new tensors: `allreduce` of each, in one operation that all ranks start together. Differentiable.
 
-    tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in another one.
+    tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in a second one.
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -115,7 +123,7 @@ def grouped_allreduce(
     first = dense[0] if dense else slices[0].values
     name = operation_name("GroupedAllreduce", name, first, ignore_name_scope=ignore_name_scope)
     gathered = iter(_allreduce_slices(slices, how.called(None if name is None else f"{name}_slices")))
-    reduced = iter(_compressed(allreduce_tensors, dense, how.called(name), compression) if dense else ())
+    reduced = iter(_reduce_compressed(allreduce_tensors, dense, how.called(name), compression) if dense else ())
     return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
 
 
@@ -126,9 +134,9 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: core.ProcessSet | None = None,
 ) -> Any:
-    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable.
+    """Return `tensor` of all ranks, concatenated along dimension 0, whose lengths may differ. Differentiable.
 
-    Its gradient is this rank's rows of the average over ranks, as in Horovod.
+    The gradient is this rank's rows of the average over ranks, as in Horovod.
     """
     tensor = as_tensor(tensor)
     name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -142,7 +150,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: core.ProcessSet | None = None,
 ) -> list[Any]:
-    """Return `allgather` of each tensor, in one operation that all ranks begin together. Differentiable."""
+    """Return `allgather` of each tensor, in one operation that all ranks start together. Differentiable."""
     given = _tensors(tensors)
     if not given:
         return []
@@ -161,10 +169,10 @@ def broadcast(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Any:
-    """Return a new tensor with the values of rank `root_rank`'s, a rank among all. Differentiable.
+    """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
-    Its gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
-    verb on that group, whose rank `root` then is, and has no gradient.
+    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
+    verb on that group, `root` is a rank of the group, and there is no gradient.
     """
     source = choose_root(root_rank, root)
     if comm is not None:
@@ -182,21 +190,21 @@ def broadcast_(
     name: str | None = None,
     process_set: core.ProcessSet | None = None,
 ) -> list[Any]:
-    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
+    """Assign the values of rank `root_rank` to variables (tf.Variable or keras.Variable), and return them.
 
-    All travel in one operation. In a graph of TensorFlow 1 what is returned are their new values, to be run.
+    All travel in one operation. In a graph of TensorFlow 1 the assignments are returned, and must be run.
     """
     variables = list(variables)
     if not variables:
         return []
     for position, variable in enumerate(variables):
         if not hasattr(variable, "assign"):
-            raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
+            raise UsageError(f"broadcast_: entry {position} is a {type(variable).__name__}, expected a variable")
     tensors = _tensors(variables)
     name = operation_name("Broadcast", name)
     values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-    return variables if ordered() else assigned
+    return variables if is_ordered() else assigned
 
 
 @_differentiable
@@ -207,9 +215,10 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: core.ProcessSet | None = None,
 ) -> Any:
-    """Send splits[i] rows of `tensor` to rank i of the process set, and return what arrived here. Differentiable.
+    """Send splits[i] rows of `tensor` to rank i of the process set, and return the received rows. Differentiable.
 
-    Without `splits` each rank gets an equal part. With them the result is (what arrived, rows from each rank).
+    Without `splits` each rank gets an equal part. With them the result is (received rows, number of rows from each
+    rank).
     """
     tensor = as_tensor(tensor)
     name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -235,15 +244,15 @@ def reducescatter(
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
+    """Reduce `tensor` over all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
 
-    If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
+    If the length of dimension 0 is not a multiple of the size, the first ranks get one row more.
     """
     tensor = as_tensor(tensor)
     name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
-    return _compressed(reducescatter_tensors, [tensor], how, compression)[0]
+    return _reduce_compressed(reducescatter_tensors, [tensor], how, compression)[0]
 
 
 @_differentiable
@@ -258,19 +267,19 @@ def grouped_reducescatter(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[Any]:
-    """Return `reducescatter` of each tensor, in one operation that all ranks begin together. Differentiable as that."""
+    """Return `reducescatter` of each tensor, in one operation that all ranks start together. Differentiable, too."""
     given = _tensors(tensors)
     if not given:
         return []
     name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
-    return _compressed(reducescatter_tensors, given, how, compression)
+    return _reduce_compressed(reducescatter_tensors, given, how, compression)
 
 
 @no_autograph
 def join() -> Any:
-    """Take part with nothing in what the others do, until all ranks have joined; return the rank that came last.
+    """Contribute nothing to the other ranks' operations until all ranks have joined; return the last rank to join.
 
     For a rank that has run out of data: see `commlib.horovod.start_join`. The result is an int32 tensor.
     """
@@ -281,9 +290,9 @@ def join() -> Any:
 def barrier(
     process_set: core.ProcessSet | None = None, name: str | None = None, *, comm: Communicator | None = None
 ) -> Any:
-    """Wait until all ranks of the process set are here, or of `comm`, in order. In a traced function, when that runs.
+    """Wait until all ranks of the process set, or of `comm`, have called this. In a traced function, when it runs.
 
-    Returns an operation in a graph of TensorFlow 1, None otherwise.
+    With `comm` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
     """
     if comm is not None:
         check_ordered(name, process_set)
@@ -296,10 +305,10 @@ def barrier(
         return [np.zeros((), np.int32)]
 
     (met,) = call(meet, [], [Spec(tf.int32, ())])
-    return None if ordered() else met.op
+    return None if is_ordered() else met.op
 
 
-def _compressed(
+def _reduce_compressed(
     operation: Callable[[Sequence[Any], Reduction], list[Any]],
     tensors: Sequence[Any],
     how: Reduction,
@@ -325,7 +334,7 @@ def _tensors(values: Sequence[Any], but: type | tuple[()] = ()) -> list[Any]:
 
 
 def _allreduce_slices(slices: Sequence[tf.IndexedSlices], how: Reduction) -> list[tf.IndexedSlices]:
-    """Return the slices of all ranks, which all travel in one operation, divided for an average."""
+    """Gather the slices of all ranks in one operation, and divide them for an average."""
     if not slices:
         return []
     if how.op not in (core.Average, core.Sum):

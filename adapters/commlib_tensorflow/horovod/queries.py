@@ -1,4 +1,4 @@
-"""Queries: return rank, size and the like as tensors. A traced function asks for them when it runs."""
+"""Queries: return rank, size and the like as tensors. A traced function evaluates them when it runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.horovod.process_sets import registry
-from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._host_calls import Spec, call, no_autograph
 
 __all__ = ("local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op")
 
 
 @no_autograph
 def rank_op(name: str | None = None) -> Any:
-    """Return this process's number among all as an int32 tensor."""
-    return _ask(core.rank, name)
+    """Return this process's global rank as an int32 tensor."""
+    return _evaluate(core.rank, name)
 
 
 @no_autograph
@@ -29,19 +29,19 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
         found = registry().sets.get(process_set_id)
         return 0 if found is None else found.size() or 0
 
-    return _ask(size, name)
+    return _evaluate(size, name)
 
 
 @no_autograph
 def local_rank_op(name: str | None = None) -> Any:
-    """Return this process's number among those of its node as an int32 tensor."""
-    return _ask(core.local_rank, name)
+    """Return this process's rank within its node as an int32 tensor."""
+    return _evaluate(core.local_rank, name)
 
 
 @no_autograph
 def local_size_op(name: str | None = None) -> Any:
     """Return the number of ranks on this node as an int32 tensor."""
-    return _ask(core.local_size, name)
+    return _evaluate(core.local_size, name)
 
 
 @no_autograph
@@ -54,9 +54,9 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
         found = registry().sets.get(process_set_id)
         return -2 if found is None else int(bool(found.included()))
 
-    return _ask(included, name)
+    return _evaluate(included, name)
 
 
-def _ask(question: Callable[[], int], name: str | None) -> Any:
+def _evaluate(question: Callable[[], int], name: str | None) -> Any:
     (answer,) = call(lambda: [np.array(question(), np.int32)], [], [Spec(tf.int32, ())])
     return answer if name is None else tf.identity(answer, name)

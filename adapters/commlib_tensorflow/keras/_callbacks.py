@@ -1,4 +1,4 @@
-"""The callbacks of Horovod for either Keras: `commlib.horovod.callbacks`, derived from the Callback of that Keras."""
+"""Horovod's callbacks for Keras 2 and 3: `commlib.horovod.callbacks`, derived from the Callback class of each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import key_of
 from commlib_tensorflow.broadcast import broadcast_variables
 from commlib_tensorflow.keras._preemption import PreemptedFit
-from commlib_tensorflow.pipelines._updates import kept_for_local
+from commlib_tensorflow.pipelines._updates import local_state_of
 
 
 class BroadcastGlobalVariables:
-    """Give all ranks the weights and the optimizer's state of rank `root_rank` when training begins.
+    """Broadcast the weights and the optimizer's state of rank `root_rank` to all ranks when training begins.
 
-    Before the first batch, if all ranks have made all variables by then (Keras 3 always has; Keras 2 where the model
-    knows the shape of its input); else after the first batch. `local_variables` are left as they are, and so are seeds
-    and metrics. Collective; once for a model, and again when the callback is used for another one. `device` means
-    nothing here.
+    Before the first batch, if all ranks have created all variables by then (Keras 3 always has; Keras 2 if the model's
+    input shape is known); otherwise after the first batch. `local_variables` are not changed, nor are seeds and
+    metrics. Collective; once for a model, and again when the callback is used for another one. `device` has no effect.
     """
 
     model: Any
@@ -32,32 +31,32 @@ class BroadcastGlobalVariables:
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._last: weakref.ref[Any] | None = None  # the model that was broadcast last
+        self._last: weakref.ref[Any] | None = None  # the last model that was broadcast
         self._local = {key_of(variable) for variable in local_variables or ()}
 
     @property
     def broadcast_done(self) -> bool:
-        """Whether the model that is trained has been broadcast."""
+        """Whether the current model has been broadcast."""
         return self._last is not None and self._last() is self.model
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave `variable` as it is on each rank."""
+        """Exclude `variable` from the broadcast."""
         self._local.add(key_of(variable))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if all ranks can."""
+        """Broadcast if all ranks are ready."""
         if not self.broadcast_done and all(core.allgather_object(build(self.model), "BroadcastGlobalVariables")):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first batch, if that was not possible before."""
+        """Broadcast after the first batch, if that was impossible before."""
         if not self.broadcast_done:
             self._broadcast()
 
     def _broadcast(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
         variables = [*self.model.weights, *variables_of(optimizer)]
-        local = self._local | set(map(key_of, kept_for_local(optimizer)))
+        local = self._local | set(map(key_of, local_state_of(optimizer)))
         broadcast_variables([v for v in variables if key_of(v) not in local], root_rank=self.root_rank)
         self._last = weakref.ref(self.model)
 
@@ -82,6 +81,6 @@ def of(keras: Any) -> SimpleNamespace:
 
 
 def _derive(body: type, base: type, name: str) -> type:
-    """Return a class `name` that does what `body` does, derived from the Callback or so of a Keras."""
+    """Return a class `name` with the behaviour of `body`, derived from a callback class of Keras."""
     module = "commlib_tensorflow.keras.callbacks"
     return type(name, (body, base), {"__doc__": body.__doc__, "__module__": module, "optimizers": optimizers})

@@ -1,4 +1,4 @@
-"""DistributedOptimizer with the arguments of `horovod.keras`, and models that are loaded with one."""
+"""DistributedOptimizer with the arguments of `horovod.keras`, and loading of models with one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
-    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has;
-    `more` are `compress_within_node`, `overlap`, `bucket_cap_mib`, `first_bucket_mib` and `mesh`.
+    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order of `horovod.keras`; `more`
+    are `compress_within_node`, `overlap`, `bucket_cap_mib`, `first_bucket_mib` and `mesh`.
     """
     arguments = dict(locals())
     same: OptimizerT = PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
@@ -60,9 +60,9 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     **more: Any,
 ) -> OptimizerT:
-    """Like DistributedOptimizer, but gradients of `local_layers` (a layer or several) stay on their rank.
+    """Like DistributedOptimizer, but gradients of `local_layers` (one or several layers) stay on their rank.
 
-    They are divided by the number of ranks unless `scale_local_gradients` is False.
+    These gradients are divided by the number of ranks unless `scale_local_gradients` is False.
     """
     del device_dense, device_sparse
     return distribute(
@@ -89,10 +89,10 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model that Keras saved, and make its optimizer, if it has one, distributed, with the state it had.
+    """Load a model that Keras saved, and make its optimizer, if any, distributed, with its saved state.
 
-    `custom_optimizers` are optimizers that are not of Keras, `custom_objects` whatever else the file refers to by
-    name. `legacy_opts` is accepted for Horovod's sake: the file says of which kind its optimizer is.
+    `custom_optimizers` are optimizers that are not Keras' own, `custom_objects` any other names in the file.
+    `legacy_opts` exists for compatibility with Horovod: the file determines the kind of its optimizer.
     """
     del legacy_opts
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
@@ -105,7 +105,7 @@ def distribute_model(model: Any, **settings: Any) -> Any:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         DistributedOptimizer(optimizer, **settings)
-        if getattr(model, "jit_compile", False):  # "auto" was resolved, or saved, when the optimizer was a plain one
+        if getattr(model, "jit_compile", False):  # "auto" was resolved, or saved, with a plain optimizer
             model.jit_compile = False
             model.train_function = model.test_function = None
     return model

@@ -1,4 +1,4 @@
-"""PreemptionCallback: `fit` that saves and leaves when it is asked to, and goes on in the middle of an epoch."""
+"""PreemptionCallback: `fit` that saves and exits on a signal, and resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from commlib_tensorflow.checkpoint import Checkpoint
 
 
 class PreemptedFit:
-    """Save the model and leave the program at the end of a batch, once any rank has got a signal. Collective.
+    """Save the model and exit the program at the end of a batch, once any rank has got a signal. Collective.
 
         with commlib.Preemption() as preemption:
             leaving = ct.callbacks.PreemptionCallback(preemption, "run", model, steps_per_epoch=100)
             done = leaving.resume()
             model.fit(data.skip(done), initial_epoch=done // 100, steps_per_epoch=100, callbacks=[leaving, ...], ...)
 
-    `resume` loads the folder's newest checkpoint that is whole, and returns how many batches had been trained on, 0 if
-    there is none. `data` must not end, and have the same order in each run: `repeat()` it, and shuffle with a seed. A
-    resumed epoch has the batches that are left; its logs are of those. Put it before the other callbacks, whose own
-    state (such as the patience of EarlyStopping) is not saved. With `steps_per_execution` signals are obeyed after so
-    many batches. save_every: save also after each so many batches; 0: when asked to alone. keep: see `Checkpoint`.
+    `resume` loads the folder's newest complete checkpoint, and returns the number of batches already trained, 0 if
+    there is none. `data` must not end, and must have the same order in each run: `repeat()` it, and shuffle with a
+    seed. A resumed epoch has only the remaining batches, and its logs cover only these. Put it before the other
+    callbacks, whose own state (such as the patience of EarlyStopping) is not saved. With `steps_per_execution` signals
+    take effect after that many batches. save_every: also save after every so many batches; 0: only on a signal. keep:
+    see `Checkpoint`.
     """
 
     model: Any
@@ -50,22 +51,22 @@ class PreemptedFit:
         self._cuts = False
 
     def resume(self) -> int:
-        """Load the newest checkpoint that is whole; return how many batches had been trained on. Collective."""
+        """Load the newest complete checkpoint; return the number of batches already trained. Collective."""
         self._done = self._saved = self._checkpoint.resume()
         return self._done
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Look whether `fit` goes on where it was left. Raises UsageError if not."""
+        """Check that `fit` continues at the right batch. Raises UsageError if not."""
         if self.params.get("steps") != self._steps or epoch != self._done // self._steps:
             raise UsageError(
                 f"PreemptionCallback: {self._done} batches are done, of {self._steps} in an epoch: call fit with "
-                f"initial_epoch={self._done // self._steps} and steps_per_epoch={self._steps}; it began epoch {epoch} "
+                f"initial_epoch={self._done // self._steps} and steps_per_epoch={self._steps}, not with epoch {epoch} "
                 f"of {self.params.get('steps')} batches"
             )
         self._before = self._done
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save and leave if that was asked for; end an epoch that was begun in an earlier run."""
+        """Save and exit if requested; end an epoch that an earlier run began."""
         self._done = self._before + batch + 1
         is_asked = self._preemption.requested()
         if is_asked or (self._save_every and self._done - self._saved >= self._save_every):
@@ -77,6 +78,6 @@ class PreemptedFit:
             self.model.stop_training = self._cuts = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Let `fit` go on with the next epoch."""
+        """Let `fit` continue with the next epoch."""
         if self._cuts:
             self.model.stop_training = self._cuts = False

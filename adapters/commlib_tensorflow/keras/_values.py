@@ -1,4 +1,4 @@
-"""Operations on values, such as numbers and arrays, as `horovod.keras` has them. Results are tensors."""
+"""Operations on values, such as numbers and arrays, like those of `horovod.keras`. Results are tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: Any = core.global_process_set,
 ) -> Any:
-    """Return `value`, which is like a tensor, of all ranks combined, by default their average."""
-    _eagerly("allreduce")
+    """Return the tensor-like `value` reduced over all ranks, by default averaged."""
+    _require_eager("allreduce")
     return operations.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -40,28 +40,28 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
-    """Return `value`, which is like a tensor, of all ranks, one after another along dimension 0."""
-    _eagerly("allgather")
+    """Return the tensor-like `value` of all ranks, concatenated along dimension 0."""
+    _require_eager("allgather")
     return operations.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
-    """Return `value`, which is like a tensor, of rank `root_rank`."""
-    _eagerly("broadcast")
+    """Return the tensor-like `value` of rank `root_rank`."""
+    _require_eager("broadcast")
     return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: Any = core.Average, process_set: Any = core.global_process_set
 ) -> Any:
-    """Return this rank's share, along dimension 0, of `value` of all ranks combined."""
-    _eagerly("reducescatter")
+    """Return this rank's part, along dimension 0, of `value` reduced over all ranks."""
+    _require_eager("reducescatter")
     return operations.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
-def _eagerly(verb: str) -> None:
+def _require_eager(verb: str) -> None:
     if not tf.executing_eagerly():
         raise UsageError(
             f"commlib_tensorflow.keras.{verb} takes and returns values, which a traced function does not have: use "
-            f"commlib_tensorflow.{verb} there"
+            f"commlib_tensorflow.{verb} instead"
         )

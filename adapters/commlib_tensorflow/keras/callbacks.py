@@ -1,8 +1,8 @@
-"""Callbacks for `fit`: Horovod's, and one that obeys signals, for the Keras that `tf.keras` is.
+"""Callbacks for `fit`: Horovod's, and one that handles signals, for the Keras version that `tf.keras` is.
 
-TF_USE_LEGACY_KERAS=1 decides between the two.
+TF_USE_LEGACY_KERAS=1 decides between the two versions.
 
-`of(tf_keras)` returns the callbacks for the other one, which may be used beside it.
+`of(tf_keras)` returns the callbacks for the other version, which may be used in the same program.
 """
 
 from __future__ import annotations

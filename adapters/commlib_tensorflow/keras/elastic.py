@@ -13,7 +13,7 @@ UpdateEpochStateCallback = _made.UpdateEpochStateCallback
 
 
 class KerasState(TensorFlowKerasState):
-    """A model of Keras, its optimizer, and attributes of any picklable kind: `KerasState(model, batch=0, epoch=0)`."""
+    """A Keras model, its optimizer, and attributes of any picklable kind: `KerasState(model, batch=0, epoch=0)`."""
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer=optimizer, **kwargs)

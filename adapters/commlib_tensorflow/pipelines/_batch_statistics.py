@@ -1,4 +1,4 @@
-"""Batch statistics: let moving statistics be those of whole batches, though layers see microbatches."""
+"""Batch statistics: compute moving statistics over whole batches, although layers see microbatches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import to_array
-from commlib_tensorflow.pipelines._parts import Part
+from commlib_tensorflow.pipelines._parts import StageLayer
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What the microbatches of a batch had: rows, and the sums over them of mean and of mean square, in float64."""
+class _BatchMoments:
+    """Sums over the microbatches of a batch: rows, rows times mean, and rows times mean square, in float64."""
 
     rows: float = 0.0
     mean: Array | float = 0.0
@@ -27,30 +27,30 @@ class _Seen:
 
 
 class WholeBatchStatistics:
-    """Update the moving statistics of BatchNormalization once in a batch, by mean and variance of the whole of it.
+    """Update the moving statistics of BatchNormalization once per batch, from the mean and variance of the whole batch.
 
-    A layer still normalises a microbatch by that microbatch's own: it cannot see the others yet. In training it only
-    ever writes its moving statistics, as old * momentum + new * (1 - momentum). So it is given zeros as the old ones,
-    and what it has seen is known from what it makes of them.
+    A layer still normalises each microbatch by the microbatch's own statistics, because the others have not arrived
+    yet. In training a layer only writes its moving statistics, as old * momentum + new * (1 - momentum). So a forward
+    gets zeros as the old values, and the new statistics follow from the values that it writes.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StageLayer]) -> None:
         calls = [node for part in parts for node in part.nodes]
         counts = Counter(id(node.operation) for node in calls)
         self._layers: list[Any] = []
         for node in calls:
             for layer in _batch_norms(node.operation):
-                # Keras notes the calls of a layer within another model; those of a layer within a layer nobody does.
+                # Keras records the calls of a layer within another model, but not those of a layer within a layer.
                 within = 1 if layer is node.operation else len(layer._inbound_nodes)
                 _check(layer, node, max(counts[id(node.operation)], within))
                 self._layers.append(layer)
         self._active: list[Any] = []
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _BatchMoments] = {}
 
     def begin(self) -> None:
         """Begin a batch, with the layers that are trainable now: the others change no statistics."""
         self._active = [layer for layer in self._layers if layer.trainable and layer.momentum < 1]
-        self._seen = {id(layer): _Seen() for layer in self._active}
+        self._seen = {id(layer): _BatchMoments() for layer in self._active}
 
     def hide(self, variables: Sequence[Any], values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return the values of variables for a forward in training: zeros for moving statistics."""
@@ -59,15 +59,15 @@ class WholeBatchStatistics:
         return [tf.zeros_like(value) if id(variable) in hidden else value for variable, value in pairs]
 
     def take(self, variables: Sequence[Any], changed: Sequence[Any], rows: float) -> list[Any]:
-        """Note what a forward of so many rows made of zeros; return the other changes, None for those."""
+        """Accumulate the statistics that a forward of `rows` rows wrote; return the other changes, None for these."""
         places = {id(variable): place for place, variable in enumerate(variables)}
         left = list(changed)
         for layer in self._active:
             both = (layer.moving_mean, layer.moving_variance)
             found = [places[id(variable)] for variable in both if id(variable) in places]
-            if not found or changed[found[0]] is None:  # it is another stage's, or infers
+            if not found or changed[found[0]] is None:  # it belongs to another stage, or runs in inference mode
                 continue
-            mean, variance = (_undivided(to_array(changed[place]), 1.0 - layer.momentum) for place in found)
+            mean, variance = (_unscale(to_array(changed[place]), 1.0 - layer.momentum) for place in found)
             seen = self._seen[id(layer)]
             seen.rows += rows
             seen.mean = seen.mean + rows * mean
@@ -77,7 +77,7 @@ class WholeBatchStatistics:
         return left
 
     def end(self) -> None:
-        """Update the layers by what was seen."""
+        """Update the layers with the accumulated statistics."""
         for layer in self._active:
             seen = self._seen[id(layer)]
             if seen.rows:
@@ -86,11 +86,11 @@ class WholeBatchStatistics:
                 for variable, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
                     old = to_array(tf.convert_to_tensor(variable.value)).astype(np.float64)
                     variable.assign(old * layer.momentum + new * (1 - layer.momentum))
-        self._seen = {id(layer): _Seen() for layer in self._active}
+        self._seen = {id(layer): _BatchMoments() for layer in self._active}
 
 
-def _undivided(array: Array, share: float) -> Array:
-    """Return what was multiplied by a share, in float64. The share was rounded as the product was."""
+def _unscale(array: Array, share: float) -> Array:
+    """Divide by a factor in float64. The factor is rounded to the array's dtype, as it was in the product."""
     whole: Array = array.astype(np.float64) / float(array.dtype.type(share))
     return whole
 
@@ -103,13 +103,13 @@ def _batch_norms(operation: Any) -> Iterator[Any]:
 
 
 def _check(layer: Any, node: Any, calls: int) -> None:
-    """Raise UsageError for a layer whose statistics of a whole batch are not to be had from those of its parts."""
+    """Raise UsageError for a layer whose statistics of a batch do not follow from those of its microbatches."""
     why = ""
     if calls > 1:
-        why = f"is called {calls} times, so there is no one batch that it sees"
+        why = f"is called {calls} times, so it sees several batches in one step"
     elif getattr(layer, "renorm", False):
         why = "normalises by its moving statistics in training (renorm)"
     elif any(getattr(tensor, "_keras_mask", None) is not None for tensor in node.input_tensors):
-        why = "has a mask, so it is not known of how many rows its statistics are"
+        why = "has a mask, so the number of rows in its statistics is unknown"
     if why:
         raise UsageError(f"pipeline: batch_norm='batch': {layer.path!r} {why}: use batch_norm='microbatch'")

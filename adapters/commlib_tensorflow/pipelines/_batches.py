@@ -1,4 +1,4 @@
-"""Batches: cut what a user gives into microbatches, and shuffle arrays alike on all ranks."""
+"""Batches: cut a user's data into microbatches, and shuffle arrays in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.pipeline.batch import NONE, by_key, rows_of
+from commlib.pipeline.batch import NONE, rows_of, sort_by_key
 from commlib.pipeline.batch import digest as digest_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_tensorflow._bridge import to_array
 
 
 def inputs_of(graph: Any, x: Any) -> list[tf.Tensor]:
-    """Return a batch as tensors that a functional model's inputs take, in their order, as the model itself would.
+    """Return a batch as the input tensors of a functional model, in the model's order and dtypes.
 
     Raises UsageError if there are too few or too many of them.
     """
@@ -38,11 +38,11 @@ def inputs_of(graph: Any, x: Any) -> list[tf.Tensor]:
         raise UsageError(
             f"pipeline: x has {len(flat)} tensors; the model has {len(specs)} inputs: {', '.join(names)}{hint}"
         )
-    return [_fitted(value, spec) for value, spec in zip(flat, specs, strict=True)]
+    return [_fit_to_spec(value, spec) for value, spec in zip(flat, specs, strict=True)]
 
 
-def _fitted(value: Any, spec: Any) -> tf.Tensor:
-    """Return a value with an input's dtype, and with a last dimension of 1 more or less where that is what it has."""
+def _fit_to_spec(value: Any, spec: Any) -> tf.Tensor:
+    """Return a value with an input's dtype; add or remove a last dimension of 1 where the input needs it."""
     tensor = _tensor(value, f"x: input {spec.name!r}")
     if tensor.dtype != tf.as_dtype(spec.dtype):
         tensor = tf.cast(tensor, spec.dtype)
@@ -57,25 +57,25 @@ def _fitted(value: Any, spec: Any) -> tf.Tensor:
 
 
 def places_of(graph: Any, x: Any, where: Any) -> list[Any]:
-    """Return where the rows of each of the model's inputs are, given x and where they are in it: see `Rows`."""
+    """Return the row dimension of each model input, given x and the row dimensions of x: see `Rows`."""
     specs = graph.inputs
     if isinstance(where, dict) and isinstance(x, dict):
         if unknown := [name for name in where if name not in x]:
-            raise UsageError(f"pipeline: rows names {unknown[0]!r}; x has {', '.join(map(str, x))}")
+            raise UsageError(f"pipeline: rows names {unknown[0]!r}; x has only {', '.join(map(str, x))}")
         if isinstance(graph.input, dict):
             return keras.tree.flatten({key: where.get(key, 0) for key in graph.input})  # type: ignore[no-any-return]
         return [where.get(spec.name, 0) for spec in specs]
     found = keras.tree.flatten(where) if isinstance(where, list | tuple) else [where] * len(specs)
     if len(found) != len(specs) or isinstance(where, dict):
-        raise UsageError(f"pipeline: rows says {where} of x; the model has {len(specs)} inputs")
+        raise UsageError(f"pipeline: rows={where} does not match x; the model has {len(specs)} inputs")
     return found
 
 
-_OF_NUMBERS = "a list is one of tensors to Keras: of a list of numbers give numpy.asarray"
+_OF_NUMBERS = "Keras reads a list as a list of tensors: convert a list of numbers with numpy.asarray"
 
 
 def _tensor(leaf: Any, what: str) -> tf.Tensor:
-    """Return a tensor of what a user gives. Raises UsageError for what is none, and for what has rows of its own."""
+    """Convert a user's value to a dense tensor. Raises UsageError if it is no tensor, or is ragged or sparse."""
     for kind, remedy in _NOT_DENSE:
         if isinstance(leaf, kind):
             raise UsageError(
@@ -99,21 +99,23 @@ _NOT_DENSE = (
 
 
 def as_tensors(value: Any, what: str) -> Any:
-    """Return nested arrays as tensors; None stays. what: they are, for UsageError where one is none."""
+    """Convert nested arrays to tensors; None stays. what: names the value in errors."""
     return keras.tree.map_structure(lambda leaf: leaf if leaf is None else _tensor(leaf, what), value)
 
 
 def weights_as_tensors(value: Any, outputs: int) -> Any:
-    """Return sample weights of a batch as tensors: of one output also a list of numbers, which Keras takes as well."""
+    """Convert the sample weights of a batch to tensors. For one output a list of numbers works too, as in Keras."""
     if outputs == 1 and isinstance(value, list | tuple) and value and all(isinstance(n, int | float) for n in value):
         value = np.asarray(value, keras.config.floatx())
     return as_tensors(value, "sample_weight")
 
 
 def rows_in(value: Any, what: str, where: Any = 0) -> int:
-    """Return how many rows nested tensors have. Raises UsageError if they have different numbers, or none.
+    """Return the number of rows of nested tensors.
 
-    where: their rows are, as `Rows` says it.
+    Raises UsageError if tensors have different numbers of rows, or none.
+
+    where: the dimensions of the rows, as in `Rows`.
     """
     counts: set[int] = set()
 
@@ -123,31 +125,33 @@ def rows_in(value: Any, what: str, where: Any = 0) -> int:
             raise UsageError(f"pipeline: {what}: expected tensors or arrays, got {got}; {_OF_NUMBERS}")
         if leaf is not None and len(leaf.shape) and place != WHOLE:
             if place >= len(leaf.shape):
-                raise UsageError(f"pipeline: {what}: rows says {place} of a tensor of shape {tuple(leaf.shape)}")
+                raise UsageError(
+                    f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(leaf.shape)}"
+                )
             counts.add(int(leaf.shape[place]))
 
     each(count, where, value)
     if len(counts) != 1:
-        got = f"different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
+        got = f"different numbers: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
         if not counts and len([leaf for leaf in keras.tree.flatten(value) if leaf is not None]) > 1:
             got = f"single numbers ({_OF_NUMBERS})"
         raise UsageError(
-            f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}; where rows are in "
-            f"another dimension, or a tensor is for all microbatches, {REMEDY}"
+            f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows "
+            f"are in another dimension, or a tensor is for all microbatches, {REMEDY}"
         )
     return counts.pop()
 
 
 def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
-    """Return the microbatches of a batch, and the rows of each. Raises UsageError as `rows_in` does."""
+    """Return the microbatches of a batch, and the number of rows of each. Raises UsageError as `rows_in` does."""
     parts = rows_of(rows_in(value, what, where), microbatches)
-    return [taken(value, part, where) for part in parts], [part.stop - part.start for part in parts]
+    return [take_rows(value, part, where) for part in parts], [part.stop - part.start for part in parts]
 
 
 def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
-    """Return microbatches that a user has cut, and the rows of each; those that are missing at the end have none.
+    """Return microbatches that the user has cut, and the number of rows of each; missing ones at the end have 0 rows.
 
-    Raises UsageError if there are too many of them, or those without rows are not the last ones.
+    Raises UsageError if there are too many of them, or if a microbatch without rows is not at the end.
     """
     check_parts(parts, microbatches, what)
     missing = microbatches - len(parts)
@@ -158,14 +162,14 @@ def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tup
 
 
 def check_parts(parts: Any, microbatches: int, what: str) -> None:
-    """Raise UsageError if microbatches are no list, or too many."""
+    """Raise UsageError if microbatches are not a list, or there are too many."""
     if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
-        got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
+        got = f"{len(parts)} microbatches" if isinstance(parts, list | tuple) else type(parts).__name__
         raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
 
 
-def taken(value: Any, rows: slice, where: Any = 0) -> Any:
-    """Return some rows of nested tensors."""
+def take_rows(value: Any, rows: slice, where: Any = 0) -> Any:
+    """Return a slice of rows of nested tensors."""
 
     def one(place: Any, leaf: Any) -> Any:
         if leaf is None or not len(leaf.shape) or place == WHOLE:
@@ -175,8 +179,8 @@ def taken(value: Any, rows: slice, where: Any = 0) -> Any:
     return each(one, where, value)
 
 
-def together(parts: Sequence[tf.Tensor], rows: Sequence[int], place: Any) -> tf.Tensor:
-    """Return an output of microbatches of so many rows as that of the batch. Raises UsageError if it has others."""
+def join_microbatches(parts: Sequence[tf.Tensor], rows: Sequence[int], place: Any) -> tf.Tensor:
+    """Concatenate an output of all microbatches along its rows. Raises UsageError if its number of rows is wrong."""
     if place == WHOLE:
         return parts[0]
     for part, count in zip(parts, rows, strict=True):
@@ -189,40 +193,40 @@ def together(parts: Sequence[tf.Tensor], rows: Sequence[int], place: Any) -> tf.
 
 
 def digest(value: Any) -> int:
-    """Return a number that tells nested tensors apart, but for those of strings; NONE for None."""
+    """Return a digest of nested tensors, without string tensors; NONE for None."""
     if value is None:
         return NONE
-    leaves = keras.tree.flatten(by_key(value))
+    leaves = keras.tree.flatten(sort_by_key(value))
     return digest_of(to_array(leaf) for leaf in leaves if leaf is not None and leaf.dtype != tf.string)
 
 
-# What `fit` is given
+# The data that `fit` gets
 
 
 def are_arrays(x: Any) -> bool:
-    """Return whether `fit` is given arrays, rather than what yields batches."""
+    """Return whether `fit` got arrays, rather than an iterable of batches."""
     leaves = keras.tree.flatten(x)
     return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves)
 
 
 def split_rows(data: Any, fraction: float) -> tuple[Any, Any]:
-    """Return the first rows of arrays, and the last ones, which are so much of them, as Keras's validation_split."""
+    """Split arrays into the first rows and the last `fraction` of rows, as Keras's validation_split does."""
     rows = rows_in(data, "fit")
     at = math.floor(rows * (1 - fraction))
     if not 0 < at < rows:
-        raise UsageError(f"fit: validation_split={fraction} of {rows} rows leaves {at} to train with")
-    return taken(data, slice(0, at)), taken(data, slice(at, None))
+        raise UsageError(f"fit: validation_split={fraction} of {rows} rows leaves {at} rows for training")
+    return take_rows(data, slice(0, at)), take_rows(data, slice(at, None))
 
 
-def shuffled(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset:
-    """Return batches of arrays (x, y, sample_weight), in another order each time that they are gone through.
+def shuffle_batches(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset:
+    """Return batches of arrays (x, y, sample_weight), in a new order in each epoch.
 
-    The order is that of `seed` alone, so it is the same on all ranks.
+    The order depends on `seed` alone, so it is the same on all ranks.
     """
     rows = rows_in(data, "fit")
     tensors = tuple(as_tensors(one, name) for one, name in zip(data, ("x", "y", "sample_weight"), strict=True))
     if any(leaf is not None and not leaf.shape.rank for leaf in keras.tree.flatten(tensors)):
-        raise UsageError("fit: expected arrays with rows, got a single number among them; give one for each row")
+        raise UsageError("fit: expected arrays with rows, got a single number: give one value for each row")
     generator = np.random.default_rng(seed)
 
     def orders() -> Iterator[Any]:
@@ -235,7 +239,7 @@ def shuffled(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset
 
     given = tensors if tensors[2] is not None else tensors[:2]
     given = given if given[1] is not None or len(given) == 3 else given[:1]
-    given = keras.tree.lists_to_tuples(given)  # a list is one tensor to a dataset
+    given = keras.tree.lists_to_tuples(given)  # a dataset reads a list as one tensor
     dataset = tf.data.Dataset.from_generator(orders, output_signature=tf.TensorSpec((None,), tf.int64))
     batches = dataset.apply(tf.data.experimental.assert_cardinality(-(-rows // batch_size)))
     return batches.map(gather).prefetch(1)

@@ -1,4 +1,4 @@
-"""Logs: the mean loss and the metrics of the batches so far, computed where the last stage is, alike on all ranks."""
+"""Logs: the mean loss and the metrics of the batches so far, computed on the last stage's rank, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.pipeline.pipe import Pipe
-from commlib_tensorflow.pipelines._steps import Result
+from commlib_tensorflow.pipelines._steps import BatchResult
 
 Measure = Callable[[Any, list[Any], Any], dict[str, Any]]
 """Update metrics, given targets, outputs and sample weights of a whole batch; return their values."""
 
 
 class Logs:
-    """What callbacks see. measure: None without metrics; it is called on the rank of the last stage.
+    """Logs for callbacks. measure: None without metrics; it is called on the rank of the last stage.
 
-    in_order: Keras' list of the values of logs, in the order of metrics, which are known where the last stage is.
+    in_order: returns the values of logs as a list in Keras' order of metrics, which only the last stage's rank knows.
     """
 
     def __init__(self, measure: Measure | None, in_order: Callable[[dict[str, Any]], Any]) -> None:
@@ -28,21 +28,21 @@ class Logs:
         self._names: list[tuple[str, tuple[int, ...]]] | None = None  # with their shapes
         self._mean, self._rows = 0.0, 0
         self.latest: dict[str, Any] = {}
-        """Those after the last batch: numbers, and arrays of metrics that have several."""
+        """The logs after the last batch: numbers, and arrays for metrics with several values."""
 
     @property
     def has_metrics(self) -> bool:
-        """Whether the outputs of batches are wanted."""
+        """Whether the outputs of batches are needed."""
         return self._measure is not None
 
     def reset(self) -> None:
         """Forget the losses of the batches so far."""
         self._mean, self._rows = 0.0, 0
 
-    def add(self, result: Result, pipe: Pipe) -> dict[str, Any]:
+    def add(self, result: BatchResult, pipe: Pipe) -> dict[str, Any]:
         """Add a batch; return the logs. Collective."""
         self._rows += result.rows
-        if result.rows:  # else the loss may be 0/0
+        if result.rows:  # otherwise the loss may be 0/0
             self._mean += (result.loss - self._mean) * result.rows / self._rows
         logs: dict[str, Any] = {}
         if result.outputs is not None:
@@ -52,21 +52,21 @@ class Logs:
             order = self._in_order({name: name for name in ("loss", *logs)}) if logs else []
             own, self._order = pipe.comm.broadcast_object((own, order), pipe.last) if self.has_metrics else ([], [])
             self._names = own
-        told = self._told(logs, pipe) if self._names else {}
+        told = self._share_metrics(logs, pipe) if self._names else {}
         self.latest = {**told, "loss": self._mean}
         return dict(self.latest)
 
     def listed(self, logs: dict[str, Any]) -> Any:
-        """Return the values of logs as Keras does, in one order on all ranks: alone, or in a list."""
+        """Return the values of logs as Keras does, in one order on all ranks: a single value, or a list."""
         if not self._order:
             return self._in_order(logs)
-        # Some twice: metrics and weighted_metrics may share a name.
+        # metrics and weighted_metrics may share a name, which then occurs twice.
         known = [name for name in self._order if name in logs]
         names = [*known, *sorted(logs.keys() - set(known))]
         return [logs[name] for name in names] if len(names) > 1 else logs[names[0]]
 
-    def _told(self, logs: dict[str, Any], pipe: Pipe) -> dict[str, Any]:
-        """Return metrics, which the last stage's rank knows, on all ranks."""
+    def _share_metrics(self, logs: dict[str, Any], pipe: Pipe) -> dict[str, Any]:
+        """Return the last stage's metrics on all ranks."""
         names = self._names or []
         own = [np.ravel(logs.get(name, np.zeros(shape))).astype(np.float64) for name, shape in names]
         told = np.array(pipe.tell(np.concatenate(own).tolist()))
@@ -79,5 +79,5 @@ class Logs:
         marked = [tf.identity(output) for output in outputs]
         for output, mask in zip(marked, masks, strict=True):
             if mask is not None:
-                output._keras_mask = mask  # where Keras looks for it
+                output._keras_mask = mask  # Keras looks for the mask in this attribute
         return self._measure(target, marked, sample_weight)

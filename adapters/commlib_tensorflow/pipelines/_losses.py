@@ -1,4 +1,4 @@
-"""Losses: say what those of microbatches count in that of the batch, from what Keras knows of its losses."""
+"""Losses: the weight of each microbatch's loss in that of the batch, from the reductions of Keras' losses."""
 
 from __future__ import annotations
 
@@ -10,60 +10,72 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, is_close, weights_of
+from commlib.pipeline.losses import (
+    REMEDY,
+    CheckSchedule,
+    MicrobatchWeights,
+    Weigher,
+    fault_in_sum,
+    is_close,
+    weights_of,
+)
 from commlib_tensorflow._bridge import to_array
 
 KEPT = 256 << 20
-"""Bytes of outputs that are kept at most to look at the loss of several microbatches; two are kept in any case."""
+"""Bytes of outputs that are kept at most to check the loss of several microbatches together; two are always kept."""
 
 _MEANS = ("sum_over_batch_size", "mean")
 _REDUCTIONS = (*_MEANS, "sum", "mean_with_sample_weight")
 
 
 class LossWeights:
-    """What microbatches' losses count, as a user says it or as the reductions of Keras' losses do.
+    """Weights of microbatches' losses, as the user gives them or as the reductions of Keras' losses imply.
 
-    loss: as compile() takes it. outputs: the names of the model's; masked: whether they have masks, by which Keras
-    divides. Raises UsageError for a loss that mixes rows, and for a mean over what is not masked, of which nobody says
-    how much that is.
-    Of other losses than Keras' own, the loss of several microbatches together is compared with their own in some
-    batches: see `Looks`.
+    loss: as compile() takes it. outputs: the names of the model's outputs; masked: whether each has a mask, by which
+    Keras divides. Raises UsageError for a loss that mixes rows, and for a mean over unmasked elements whose number is
+    unknown.
+
+    For losses that are not Keras' own, in some batches the loss of several microbatches together is compared with their
+    separate losses: see `CheckSchedule`.
     """
 
     def __init__(
         self, loss: Any, outputs: Sequence[str], weigher: Weigher, *, microbatches: int, masked: Sequence[bool] = ()
     ) -> None:
         self._outputs, self._weigher, self._microbatches = list(outputs), weigher, microbatches
-        self._looks, self._may_look = Looks(), True
-        self._losses = [_Leaf(leaf) for leaf in self._by_output(loss)]
+        self._looks, self._may_look = CheckSchedule(), True
+        self._losses = [_OutputLoss(leaf) for leaf in self._by_output(loss)]
         if microbatches > 1 and not weigher.says and (mixing := [leaf for leaf in self._losses if leaf.mixes_rows]):
             raise UsageError(
-                f"pipeline: {mixing[0].name} is no mean over the rows of a batch, so the losses of microbatches do not "
-                f'come to it: use microbatches=1, or weigh="rows" to train with the mean of the microbatches\' own'
+                f"pipeline: {mixing[0].name} is not a mean over the rows of a batch, so the losses of microbatches do "
+                'not add up to it: use microbatches=1, or weigh="rows" to train with the mean of their losses'
             )
         for leaf, name, is_masked in zip(self._losses, self._outputs, masked, strict=False):
             if microbatches > 1 and not weigher.says and is_masked and leaf.loss is not None and not leaf.is_sum:
                 raise UsageError(
                     f"pipeline: the model's output {name!r} has a mask, so the loss of a microbatch is the mean over "
-                    "what is not masked: give weigh= to pipeline(), a function of a microbatch's target (and inputs) "
-                    "that returns how much that is, such as lambda target, inputs: (inputs != 0).sum(); or a loss of "
-                    'reduction="sum"; or let a layer without a mask come last'
+                    "its unmasked elements: give weigh= to pipeline(), a function of a microbatch's target (and "
+                    "inputs) that returns their number, such as lambda target, inputs: (inputs != 0).sum(); or a loss "
+                    'of reduction="sum"; or let a layer without a mask come last'
                 )
 
     @property
     def says(self) -> bool:
-        """Whether the user says how many terms a microbatch's loss is the mean of."""
+        """Whether the user gives the number of terms in a microbatch's loss."""
         return self._weigher.says
 
     def weights(
         self, rows: Sequence[int], targets: Sequence[Any], sample_weights: Sequence[Any], inputs: Sequence[Any]
-    ) -> Weights:
-        """Return what each microbatch counts. Raises UsageError where outputs' losses count differently."""
+    ) -> MicrobatchWeights:
+        """Return the weight of each microbatch.
+
+        Raises UsageError if the losses of outputs weigh microbatches differently.
+        """
         if self.says:
             return self._weigher.weights(rows, targets, inputs, sample_weights)
         if sum(map(bool, rows)) < 2:
             return weights_of(rows, rows)
-        found: list[Weights] = []
+        found: list[MicrobatchWeights] = []
         for place, leaf in enumerate(self._losses):
             if leaf.loss is None:
                 continue
@@ -74,12 +86,12 @@ class LossWeights:
         if any(not np.allclose(one.in_batch(), found[0].in_batch(), rtol=1e-9, atol=0) for one in found[1:]):
             raise UsageError(
                 "pipeline: the losses of the model's outputs are means over different numbers of terms, so a "
-                "microbatch counts differently in each: give all the same reduction, use microbatches=1, or give weigh="
+                "microbatch has a different weight in each: give all the same reduction, set microbatches=1, or weigh="
             )
         return found[0] if found else weights_of(rows, rows)
 
-    def wants_look(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
-        """Count a batch, and return whether outputs are to be kept for a look at the loss of several microbatches."""
+    def wants_check(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
+        """Count a batch; return whether to keep outputs for a check of the loss of several microbatches together."""
         is_known = not self.says and all(leaf.is_known for leaf in self._losses)
         if is_known or not self._may_look or not self._weigher.is_checked or sum(map(bool, rows)) < 2:
             return False
@@ -87,20 +99,20 @@ class LossWeights:
 
     @property
     def wants_inputs(self) -> bool:
-        """Whether what a user says needs the inputs."""
+        """Whether the user's function needs the inputs."""
         return self._weigher.wants_inputs
 
-    def fault(self, again: float, whole: float, losses: Sequence[tf.Tensor], weights: Weights) -> str:
-        """Return what is wrong with the losses of some microbatches; "" if nothing is, or nobody can tell.
+    def fault(self, again: float, whole: float, losses: Sequence[tf.Tensor], weights: MicrobatchWeights) -> str:
+        """Return an error text for the losses of some microbatches; "" if they are right, or cannot be checked.
 
-        again: the loss of the first, computed once more; whole: that of all of them together.
+        again: the loss of the first microbatch, recomputed; whole: the loss of all of them together.
         """
         epsilon = float(np.finfo(losses[0].dtype.as_numpy_dtype).eps) if losses[0].dtype != tf.bfloat16 else 2.0**-7
         own = [float(loss) for loss in losses]
         if np.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
-            self._may_look = False  # it is random
+            self._may_look = False  # the loss is random
             return ""
-        by = "what weigh= says" if self.says else "their rows"
+        by = "weigh=" if self.says else "their rows"
         return fault_in_sum(whole, own, weights, epsilon, by=by)
 
     def _by_output(self, loss: Any) -> list[Any]:
@@ -111,10 +123,10 @@ class LossWeights:
     def _of_output(self, value: Any, place: int) -> Any:
         flat = self._flat(value)
         if len(flat) == 1 and not keras.tree.is_nested(value):
-            return flat[0]  # one for all outputs
+            return flat[0]  # one value for all outputs
         if len(flat) != len(self._losses):
             raise UsageError(
-                f"pipeline: {len(flat)} targets or sample weights for {len(self._losses)} losses: {REMEDY}"
+                f"pipeline: got {len(flat)} targets or sample weights for {len(self._losses)} losses: {REMEDY}"
             )
         return flat[place]
 
@@ -124,8 +136,8 @@ class LossWeights:
         return list(value) if isinstance(value, list | tuple) else keras.tree.flatten(value)
 
 
-class _Leaf:
-    """The loss of an output."""
+class _OutputLoss:
+    """The loss of one output."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss = keras.losses.get(loss) if isinstance(loss, str | dict) else loss
@@ -134,7 +146,7 @@ class _Leaf:
         if self.reduction not in _REDUCTIONS:
             raise UsageError(
                 f"pipeline: the reduction of {self.name} is {self.reduction!r}, expected one of "
-                f"{', '.join(map(repr, _REDUCTIONS))}: the loss of a microbatch is a number"
+                f"{', '.join(map(repr, _REDUCTIONS))}, so that the loss of a microbatch is a number"
             )
         ignored = getattr(loss, "ignore_class", None)
         if ignored is None:
@@ -148,25 +160,25 @@ class _Leaf:
         is_own_class = not type(loss).__module__.startswith(("keras.", "builtins", "tf_keras."))
         self.mixes_rows = is_keras and (kind == "circle" or (kind in ("dice", "tversky") and (not axes or 0 in axes)))
         self.is_known = loss is None or (is_keras and not is_own_class and not self.mixes_rows)
-        """Whether it is Keras' own, which says all that is needed."""
+        """Whether it is Keras' own loss with known terms, which needs no check."""
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum."""
+        """Whether the loss is a sum."""
         return bool(self.reduction == "sum")
 
     @property
     def reads_weights(self) -> bool:
-        """Whether sample weights change of how much it is the mean."""
+        """Whether sample weights change the number of terms of the mean."""
         return self.reduction == "mean_with_sample_weight"
 
     @property
     def reads_targets(self) -> bool:
-        """Whether targets do."""
+        """Whether targets change the number of terms of the mean."""
         return self._ignored is not None
 
     def terms(self, rows: int, target: Any, sample_weight: Any) -> float:
-        """Return how many terms the loss of a microbatch has."""
+        """Return the number of terms in the loss of a microbatch."""
         counted = None if self._ignored is None else to_array(target) != self._ignored
         if not self.reads_weights or sample_weight is None:
             return float(rows if counted is None else counted.sum())

@@ -1,6 +1,6 @@
-"""Optimizer state: what a Keras optimizer keeps for each weight goes with that weight, however a model is cut.
+"""Optimizer state: the state that a Keras optimizer has for a weight moves with that weight, however a model is cut.
 
-An optimizer may be several: a MultiOptimizer has others within, each for some of the weights.
+An optimizer may be nested: a MultiOptimizer contains others, each for some of the weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from commlib_tensorflow.pipelines._updates import lists_of, singles_of
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What one optimizer keeps. level: 0, or 1 if it is within another one. places: of its weights in the model.
+    """State of one optimizer. level: 0, or 1 if it is inside another one. places: the model indices of its weights.
 
-    singles: what it has for all of them, such as iterations; lists: what it has for each, None where there is nothing.
+    singles: state for all weights, such as iterations; lists: state for each weight, None where there is none.
     """
 
     level: int
@@ -35,10 +35,10 @@ class OptimizerState:
 
 
 def states_of(optimizer: Any, places: Mapping[int, int], whole: Callable[[Any, Array], Array]) -> list[OptimizerState]:
-    """Return what an optimizer keeps, and those within it; nothing, if it is not built.
+    """Return the state of an optimizer and of those inside it; nothing, if it is not built.
 
-    places: of the model's variables, by their id. whole: turns what is kept for a weight into that for
-    an undivided one.
+    places: the indices of the model's variables, by their id. whole: gathers the state of a sharded weight to that of
+    the unsharded one.
     """
     found = []
     for level, one in _optimizers(optimizer):
@@ -47,25 +47,25 @@ def states_of(optimizer: Any, places: Mapping[int, int], whole: Callable[[Any, A
         if unknown := [variable.path for variable in one._variables if id(variable) not in known]:
             warnings.warn(
                 f"pipeline: {type(one).__name__} keeps {unknown[0]!r} neither as an attribute nor in a list with one "
-                "for each weight, so it is not known of which weight it is: it is not in the file",
+                "entry for each weight, so the weight it belongs to is unknown: it is not saved in the file",
                 stacklevel=3,
             )
         values = {
-            name: [_whole(whole, *pair) for pair in zip(weights, own, strict=True)] for name, own in lists.items()
+            name: [_gather(whole, *pair) for pair in zip(weights, own, strict=True)] for name, own in lists.items()
         }
         arrays = {name: to_array(tf.convert_to_tensor(variable.value)) for name, variable in singles.items()}
         found.append(OptimizerState(level, [places[id(weight)] for weight in weights], arrays, values))
     return found
 
 
-def _whole(whole: Callable[[Any, Array], Array], weight: Any, kept: Any) -> Array | None:
+def _gather(whole: Callable[[Any, Array], Array], weight: Any, kept: Any) -> Array | None:
     return None if kept is None else whole(weight, to_array(tf.convert_to_tensor(kept.value)))
 
 
 def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping[int, int]) -> None:
-    """Give an optimizer that is built what others kept for the same whole weights: of a part, its part.
+    """Load state that other ranks had for the same weights into a built optimizer; a sharded weight gets its shard.
 
-    places: of its weights, by their id.
+    places: the indices of its weights, by their id.
     """
     for level, one in _optimizers(optimizer):
         weights = one._trainable_variables
@@ -87,10 +87,10 @@ def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping
 
 
 def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> None:
-    """Let an optimizer that was built for a whole model have the state of this rank's variables alone, in their order.
+    """Reduce an optimizer that was built for a whole model to the state of this rank's variables, in their order.
 
-    own: of this rank; trainable: those of them that will have gradients. Raises UsageError for one that the optimizer
-    was not built for.
+    own: the variables of this rank; trainable: those that will have gradients. Raises UsageError if the optimizer was
+    not built for one of these.
     """
     order = {id(variable): place for place, variable in reversed(list(enumerate([*trainable, *own])))}
     for level, one in _optimizers(optimizer):
@@ -98,8 +98,8 @@ def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> N
         known = {id(weight) for weight in weights}
         if level == 0 and (new := [path_of(variable) for variable in trainable if id(variable) not in known]):
             raise UsageError(
-                f"pipeline: this {type(one).__name__} was made for other weights than this rank's {new[0]!r}: compile "
-                "with an optimizer that is new, or with that of the model that was cut"
+                f"pipeline: this {type(one).__name__} was built for other weights, without this rank's {new[0]!r}: "
+                "compile with a new optimizer, or with the optimizer of the model that was split"
             )
         kept = [place for place, weight in enumerate(weights) if id(weight) in order]
         kept.sort(key=lambda place: order[id(weights[place])])
@@ -117,13 +117,13 @@ def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> N
 
 
 def _set(optimizer: Any, name: str, value: Any) -> None:
-    """Set an attribute past Keras, which would take weights for variables of the optimizer."""
-    delattr(optimizer, name)  # TensorFlow forgets what it held
+    """Set an attribute without Keras' tracking, which would take weights for variables of the optimizer."""
+    delattr(optimizer, name)  # TensorFlow stops tracking the old value
     vars(optimizer)[name] = value
 
 
 def _optimizers(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    """Yield an optimizer and those within it, with their level, if they are built."""
+    """Yield an optimizer and those inside it, with their level, if they are built."""
     if optimizer is None or not optimizer.built:
         return
     yield 0, optimizer
@@ -133,8 +133,8 @@ def _optimizers(optimizer: Any) -> Iterator[tuple[int, Any]]:
             yield 1, one
 
 
-def made_anew(optimizer: Any) -> Any:
-    """Return an optimizer like another one, without state. Raises UsageError where its configuration is not enough."""
+def rebuild_optimizer(optimizer: Any) -> Any:
+    """Return a new optimizer with the same configuration, without state. Raises UsageError if that is impossible."""
     every = optimizer, *getattr(optimizer, "_inner_optimizers", ())
     try:
         config = keras.optimizers.serialize(optimizer)
@@ -142,17 +142,17 @@ def made_anew(optimizer: Any) -> Any:
         return keras.optimizers.deserialize(config, custom_objects=classes)
     except Exception as error:
         raise UsageError(
-            f"pipeline: {type(optimizer).__name__} cannot be made anew from its configuration, which saving the whole "
-            f"model needs ({type(error).__name__}: {str(error)[:300]}): give it a get_config() with all that its "
-            "__init__ takes"
+            f"pipeline: {type(optimizer).__name__} cannot be rebuilt from its configuration, which saving the whole "
+            f"model requires ({type(error).__name__}: {str(error)[:300]}): give it a get_config() with all "
+            "arguments of its __init__"
         ) from error
 
 
 def warn_of_saving(optimizer: Any, rank: int) -> None:
-    """Warn on rank 0, which writes the whole model, if it could not: before a long training rather than after it."""
+    """Warn on rank 0, which writes the whole model, if it will fail to: before a long training rather than after it."""
     if optimizer is None or rank:
         return
     try:
-        made_anew(optimizer)
+        rebuild_optimizer(optimizer)
     except UsageError as error:
-        warnings.warn(f"{error}; until then, save_weights() alone writes this model", stacklevel=3)
+        warnings.warn(f"{error}; until then, only save_weights() can write this model", stacklevel=3)

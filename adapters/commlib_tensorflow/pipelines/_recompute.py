@@ -1,4 +1,4 @@
-"""Recompute: call single layers of a stage so that a backward computes them again instead of keeping what they made."""
+"""Layer recomputation: a backward recomputes selected layers of a stage instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tensorflow.python.eager.record import should_record_backprop
 
 from commlib.errors import UsageError
 from commlib.pipeline.recompute import Checkpoint, recompute_of
-from commlib_tensorflow._again import Again
-from commlib_tensorflow.pipelines._selective import products_of, without_products
-from commlib_tensorflow.pipelines._traced import check_operations, check_own
-from commlib_tensorflow.pipelines._written import WrittenScope
+from commlib_tensorflow._recomputation_check import RecomputationCheck
+from commlib_tensorflow.pipelines._layer_checks import check_operations, check_own
+from commlib_tensorflow.pipelines._selective_recompute import products_of, without_products
+from commlib_tensorflow.pipelines._written_variables import WrittenScope
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecompute:
-    """What is computed again of a layer: "full", or all but products ("selective"). place: among all of the model's.
+    """Recomputation of a layer: "full", or everything except products ("selective"). place: its index in the model.
 
-    Ranks compare places: names that Keras makes count what a process has made before.
+    Ranks compare places: Keras' names count the objects that a process has made.
     """
 
     layer: Any
@@ -34,9 +34,9 @@ class LayerRecompute:
 
 
 def recompute_in(operations: Sequence[Any], how: Checkpoint) -> str | list[LayerRecompute]:
-    """Return what is computed again of a model with these operations, or of which of its layers.
+    """Return what to recompute in a model with these operations: a word for all of it, or the layers.
 
-    Layers within a layer have its name before theirs: "block.attention". Raises UsageError as `recompute_of` does, and
+    A nested layer has its parent's name as a prefix: "block.attention". Raises UsageError as `recompute_of` does, and
     for layers that communicate.
     """
     named = list(_named(operations, ""))
@@ -50,14 +50,14 @@ def recompute_in(operations: Sequence[Any], how: Checkpoint) -> str | list[Layer
     for one in chosen.values():
         if any(type(layer).__module__.startswith("commlib_tensorflow") for layer in one.layer._flatten_layers()):
             raise UsageError(
-                f"pipeline: checkpoint: layer {one.name!r} has layers that communicate, which are not computed again "
-                'one by one: name those beside them, or say "full" of whole stages'
+                f"pipeline: checkpoint: layer {one.name!r} contains layers that communicate, which cannot be "
+                'recomputed one by one: name the other layers, or use "full" for whole stages'
             )
     return list(chosen.values())
 
 
-def told_of(checkpoint: str | Sequence[LayerRecompute]) -> str:
-    """Return what is computed again in words that are the same on all ranks."""
+def recompute_text(checkpoint: str | Sequence[LayerRecompute]) -> str:
+    """Return the recomputation as a text that is the same on all ranks."""
     return checkpoint if isinstance(checkpoint, str) else str([(one.place, one.word) for one in checkpoint])
 
 
@@ -70,10 +70,10 @@ def _named(operations: Sequence[Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 class RecomputedLayers:
-    """Layers of a stage, each of which is computed again as a whole: what is within one is part of it.
+    """Layers of a stage that are recomputed, each as a whole with its inner layers.
 
-    Their calls are others only while the stage's forward runs, so nothing else sees it. chosen: those of the stage.
-    trainable, state: the stage's variables; those that get gradients, and the others.
+    Their `call` is replaced only while the stage's forward runs, so other code does not see it. chosen: the layers of
+    the stage. trainable, state: the stage's variables; those that get gradients, and the others.
     """
 
     def __init__(self, chosen: Sequence[LayerRecompute], trainable: Sequence[Any], state: Sequence[Any]) -> None:
@@ -82,7 +82,7 @@ class RecomputedLayers:
 
     @contextmanager
     def calls(self, scope: WrittenScope) -> Iterator[None]:
-        """Let these layers be called so, in a forward within `scope`."""
+        """Replace the calls of these layers, in a forward within `scope`."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = [(vars(one.layer), vars(one.layer).get("call")) for one in self._chosen]
         try:
@@ -105,12 +105,12 @@ class RecomputedLayers:
         if graph is not (None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()):
             raise UsageError(
                 f"pipeline: checkpoint: layer {chosen.name!r} is called within a loop, a condition or a tf.function of "
-                "another layer: name that one"
+                "another layer: name that outer layer"
             )
         given = _Leaves((args, options))
         variables = [*self._trainable, *self._state]
         values = [scope.after[id(variable)] for variable in variables]
-        run = _Run(self, chosen, call, given, self._trainable, self._state)
+        run = _RecomputedCall(self, chosen, call, given, self._trainable, self._state)
         outputs = tf.custom_gradient(run.forward)(*values, *given.tensors)
         assert run.made is not None
         count = len(run.made.tensors)
@@ -122,7 +122,7 @@ class RecomputedLayers:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Call what is within a layer as it is."""
+        """Call the layers inside a recomputed layer unchanged."""
         self._is_within = True
         try:
             yield
@@ -130,8 +130,11 @@ class RecomputedLayers:
             self._is_within = False
 
 
-class _Run:
-    """A call of a layer, and the same again. All that it reads is given to it: variables, and its arguments."""
+class _RecomputedCall:
+    """A call of a layer, and its recomputation.
+
+    Everything it reads is an argument: variables, and the call's arguments.
+    """
 
     def __init__(
         self, layers: RecomputedLayers, chosen: LayerRecompute, call: Callable[..., Any], given: _Leaves,
@@ -141,16 +144,16 @@ class _Run:
         self._trainable, self._state = trainable, state
         self._what = f"layer {chosen.name!r}"
         self._context, self._training = _Context(chosen.layer), None
-        self._again = Again(self._what)
+        self._again = RecomputationCheck(self._what)
         self.made: _Leaves | None = None
-        """What it returns."""
+        """The returned tensors."""
         self.losses = 0
-        """How many it adds."""
+        """The number of added losses."""
         self.changed: list[int] = []
-        """The places of the variables that it writes."""
+        """The indices of the variables that the call writes."""
 
     def forward(self, *flat: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
-        """Return results, losses and what is written; and what gives the gradients of `flat`."""
+        """Return results, losses and written values; and the function for the gradients of `flat`."""
         outputs, operations = self._compute([tf.stop_gradient(tensor) for tensor in flat], is_first=True)
         is_compiled = not tf.executing_eagerly()
         if not is_compiled and should_record_backprop(outputs):
@@ -176,12 +179,12 @@ class _Run:
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             given = [gradients[n] for n in roots]
-            with tf.control_dependencies(given):  # not before its turn
+            with tf.control_dependencies(given):  # not before the gradients arrive
                 again = [tf.identity(tensor) for tensor in flat]
             if not roots:
                 return [None] * len(flat)
             if products:
-                kept = [tf.identity(tensor) for tensor in products]  # of the forward's graph
+                kept = [tf.identity(tensor) for tensor in products]  # moves them out of the forward's graph
                 found = without_products(differentiate, kept, again, given)
             else:
                 found = differentiate(again, given)
@@ -191,7 +194,7 @@ class _Run:
         return outputs, backward
 
     def _compute(self, flat: Sequence[tf.Tensor], *, is_first: bool) -> tuple[list[tf.Tensor], list[Any]]:
-        """Return results, losses and what is written; and TensorFlow's operations, if it is compiled."""
+        """Return results, losses and written values; and TensorFlow's operations, if compiled."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         count = 0 if graph is None else len(graph.get_operations())
         weights, first = len(self._trainable), len(self._trainable) + len(self._state)
@@ -218,7 +221,7 @@ class _Run:
         return [*made.tensors, *losses, *(after[id(variables[n])] for n in changed)], operations
 
     def _check_captures(self, flat: Sequence[tf.Tensor], operations: Sequence[Any]) -> None:
-        """Refuse what would have no gradient: values of the graph that are none of the layer's arguments."""
+        """Refuse values that would get no gradient: graph tensors that are not arguments of the layer."""
         own = {one.name for one in operations} | {tensor.op.name for tensor in flat}
         for operation in operations:
             for tensor in operation.inputs:
@@ -227,20 +230,20 @@ class _Run:
 
     def _captures(self, what: str) -> UsageError:
         return UsageError(
-            f"pipeline: checkpoint: {self._what} uses {what} that it is not given as an argument, so it would have no "
-            "gradient: give it to the layer's call, or name the layer around both"
+            f"pipeline: checkpoint: {self._what} uses {what}, which is not an argument of its call, so it would have "
+            "no gradient: pass it to the layer's call, or name the layer around both"
         )
 
 
 class _Context(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Where a layer's call is called: Keras knows there whether it trains, and which floats the layer computes in."""
+    """Keras call context of a layer's call: whether it trains, and the layer's compute dtype."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(name=layer.name, dtype=layer.dtype_policy, autocast=layer.autocast)
         self.built = True
 
     def call(self, compute: Callable[[], Any], training: bool | None = None) -> tuple[Any, bool | None]:
-        """Return what `compute` does, and whether it trains, as Keras knows it here."""
+        """Return the result of `compute`, and whether Keras trains in this context."""
         return compute(), training
 
 
@@ -253,19 +256,19 @@ class _Leaves:
         for leaf in self._leaves:
             if tf.is_tensor(leaf) and not isinstance(leaf, tf.Tensor):
                 raise UsageError(
-                    f"pipeline: checkpoint: a layer takes or returns a {type(leaf).__name__}, and is not computed again"
+                    f"pipeline: checkpoint: a layer's {type(leaf).__name__} argument or result cannot be recomputed"
                 )
         dense = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor)]
         masks = [getattr(leaf, "_keras_mask", None) for leaf in dense]
         self._masked = [n for n, mask in enumerate(masks) if mask is not None]
         self.tensors: list[tf.Tensor] = [*dense, *(masks[n] for n in self._masked)]
-        """All of them; then their masks."""
+        """All tensors; then their masks."""
 
     def filled(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """Return the structure with others in their places."""
+        """Return the structure with its tensors replaced."""
         count = len(self.tensors) - len(self._masked)
         for n, mask in zip(self._masked, tensors[count:], strict=True):
-            tensors[n]._keras_mask = mask  # where Keras looks for it
+            tensors[n]._keras_mask = mask  # Keras looks for the mask in this attribute
         rest = iter(tensors[:count])
         leaves = [next(rest) if isinstance(leaf, tf.Tensor) else leaf for leaf in self._leaves]
         return keras.tree.pack_sequence_as(self._nested, leaves)

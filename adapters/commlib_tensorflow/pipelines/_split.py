@@ -15,21 +15,21 @@ from commlib.pipeline.split import counts_given, even_counts, unknown_split
 Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
 _SEVERAL = 4
-"""How many times more units than ranks there should be, so that stages of even time can be made of them."""
+"""Units per rank, so that stages of even time can be made of them."""
 
 
 class Nodes:
-    """The calls of a graph's operations, in a topological order, and the names of the values that they make."""
+    """Calls of a graph's operations, in a topological order, and the names of their values."""
 
     def __init__(self, graph: Any) -> None:
-        # Keras says in which order it calls operations, and with what, in no public way.
+        # Keras has no public way to list the order and arguments of its calls.
         by_depth: Mapping[int, Sequence[Any]] = graph._nodes_by_depth
         ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         self.all: list[Any] = [node for node in ordered if not node.is_input]
         self.names: dict[int, str] = {}
-        """Of each value, by the id of its KerasTensor."""
+        """The name of each value, by the id of its KerasTensor."""
         self.tensors: dict[str, Any] = {}
-        """Of each name, the KerasTensor."""
+        """The KerasTensor of each name."""
         for number, tensor in enumerate(graph.inputs):
             self._name(tensor, f"input {number}")
         for number, node in enumerate(self.all):
@@ -47,12 +47,12 @@ class Nodes:
         return getattr(self.tensors[name], "_keras_mask", None) is not None
 
     def taken(self, node: Any) -> Iterator[str]:
-        """Yield the names of what a call takes."""
+        """Yield the names of a call's inputs."""
         return (self.names[id(tensor)] for tensor in node.input_tensors)
 
 
 def counts_of(nodes: Nodes, stages: int, split: Any) -> tuple[int, ...]:
-    """Return how many operations each stage has."""
+    """Return the number of operations of each stage."""
     if not isinstance(split, str):
         return counts_given(split, [node.operation.name for node in nodes.all], stages)
     if split != "auto":
@@ -61,7 +61,7 @@ def counts_of(nodes: Nodes, stages: int, split: Any) -> tuple[int, ...]:
 
 
 def _balanced(nodes: Nodes, stages: int) -> tuple[int, ...]:
-    """Cut where weights are even, between operations over which as few values as possible cross."""
+    """Cut so that weights are even, between operations where as few values as possible cross."""
     units = units_of(nodes, stages)
     ends = [0, *accumulate(units)]
     seen: set[int] = set()
@@ -70,7 +70,7 @@ def _balanced(nodes: Nodes, stages: int) -> tuple[int, ...]:
 
 
 def units_of(nodes: Nodes, least: int) -> tuple[int, ...]:
-    """Return the operations of each unit: as few values as possible cross between them, but there are `least` units.
+    """Return the number of operations of each unit: as few values as possible cross, but there are `least` units.
 
     Raises UsageError if there are fewer operations than that.
     """
@@ -81,23 +81,23 @@ def units_of(nodes: Nodes, least: int) -> tuple[int, ...]:
         if len(places) > least:
             return tuple(end - start for start, end in pairwise(places))
     if least > 1 or not count:
-        raise UsageError(f"pipeline: {count} layers cannot be cut into {least} stages: each needs one at least")
+        raise UsageError(f"pipeline: {count} layers cannot be cut into {least} stages: each stage needs at least one")
     return (count,)
 
 
 def units_to_measure(nodes: Nodes, ranks: int) -> tuple[int, ...]:
-    """Return the operations of each unit of which stages of even time are made."""
+    """Return the number of operations of each unit, from which stages of even time are made."""
     return units_of(nodes, max(1, min(_SEVERAL * ranks, len(nodes.all))))
 
 
 def of_units(units: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Return how many operations stages have that have so many units each."""
+    """Return the number of operations of each stage, given the number of units of each."""
     ends = [0, *accumulate(counts)]
     return tuple(sum(units[start:end]) for start, end in pairwise(ends))
 
 
 def _alive(nodes: Nodes) -> list[int]:
-    """Return how many values are made before each operation and used by it or a later one."""
+    """Return, for each operation, the number of values computed before it and used by it or later."""
     count = len(nodes.all)
     made = dict.fromkeys(nodes.inputs, -1)
     last: dict[str, int] = {}

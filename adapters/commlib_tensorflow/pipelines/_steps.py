@@ -1,4 +1,4 @@
-"""Steps: run a batch through a pipeline of Keras stages, and come to the same loss on every rank."""
+"""StepRunner: run a batch through a pipeline of Keras stages, and return the same loss on every rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import said
+from commlib.comparison.agreement import describe
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.pipeline.batch import NONE, Given, rows_of, shares, shares_in_updates
-from commlib.pipeline.losses import Weigh, Weigher, Weights
+from commlib.pipeline.batch import NONE, BatchDigests, rows_of, shares, shares_in_updates
+from commlib.pipeline.losses import MicrobatchWeights, Weigh, Weigher
 from commlib.pipeline.pipe import Codecs, Pipe
 from commlib.pipeline.rows import WHOLE, Rows, each
 from commlib.pipeline.schedule import Kind as Action
 from commlib.pipeline.schedule import Schedule
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._placement import place_of
-from commlib_tensorflow.devices import working
+from commlib_tensorflow.devices import use_device_stream
 from commlib_tensorflow.pipelines._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow.pipelines._batches import (
     as_tensors,
@@ -33,32 +33,32 @@ from commlib_tensorflow.pipelines._batches import (
     cut_by_user,
     digest,
     inputs_of,
+    join_microbatches,
     places_of,
-    together,
     weights_as_tensors,
 )
-from commlib_tensorflow.pipelines._compiled import options_of_layers
-from commlib_tensorflow.pipelines._kinds import Kind, agreed
+from commlib_tensorflow.pipelines._call_kinds import CallKind, agree_on_kind
+from commlib_tensorflow.pipelines._compile_settings import options_of_layers
+from commlib_tensorflow.pipelines._layer_checks import check_layers
 from commlib_tensorflow.pipelines._losses import LossWeights
-from commlib_tensorflow.pipelines._parts import MASK, Cut
-from commlib_tensorflow.pipelines._recompute import LayerRecompute, told_of
+from commlib_tensorflow.pipelines._parts import MASK, SplitModel
+from commlib_tensorflow.pipelines._recompute import LayerRecompute, recompute_text
 from commlib_tensorflow.pipelines._replicas import ByStages
 from commlib_tensorflow.pipelines._stages import Batch, TensorflowStage, TensorflowTensors
-from commlib_tensorflow.pipelines._tied import TiedWeights
-from commlib_tensorflow.pipelines._traced import check_layers
-from commlib_tensorflow.pipelines._trainable import Trainable
-from commlib_tensorflow.pipelines._values import Values
+from commlib_tensorflow.pipelines._tied_weights import TiedWeights
+from commlib_tensorflow.pipelines._trainable_state import TrainableState
+from commlib_tensorflow.pipelines._variable_values import VariableValues
 
 _FAILED = -2
-"""Instead of a number of rows: what was given is wrong."""
+"""Replaces a number of rows if the batch is invalid."""
 
 
 @dataclass(slots=True)
-class Result:
-    """A batch that was run.
+class BatchResult:
+    """Result of a batch.
 
-    losses (of microbatches), outputs (flat), their masks, target and sample_weight: on the last stage's rank, if they
-    are wanted.
+    losses (of microbatches), outputs (flat), their masks, target and sample_weight: on the last stage's rank, if
+    requested.
     """
 
     loss: float
@@ -70,14 +70,14 @@ class Result:
     sample_weight: Any = None
 
 
-class Steps:
-    """This rank's stages, and what runs batches through them. Collective to make. model: the whole one."""
+class StepRunner:
+    """This rank's stages, and the runner of batches. Construction is collective. model: the whole model."""
 
     def __init__(
         self,
         comm: Communicator,
         model: Any,
-        pieces: Cut,
+        pieces: SplitModel,
         schedule: Schedule,
         *,
         checkpoint: str | Sequence[LayerRecompute],
@@ -99,31 +99,31 @@ class Steps:
         self.parts = [pieces.parts[number] for number in own]
         # Of all stages, so that all ranks refuse the same model.
         self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
-        self._trainable = Trainable(pieces.parts, model, f"rank {comm.rank} of {comm.size}")
+        self._trainable = TrainableState(pieces.parts, model, f"rank {comm.rank} of {comm.size}")
         self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
             what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
-            raise UsageError(f"pipeline: schedule {schedule.name} updates stages one by one, so it takes no {what}")
+            raise UsageError(f"pipeline: schedule {schedule.name} updates stages one by one and takes no {what}")
         self.variables = {id(variable): variable for part in self.parts for variable in part.variables}
         """This rank's variables, by their id."""
-        self._values, self._updates = Values(self.variables.values()), bool(schedule.every)
+        self._values, self._updates = VariableValues(self.variables.values()), bool(schedule.every)
         last = schedule.stages - 1
         self.stages = {number: self._stage(number, pieces, layers_again, is_last=number == last) for number in own}
         """This rank's stages, by number."""
         first_use = {id(v): number for number, part in reversed(list(enumerate(pieces.parts))) for v in part.variables}
         self._first_use = first_use
         self.gradients: dict[int, tf.Tensor] = {}
-        """Of all steps so far, by the id of the variable."""
+        """Sums over all steps so far, by the id of the variable."""
         lines = [
             f"split {pieces.counts}",
             f"codec {codec}",
-            f"checkpoint {told_of(checkpoint)}",
+            f"checkpoint {recompute_text(checkpoint)}",
             f"batch_norm {batch_norm}",
             str(rows),
-            f"weigh {said(weigh)}",
+            f"weigh {describe(weigh)}",
         ]
         for number, part in enumerate(pieces.parts):
-            lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
+            lines += [f"stage {number}: {_describe(variable)}" for variable in part.variables]
             lines += options_of_layers(number, part)
         self._place = place_of(self.variables.values())
         self._tensors = TensorflowTensors(self._place)
@@ -131,11 +131,11 @@ class Steps:
         self._compiled: Sequence[str] = ()
         self._losses = self.losses_of(None)
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, self._tensors, codec=codec, lines=lines)
-        """What runs the schedule."""
+        """Runs the schedule."""
         self.tied.spread()
 
     def _stage(
-        self, number: int, pieces: Cut, layers_again: Sequence[LayerRecompute], *, is_last: bool
+        self, number: int, pieces: SplitModel, layers_again: Sequence[LayerRecompute], *, is_last: bool
     ) -> TensorflowStage:
         own = {id(layer) for layer in pieces.parts[number]._flatten_layers()}
         return TensorflowStage(
@@ -155,7 +155,7 @@ class Steps:
         )
 
     def losses_of(self, loss: Any) -> LossWeights:
-        """Return what a loss's microbatches count, given as compile() takes it. Raises UsageError for what is none."""
+        """Return the weights of microbatches for a loss of compile(). Raises UsageError for an invalid loss."""
         names, masked = self.graph.output_names, self._masked
         return LossWeights(loss, names, self._weigher, microbatches=self._microbatches, masked=masked)
 
@@ -169,10 +169,10 @@ class Steps:
         compiled: Sequence[str],
         roots: Sequence[Any],
     ) -> None:
-        """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them.
+        """Prepare for training: set the loss and its weights, the variables that are trainable now, and their update.
 
         compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. roots: the
-        models around the stages. Collective where stages on several ranks share weights.
+        models around the stages. Collective if stages on several ranks share weights.
         """
         self._trainable.settle()
         self._trainable.check_roots(roots)
@@ -200,7 +200,7 @@ class Steps:
     def _completed(self) -> dict[int, list[Any]]:
         """Return the variables whose gradients each stage completes, in the order of the stages' last gradients.
 
-        Not those of which other ranks have a part.
+        Variables that other ranks share are left out.
         """
         last = self.pipe.runner.last_gradients
         found: dict[int, list[Any]] = {number: [] for number in sorted(self.stages, key=last.__getitem__)}
@@ -224,11 +224,11 @@ class Steps:
         cut: bool = True,
         scale: float = 1.0,
         by_stages: ByStages | None = None,
-    ) -> Result:
+    ) -> BatchResult:
         """Run a batch; return its loss, on every rank. Gradients are added to `gradients`. Collective.
 
-        cut: False if x, y and sample_weight are lists of microbatches. by_stages: what may reduce gradients over
-        replicas while stages still compute, if an optimizer is given them next.
+        cut: False if x, y and sample_weight are lists of microbatches. by_stages: may reduce gradients over replicas
+        while stages still compute, if an optimizer applies them next.
         """
         schedule = self.pipe.schedule
         self._trainable.check_variables()
@@ -244,9 +244,9 @@ class Steps:
         for stage in self.stages.values():
             stage.batch = batch
         try:
-            # A batch without rows goes through as one process would have it do: in a microbatch of its own.
+            # A batch without rows runs as in one process: as a single empty microbatch.
             empty = {number for number, count in enumerate(batch.rows) if not count and (rows or number)}
-            with nullcontext() if self._place is None else working(self._place.device):
+            with nullcontext() if self._place is None else use_device_stream(self._place.device):
                 if is_training:
                     self.pipe.train(empty)
                 else:
@@ -254,7 +254,7 @@ class Steps:
                 self._tensors.end()
             loss = self._end(batch) if has_loss else 0.0
             self._values.end()
-            result = Result(loss, rows, target=target, sample_weight=weight)
+            result = BatchResult(loss, rows, target=target, sample_weight=weight)
             result.losses = {number: float(value) for number, value in batch.losses.items()} if keeps_losses else {}
             if keeps_outputs and self.pipe.comm.rank == self.pipe.last:
                 result.outputs, result.masks = self._outputs(batch)
@@ -265,49 +265,49 @@ class Steps:
             self._values.begin()
 
     def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any, *, cut: bool) -> tuple[int, Any, Any]:
-        """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
+        """Cut the batch, and agree on its rows. Raises UsageError on all ranks if the batch of one rank is invalid."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
         told, inputs, error = [NONE] * 2, None, None
-        given = Given()
+        given = BatchDigests()
         compiled = zlib.crc32("\n".join(self._compiled).encode())
         of_x: list[int] = []
         of_y: list[int] = []
-        kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
-        kind = kind if cut else Kind.TRAIN_PARTS
+        kind = CallKind.TRAIN if batch.is_training else CallKind.EVALUATE if batch.has_loss else CallKind.PREDICT
+        kind = kind if cut else CallKind.TRAIN_PARTS
         try:
             if comm.rank == first:
                 if x is None:
-                    raise UsageError(f"pipeline: rank {comm.rank} has the first stage: give it x")
+                    raise UsageError(f"pipeline: rank {comm.rank} has the first stage: pass x on it")
                 inputs, of_x = self._cut_x(x, cut=cut)
                 told[0] = sum(of_x)
             if comm.rank in (first, last) and batch.has_loss:
                 y = as_tensors(y, "y")
-                outputs = len(self._masked) if cut else 0  # else a list is one of microbatches
+                outputs = len(self._masked) if cut else 0  # otherwise a list is one of microbatches
                 sample_weight = weights_as_tensors(sample_weight, outputs)
                 if first != last:
-                    given = Given(y=digest(y), sample_weight=digest(sample_weight))
+                    given = BatchDigests(y=digest(y), sample_weight=digest(sample_weight))
                 if y is not None:
                     pairs, of_y = self._cut_y(y, sample_weight, cut=cut)
                     told[1] = sum(of_y)
                     if comm.rank == last:
                         self._weigh(batch, x, pairs, of_y, cut=cut)
                 elif comm.rank == last and self._loss is not None:
-                    raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
+                    raise UsageError(f"pipeline: rank {comm.rank} has the last stage: pass y on it")
         except Exception as caught:
             error, told = caught, [_FAILED] * 2
-        every = agreed(comm, kind, [*told, compiled, *given])
+        every = agree_on_kind(comm, kind, [*told, compiled, *given])
         if error is not None:
             raise error
         if batch.has_loss and len(set(every[:, 2])) > 1:
             check_agreement(comm, "pipeline: compile", self._compiled)
         failed = [rank for rank, numbers in enumerate(every) if numbers[0] == _FAILED]
         if failed:
-            raise UsageError(f"pipeline: rank {failed[0]} was given a batch that is wrong, as its own error says")
+            raise UsageError(f"pipeline: the batch of rank {failed[0]} is invalid: see the error on that rank")
         rows = int(every[first][0])
         if batch.has_loss and every[last][1] not in (rows, *([NONE] if self._loss is None else [])):
             raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
         if batch.has_loss:
-            all_given = [Given(*map(int, numbers[3:])) for numbers in every]
+            all_given = [BatchDigests(*map(int, numbers[3:])) for numbers in every]
             if fault := self.pipe.difference(all_given, lambda: digest(as_tensors(x, "x"))):
                 raise UsageError(fault)
         batch.rows = self._counts(rows, of_x, of_y, cut=cut)
@@ -317,7 +317,7 @@ class Steps:
         return rows, y, sample_weight
 
     def _cut_x(self, x: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
-        """Return the inputs of each microbatch, and its rows."""
+        """Return the inputs of each microbatch, and its number of rows."""
         graph, count = self.graph, self._microbatches
         if cut:
             return cut_by_rows(inputs_of(graph, x), count, "x", places_of(graph, x, self._where.x))
@@ -325,46 +325,46 @@ class Steps:
         return cut_by_user([inputs_of(graph, part) for part in x], count, "x", places_of(graph, x[0], self._where.x))
 
     def _cut_y(self, y: Any, sample_weight: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
-        """Return target and sample weight of each microbatch, and its rows."""
+        """Return target and sample weight of each microbatch, and its number of rows."""
         where = self._where.y, 0
         if cut:
             return cut_by_rows((y, sample_weight), self._microbatches, "y", where)
         check_parts(y, self._microbatches, "y")
         weights = [None] * len(y) if sample_weight is None else sample_weight
         if not isinstance(weights, list | tuple) or len(weights) != len(y):
-            raise UsageError(f"pipeline: sample_weight: expected a list of {len(y)} microbatches, as y has")
+            raise UsageError(f"pipeline: sample_weight: expected a list of {len(y)} microbatches, like y")
         return cut_by_user(list(zip(y, weights, strict=True)), self._microbatches, "y", where)
 
     def _counts(self, rows: int, of_x: list[int], of_y: list[int], *, cut: bool) -> list[int]:
-        """Return the rows of each microbatch, on all ranks. Raises UsageError on all if x and y have different ones."""
+        """Return the rows of each microbatch. Raises UsageError on all ranks if x and y differ in rows."""
         if cut:
             return [part.stop - part.start for part in rows_of(rows, self._microbatches)]
         told = self.pipe.comm.all_gather_object((of_x, of_y))
         of_x, of_y = told[self.pipe.first][0], told[self.pipe.last][1]
         if of_x != of_y:
             raise UsageError(
-                f"pipeline: microbatches of x have {of_x} rows, those of y {of_y}: give those of one batch"
+                f"pipeline: microbatches of x have {of_x} rows, those of y {of_y}: both must come from one batch"
             )
         return of_x
 
     def agree_to_stop(self, stops: bool, rate: float | None) -> bool:
-        """Return whether any rank is to stop after an epoch. Collective.
+        """Return whether any rank wants to stop after an epoch. Collective.
 
-        rate: the learning rate; None where there is none. Raises MismatchError on all ranks if ranks have others.
+        rate: the learning rate; None if there is none. Raises MismatchError on all ranks if ranks have different rates.
         """
         own = [int(stops), rate is not None, int(np.float64(rate or 0.0).view(np.int64))]
-        every = agreed(self.pipe.comm, Kind.END_EPOCH, [*own, *Given()])
+        every = agree_on_kind(self.pipe.comm, CallKind.END_EPOCH, [*own, *BatchDigests()])
         rates = {rank: float(bits.view(np.float64)) for rank, bits in enumerate(every[:, 2]) if every[rank, 1]}
         if len(set(rates.values())) > 1:
             told = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())
             raise MismatchError(
                 f"pipeline: ranks have different learning rates after an epoch of fit: {told} (this is rank "
-                f"{self.pipe.comm.rank} of {self.pipe.comm.size}): give all ranks the callbacks that set it"
+                f"{self.pipe.comm.rank} of {self.pipe.comm.size}): all ranks need the callbacks that set it"
             )
         return bool(every[:, 0].any())
 
     def _weigh(self, batch: Batch, x: Any, pairs: Sequence[Any], counts: list[int], *, cut: bool) -> None:
-        """Say what the losses of microbatches count, where the last stage is."""
+        """Set the weights of microbatches' losses, on the rank of the last stage."""
         losses = self._losses
         batch.targets = [None if pair is None else pair[0] for pair in pairs]
         batch.sample_weights = [None if pair is None else pair[1] for pair in pairs]
@@ -374,10 +374,10 @@ class Steps:
             inputs = parted(as_tensors(x, "x"), self._microbatches, "x", self._where.x)[0]
         batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
         batch.shares = batch.weights.in_updates(self.pipe.schedule.every)
-        batch.looks = losses.wants_look(batch.targets, counts)
+        batch.looks = losses.wants_check(batch.targets, counts)
 
     def _end(self, batch: Batch) -> float:
-        """Complete gradients and loss, and let the variables have the states of layers."""
+        """Complete gradients and loss, and assign the new states of layers to the variables."""
         schedule = self.pipe.schedule
         flushes = batch.is_training and not schedule.every
         for number, stage in self.stages.items():
@@ -410,16 +410,16 @@ class Steps:
         return float(sum(told[:, 0]))
 
     def _fault(self, batch: Batch) -> str:
-        """Return what is wrong with the losses of microbatches, given that of some of them together; or ""."""
+        """Return an error text if the losses of microbatches disagree with the loss of some of them together; or ""."""
         numbers = sorted(batch.outputs)
         if len(numbers) < 2 or batch.weights is None:
             return ""
-        weights = Weights(tuple(batch.weights.terms[number] for number in numbers), batch.weights.is_sum)
+        weights = MicrobatchWeights(tuple(batch.weights.terms[number] for number in numbers), batch.weights.is_sum)
         if numbers[0] not in batch.losses:
             return ""
         try:
             again, whole = (float(self._loss_together(batch, some)) for some in (numbers[:1], numbers))
-        except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
+        except Exception:  # a loss that fails for several microbatches cannot be compared
             return ""
         losses = [batch.losses.get(number, tf.zeros((), tf.float64)) for number in numbers]
         return self._losses.fault(again, whole, losses, weights)
@@ -429,32 +429,34 @@ class Steps:
         outputs, masks = self._outputs(batch, numbers)
         for output, mask in zip(outputs, masks, strict=True):
             if mask is not None:
-                output._keras_mask = mask  # where Keras looks for it
-        target = _together([batch.targets[n] for n in numbers], self._where.y)
-        weight = _together([batch.sample_weights[n] for n in numbers], 0)
+                output._keras_mask = mask  # Keras looks for the mask in this attribute
+        target = _concatenate([batch.targets[n] for n in numbers], self._where.y)
+        weight = _concatenate([batch.sample_weights[n] for n in numbers], 0)
         return self._loss(target, outputs, weight)
 
     def _outputs(
         self, batch: Batch, numbers: Sequence[int] | None = None
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-        """Return the outputs of some microbatches together, or of all, and their masks."""
+        """Return the concatenated outputs of some microbatches, or of all, and their masks."""
         parts = [batch.outputs[number] for number in (sorted(batch.outputs) if numbers is None else numbers)]
         rows = [batch.rows[number] for number in (sorted(batch.outputs) if numbers is None else numbers)]
         count, places = len(self._masked), self.places_of_outputs
         every = [*places, *(place for place, is_masked in zip(places, self._masked, strict=True) if is_masked)]
-        whole = [together(own, rows, place) for own, place in zip(zip(*parts, strict=True), every, strict=True)]
+        whole = [
+            join_microbatches(own, rows, place) for own, place in zip(zip(*parts, strict=True), every, strict=True)
+        ]
         masks = iter(whole[count:])
         return whole[:count], [next(masks) if is_masked else None for is_masked in self._masked]
 
     @property
     def places_of_outputs(self) -> list[Any]:
-        """Where the rows of each output are."""
+        """The row dimension of each output."""
         where = self._where.output
         if isinstance(where, dict):
             where = {key: where.get(key, 0) for key in self.graph.output}
         found = keras.tree.flatten(where) if isinstance(where, dict | list | tuple) else [where] * len(self._masked)
         if len(found) != len(self._masked):
-            raise UsageError(f"pipeline: rows says {self._where.output} of {len(self._masked)} outputs")
+            raise UsageError(f"pipeline: rows={self._where.output} does not match the {len(self._masked)} outputs")
         return found
 
     def shared(self, outputs: list[tf.Tensor] | None) -> list[tf.Tensor]:
@@ -469,13 +471,13 @@ class Steps:
         return outputs if outputs is not None else [to_tensor(array) for array in arrays]
 
     def nest(self, outputs: Sequence[Any]) -> Any:
-        """Return outputs as the model does, which is the tensor itself where there is one."""
+        """Return outputs with the nesting of the model's: a single tensor if there is only one."""
         nested = keras.tree.pack_sequence_as(self.graph.output, list(outputs))
         return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
 
 
-def _together(values: Sequence[Any], where: Any) -> Any:
-    """Return nested tensors of several microbatches as those of one."""
+def _concatenate(values: Sequence[Any], where: Any) -> Any:
+    """Concatenate nested tensors of several microbatches."""
 
     def one(place: Any, *leaves: Any) -> Any:
         return (
@@ -485,6 +487,6 @@ def _together(values: Sequence[Any], where: Any) -> Any:
     return each(one, where, *values)
 
 
-def _kind_of(variable: Any) -> str:
-    """Say what a variable is, without the numbers in names: Keras counts what a process has made before."""
+def _describe(variable: Any) -> str:
+    """Describe a variable without the numbers in its name: Keras counts the objects that a process has made."""
     return f"{variable.name.rstrip('0123456789')} {tuple(variable.shape)} {variable.dtype}"

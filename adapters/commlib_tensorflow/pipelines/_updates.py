@@ -1,4 +1,4 @@
-"""Updates: let a Keras optimizer update this rank's part of a model as it would update the whole."""
+"""Updates: let a Keras optimizer update this rank's part of a model as it would update the whole model."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import clip_factor, norm_of_powers, power_over_axes
 from commlib_tensorflow._bridge import to_array
-from commlib_tensorflow._keras_reduction import Distributed
+from commlib_tensorflow._keras_reduction import DistributedMixin
 from commlib_tensorflow._local_shards import places_of
-from commlib_tensorflow._shards import counted, shard_of
-from commlib_tensorflow.pipelines._replicas import Gradients, note, reduced
+from commlib_tensorflow._shards import shard_of, take_counted
+from commlib_tensorflow.pipelines._replicas import Gradients, note, reduce_over_replicas
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
-    """Refuse what an optimizer of a part of a model cannot do. Raises UsageError that says what to do instead."""
+    """Refuse settings that an optimizer of a part of a model cannot support. The UsageError says what to do instead."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UsageError(
-            "pipeline: a LossScaleOptimizer, which compile() makes of every optimizer of a mixed_float16 model, finds "
-            "the loss scale from this rank's gradients alone: use mixed_bfloat16, or give the optimizer a fixed "
+            "pipeline: a LossScaleOptimizer, which compile() wraps around every optimizer of a mixed_float16 model, "
+            "adapts the loss scale to this rank's gradients alone: use mixed_bfloat16, or give the optimizer a fixed "
             "loss_scale_factor and compile(auto_scale_loss=False)"
         )
     within = getattr(optimizer, "_inner_optimizers", ())
     if ranks > 1 and any(getattr(one, "global_clipnorm", None) for one in within):
         raise UsageError(
-            f"pipeline: a {type(optimizer).__name__} has an optimizer with global_clipnorm, which would see this "
-            "rank's gradients alone: use clipnorm or clipvalue, or clip_grad_norm of the pipeline"
+            f"pipeline: a {type(optimizer).__name__} contains an optimizer with global_clipnorm, which would see only "
+            "this rank's gradients: use clipnorm or clipvalue, or clip_grad_norm of the pipeline"
         )
     if ranks > 1 and getattr(optimizer, "global_clipnorm", None):
         why = ""
         if not flushes:
             why = "this schedule updates stages at different times: use clipnorm or clipvalue"
         elif optimizer.gradient_accumulation_steps:
-            why = "gradient_accumulation_steps makes it clip later than here: use more microbatches instead"
+            why = "gradient_accumulation_steps delays clipping: use more microbatches instead"
         if why:
             raise UsageError(f"pipeline: global_clipnorm needs the gradients of all stages, and {why}")
 
 
 class Updates:
-    """Updates variables by a Keras optimizer, in a function that TensorFlow compiles, as `fit` does elsewhere.
+    """Updates of variables by a Keras optimizer, in a function that TensorFlow compiles, as `fit` does.
 
-    Not the first time, when the optimizer makes its variables; nor where it reduces gradients, which needs the host.
+    The first update is not compiled, because the optimizer creates its variables in it; nor is a reducing optimizer,
+    which needs the host.
     """
 
     def __init__(self, optimizer: Any, *, eager: bool) -> None:
         self._optimizer = optimizer
-        self._compiles = not eager and not isinstance(optimizer, Distributed)
+        self._compiles = not eager and not isinstance(optimizer, DistributedMixin)
         self._functions: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, variables: Sequence[Any], gradients: Gradients, norm: Callable[[Gradients], float]) -> None:
-        """Update variables. norm: of gradients, that of those of all stages; asked for if the optimizer clips by it."""
+        """Update variables. norm: returns the norm over all stages; it is called if the optimizer clips by it."""
         optimizer = self._optimizer
         limit = getattr(optimizer, "global_clipnorm", None)
         if limit:
             limit *= scale_of(optimizer)  # Keras unscales before it clips
-            gradients = reduced(optimizer, variables, gradients)
-            gradients = scaled(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
+            gradients = reduce_over_replicas(optimizer, variables, gradients)
+            gradients = scale_gradients(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
         if all(gradient is None for gradient in gradients):
             return
         if not limit:
@@ -90,20 +91,21 @@ class Updates:
 
 
 def scale_of(optimizer: Any) -> float:
-    """Return what an optimizer multiplies losses by, and divides gradients by."""
+    """Return the factor of an optimizer's losses, by which it divides gradients."""
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
 def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | None]], norm_type: float = 2.0) -> float:
     """Return the norm of the gradients of all ranks, given with their variables. Collective.
 
-    norm_type: as `commlib.optim.clipping.check_norm_type` takes it. Gradients of a divided variable count as a whole.
+    norm_type: as `commlib.optim.clipping.check_norm_type` takes it. Gradients of a sharded variable count as one
+    unsharded gradient.
     """
     shards = [shard_of(variable) for variable, _ in gradients]
     powers = (
         (
             None if shard is None else shard.axis.comm,
-            0.0 if gradient is None else _power(_flat(counted(gradient, shard)), norm_type),
+            0.0 if gradient is None else _power(_flat(take_counted(gradient, shard)), norm_type),
         )
         for shard, (_, gradient) in zip(shards, gradients, strict=True)
     )
@@ -111,7 +113,7 @@ def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | Non
 
 
 def _power(values: Any, norm_type: float) -> float:
-    """Return the sum of the powers of values, or of the norm inf the largest of their sizes."""
+    """Return the sum of the powers of values' magnitudes; for the inf norm, the largest magnitude."""
     if norm_type == 2:
         return sum_of_squares(values)
     sizes = np.abs(values.astype(np.float64))
@@ -122,7 +124,7 @@ def _flat(gradient: tf.Tensor) -> Array:
     return to_array(gradient).reshape(-1)
 
 
-def scaled(gradients: Gradients, factor: float) -> list[tf.Tensor | None]:
+def scale_gradients(gradients: Gradients, factor: float) -> list[tf.Tensor | None]:
     """Return gradients times a number."""
     if factor == 1:
         return list(gradients)
@@ -133,8 +135,8 @@ def scaled(gradients: Gradients, factor: float) -> list[tf.Tensor | None]:
 
 
 def state_of(optimizer: Any) -> tuple[dict[str, Array], dict[str, list[Array | None]]]:
-    """Return an optimizer's variables: those that are for all weights, and lists of those for each."""
-    singles, lists = _found(optimizer)
+    """Return an optimizer's variables: single ones for all weights, and lists with one for each weight."""
+    singles, lists = _state_variables(optimizer)
     values = {
         name: [None if v is None else to_array(tf.convert_to_tensor(v.value)) for v in own]
         for name, own in lists.items()
@@ -143,8 +145,8 @@ def state_of(optimizer: Any) -> tuple[dict[str, Array], dict[str, list[Array | N
 
 
 def put_state(optimizer: Any, singles: dict[str, Array], lists: dict[str, dict[int, Array | None]]) -> None:
-    """Give an optimizer that is built the state that others had. lists: by the place of the weight."""
-    own_singles, own_lists = _found(optimizer)
+    """Load the state of other ranks into a built optimizer. lists: by the index of the weight."""
+    own_singles, own_lists = _state_variables(optimizer)
     for name, variable in own_singles.items():
         if name in singles:
             variable.assign(singles[name])
@@ -155,8 +157,8 @@ def put_state(optimizer: Any, singles: dict[str, Array], lists: dict[str, dict[i
                 variable.assign(value)
 
 
-def kept_for_local(optimizer: Any) -> list[Any]:
-    """Return what an optimizer of Keras 3 keeps for variables, such as experts, that are not the same on all ranks."""
+def local_state_of(optimizer: Any) -> list[Any]:
+    """Return a Keras 3 optimizer's state of variables, such as experts, that are not the same on all ranks."""
     weights = list(getattr(optimizer, "_trainable_variables", None) or ())
     places = places_of(weights)
     if not places:
@@ -168,18 +170,18 @@ def kept_for_local(optimizer: Any) -> list[Any]:
 
 def singles_of(optimizer: Any) -> dict[str, Any]:
     """Return the attributes of an optimizer that are variables for all weights."""
-    return _found(optimizer)[0]
+    return _state_variables(optimizer)[0]
 
 
 def lists_of(optimizer: Any) -> dict[str, list[Any]]:
-    """Return the attributes of an optimizer that are lists of variables, or None, one for each weight."""
-    return _found(optimizer)[1]
+    """Return the attributes of an optimizer that are lists with a variable, or None, for each weight."""
+    return _state_variables(optimizer)[1]
 
 
-def _found(optimizer: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Return the attributes of an optimizer that are variables, and those that are lists of one for each weight.
+def _state_variables(optimizer: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return an optimizer's attributes that are variables, and those that are lists with one for each weight.
 
-    Lists of the weights themselves, as some are noted there, are none of these.
+    Lists of the weights themselves, which some optimizers keep, are excluded.
     """
     if optimizer is None or not optimizer.built:
         return {}, {}

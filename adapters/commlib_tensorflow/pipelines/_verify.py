@@ -1,4 +1,4 @@
-"""Verify: compare a cut model with the whole one before anything is trained; nothing of it changes."""
+"""Verification: compare a split model with the whole model before training; the model does not change."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.pipeline.batch import rows_of
-from commlib.pipeline.whole import Run, compare_with_whole
-from commlib.tensor_parallel.checks.differences import TOLERANCES
+from commlib.pipeline.cut_check import ModelRun, compare_with_original
+from commlib.tensor_parallel.checks.compare import TOLERANCES
 from commlib_tensorflow._bridge import to_array
-from commlib_tensorflow.pipelines._batches import as_tensors, inputs_of, rows_in, taken
-from commlib_tensorflow.pipelines._functions import StageFunctions
-from commlib_tensorflow.pipelines._parts import MASK, Cut
+from commlib_tensorflow.pipelines._batches import as_tensors, inputs_of, rows_in, take_rows
+from commlib_tensorflow.pipelines._parts import MASK, SplitModel
+from commlib_tensorflow.pipelines._side_effects import prevent_side_effects
 from commlib_tensorflow.pipelines._split import Nodes
-from commlib_tensorflow.pipelines._steps import Steps
-from commlib_tensorflow.pipelines._untouched import untouched
+from commlib_tensorflow.pipelines._stage_functions import StageFunctions
+from commlib_tensorflow.pipelines._steps import StepRunner
 from commlib_tensorflow.tensor._penalties import whole_penalties
 
 _Computed = tuple[dict[str, tf.Tensor], tf.Tensor]
 """Values by name, and the losses that layers add."""
 
 
-class Alone:
-    """A group of this rank."""
+class SingleRankGroup:
+    """A communicator of this rank alone."""
 
     rank, size = 0, 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what it was given."""
+        """Return the value in a list."""
         return [value]
 
 
-def check_cut(comm: Communicator, nodes: Nodes, cut: Cut, x: Any, *, everywhere: bool) -> None:
+def check_cut(comm: Communicator, nodes: Nodes, cut: SplitModel, x: Any, *, everywhere: bool) -> None:
     """Compare stages, one after another, with the whole model on a batch, in training and in evaluation.
 
-    What crosses cuts and comes out, gradients of all weights, and what layers write. On rank 0, or everywhere; x is
-    needed there. Where the whole model itself does not run, or twice gives two things, nothing is said of a mode.
-    Raises UsageError on all ranks if anything differs. Collective.
+    Compared are the values that cross cuts, the outputs, the gradients of all weights, and the values that layers
+    write. On rank 0, or everywhere; x is needed there. A mode is skipped if the whole model itself fails in it, or
+    gives different results in two runs. Raises UsageError on all ranks if anything differs. Collective.
     """
 
     def check() -> None:
         if comm.rank and not everywhere:
             return
         inputs = inputs_of(cut.graph, x)
-        skipped = [_checked(nodes, cut, inputs, training=training) for training in (True, False)]
+        skipped = [_compare_mode(nodes, cut, inputs, training=training) for training in (True, False)]
         if all(skipped):
-            warnings.warn(f"pipeline: the cut model is not compared with the whole one: {skipped[0]}", stacklevel=5)
+            warnings.warn(f"pipeline: the split model is not compared with the whole model: {skipped[0]}", stacklevel=5)
 
-    together(comm, check)
+    run_together(comm, check)
 
 
-def _checked(nodes: Nodes, cut: Cut, inputs: Sequence[tf.Tensor], *, training: bool) -> str:
-    """Return why nothing can be compared, if nothing can."""
+def _compare_mode(nodes: Nodes, cut: SplitModel, inputs: Sequence[tf.Tensor], *, training: bool) -> str:
+    """Compare in one mode; return why nothing can be compared, if so."""
     how = "in training" if training else "in evaluation"
     graph = cut.graph
     names = [name for name in dict.fromkeys(n for part in cut.parts for n in part.gives) if not name.endswith(MASK)]
@@ -82,29 +82,29 @@ def _checked(nodes: Nodes, cut: Cut, inputs: Sequence[tf.Tensor], *, training: b
         own = _run(graph, cut, _in_stages(cut, inputs, training=training))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        raise UsageError(f"pipeline: the cut model fails {how}, and the whole one does not: {said}") from error
+        raise UsageError(f"pipeline: the split model fails {how}, and the whole model does not: {said}") from error
     try:
-        compare_with_whole(Alone(), expected, own, when=how)
+        compare_with_original(SingleRankGroup(), expected, own, when=how)
     except UsageError:
-        if _differ(expected, _run(graph, cut, _with_variables(graph, whole))):
-            return f"it gives other values each time that it runs {how}"
+        if _differs(expected, _run(graph, cut, _with_variables(graph, whole))):
+            return f"it returns different values in each run {how}"
         raise
     return ""
 
 
 _Program = Callable[[], tuple[_Computed, list[Any], list[Any]]]
-"""Gives what was computed, the gradients of the trainable variables, and the values of all."""
+"""Returns the computed values, the gradients of the trainable variables, and the values of all variables."""
 
 
-def _run(graph: Any, cut: Cut, program: _Program) -> Run:
-    """Run a program without a trace, and write down what it did."""
+def _run(graph: Any, cut: SplitModel, program: _Program) -> ModelRun:
+    """Run a program without side effects, and record its results."""
     stages = list(reversed(list(enumerate(cut.parts))))
     made = {name: number for number, part in stages for name in part.gives}
-    with untouched([graph], graph.variables):
+    with prevent_side_effects([graph], graph.variables):
         (values, added), gradients, after = tf.function(program, autograph=False)()
         values_of = {f"the output of {name}": to_array(value) for name, value in values.items()}
         state = [_array(value) for value in after or [variable.value for variable in graph.variables]]
-    return Run(
+    return ModelRun(
         values_of | {"what layers add to the loss": to_array(added)},
         {
             variable.path: None if gradient is None else _array(gradient)
@@ -121,7 +121,7 @@ def _array(value: Any) -> Array:
 
 
 def _with_variables(graph: Any, compute: Callable[[], _Computed]) -> _Program:
-    """Let a model use and write its variables, as it does elsewhere; their values are read when it ran."""
+    """Let a model use and write its variables as usual; their values are read after the run."""
 
     def program() -> tuple[_Computed, list[Any], list[Any]]:
         with tf.GradientTape() as tape:
@@ -132,8 +132,8 @@ def _with_variables(graph: Any, compute: Callable[[], _Computed]) -> _Program:
     return program
 
 
-def _in_stages(cut: Cut, inputs: Sequence[tf.Tensor], *, training: bool) -> _Program:
-    """Let stages compute one after another, as a pipeline does."""
+def _in_stages(cut: SplitModel, inputs: Sequence[tf.Tensor], *, training: bool) -> _Program:
+    """Run the stages one after another, as a pipeline does."""
     graph = cut.graph
 
     def program() -> tuple[_Computed, list[Any], list[Any]]:
@@ -154,7 +154,7 @@ def _in_stages(cut: Cut, inputs: Sequence[tf.Tensor], *, training: bool) -> _Pro
                     [now.get(id(v), v.value) for v in own] for own in (functions.trainable, functions.state)
                 )
                 results, extra, changed = functions.call(weights_now, state, given, training=training)
-                values |= {name: tf.identity(value) for name, value in results.items()}  # as messages: without masks
+                values |= {name: tf.identity(value) for name, value in results.items()}  # like messages: without masks
                 added += [] if extra is None else [extra]
                 pairs = zip(functions.variables, changed, strict=True)
                 now |= {id(variable): value for variable, value in pairs if value is not None}
@@ -186,9 +186,9 @@ def _float64(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
-def _differ(one: Run, other: Run) -> bool:
+def _differs(one: ModelRun, other: ModelRun) -> bool:
     try:
-        compare_with_whole(Alone(), one, other)
+        compare_with_original(SingleRankGroup(), one, other)
     except UsageError:
         return True
     return False
@@ -198,47 +198,47 @@ def _differ(one: Run, other: Run) -> bool:
 
 
 def check_batch(
-    comm: Communicator, steps: Steps, variables: Sequence[Any], values: Iterable[Array], batch: Any, loss: Any
+    comm: Communicator, steps: StepRunner, variables: Sequence[Any], values: Iterable[Array], batch: Any, loss: Any
 ) -> None:
-    """Compare what a pipeline predicts for a batch with what the whole model does of its microbatches. Collective.
+    """Compare the pipeline's predictions for a batch with those of the whole model for its microbatches. Collective.
 
-    variables: of the whole model, to compute with; values: what they are in the pipeline. loss: as it was compiled, or
-    None; it is compared, too, with what layers add, where the batch has a target. Raises UsageError on all ranks if
+    variables: of the whole model, to compute with; values: their values in the pipeline. loss: as compiled, or None; it
+    is compared, too, with the losses that layers add, if the batch has a target. Raises UsageError on all ranks if
     anything differs.
     """
-    x, y = given(batch)
+    x, y = unpack_batch(batch)
     graph, whole = steps.graph, dict[str, Array]()
-    with untouched([graph], variables):
+    with prevent_side_effects([graph], variables):
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         inputs = inputs_of(graph, x)
         parts = rows_of(rows_in(inputs, "x"), steps.pipe.schedule.microbatches)
         nest = partial(keras.tree.pack_sequence_as, graph.input)
-        made = [graph(nest(taken(inputs, part)), training=False) for part in parts if part.start < part.stop]
+        made = [graph(nest(take_rows(inputs, part)), training=False) for part in parts if part.start < part.stop]
         outputs = [tf.concat(own, 0) for own in zip(*map(keras.tree.flatten, made), strict=True)]
         whole |= {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs, strict=True)}
         has_loss = loss is not None and y is not None
         if has_loss:
             value = loss(as_tensors(y, "y"), keras.tree.flatten(graph(nest(inputs), training=False)), None)
             whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)), keras.config.floatx())
-    with untouched([graph], list(steps.variables.values())):
+    with prevent_side_effects([graph], list(steps.variables.values())):
         came = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
     own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, came, strict=True)}
     if has_loss:
-        with untouched([graph], list(steps.variables.values())):
+        with prevent_side_effects([graph], list(steps.variables.values())):
             own["the loss"] = np.array(steps.run(x, y, None).loss, keras.config.floatx())
-    # What is computed in shorter floats is rounded elsewhere when operations are fused, whatever comes out of it.
+    # Results in shorter floats are rounded at other points when operations are fused, whatever the output dtype.
     kinds = {str(layer.compute_dtype) for layer in graph._flatten_layers()} & {"float16", "bfloat16", "float32"}
     tolerance = max((TOLERANCES[kind] for kind in kinds), default=None)
-    compare_with_whole(comm, Run(whole), Run(own), when="in an evaluation", tolerance=tolerance)
+    compare_with_original(comm, ModelRun(whole), ModelRun(own), when="in an evaluation", tolerance=tolerance)
 
 
-def given(batch: Any) -> tuple[Any, Any]:
+def unpack_batch(batch: Any) -> tuple[Any, Any]:
     """Return x and y of a batch as `verify=` takes it."""
     return keras.utils.unpack_x_y_sample_weight(batch)[:2] if isinstance(batch, tuple) else (batch, None)
 
 
-def check_alike(comm: Communicator, batch: Any) -> None:
+def check_same_batch(comm: Communicator, batch: Any) -> None:
     """Raise MismatchError on all ranks unless they have the same batch. Collective."""
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
     lines = [f"a value of the batch: {one.shape} {one.dtype} {zlib.crc32(one.tobytes()):08x}" for one in leaves]

@@ -1,4 +1,4 @@
-"""Tensor and context parallelism for TensorFlow and Keras: moves, divided layers, `parallelize`, attention."""
+"""Tensor and context parallelism for TensorFlow and Keras: collectives with gradients, sharded layers, attention."""
 
 from commlib_tensorflow.tensor import context, streams
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP

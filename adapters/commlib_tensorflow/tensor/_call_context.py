@@ -1,4 +1,4 @@
-"""Call context: what Keras notes of the outermost layer that is being called, such as whether it is trained."""
+"""Call context: Keras' record of the outermost layer call, such as whether it trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-try:  # none of it is public: without it nobody knows by what a layer is called
+try:  # not public; without it the outermost caller is unknown
     from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 except ImportError:
 
@@ -28,7 +28,7 @@ def current_call() -> Any:
 
 
 def is_running(layer: Any) -> bool:
-    """Return whether a layer is being called now, by whatever other one; other methods of its own do not count."""
+    """Return whether a layer's call is running now, called from any other layer; its other methods do not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -43,10 +43,10 @@ _CALLS = "__call__", "call"
 
 
 @contextmanager
-def call_of_its_own() -> Iterator[None]:
-    """Let a call within another one be the outermost, and let that one go on as it was.
+def isolate_call() -> Iterator[None]:
+    """Make a nested call the outermost one, and restore the outer call afterwards.
 
-    So it is cast by what it says itself: weights are as they are meanwhile.
+    The nested call then casts by its own policy; meanwhile variables are not autocast.
     """
     before = {name: get_global_attribute(name) for name in (_CALL, _CASTS)}
     for name in before:

@@ -1,7 +1,7 @@
-"""Callbacks that keep a divided model: rank 0 of the axis runs Keras' own, with a model whose files are whole.
+"""Callbacks that save a sharded model: rank 0 of the axis runs Keras' own, with a model that writes unsharded files.
 
-The other ranks do what it asks for: give their parts, read what it reads, and set what it sets. So do all ranks of all
-replicas that are given the same files: one rank writes.
+The other ranks serve it: they gather their shards, read the same files, and set the same attributes. If all replicas
+have callbacks for the same files, one rank of all replicas writes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import keras
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.errors import UsageError
 from commlib.horovod.callbacks import BestModel
 from commlib.sharding.sharding import Sharding
 from commlib.sharding.shards import world_ranks
-from commlib_tensorflow._keras_reduction import Distributed, replace
+from commlib_tensorflow._keras_reduction import DistributedMixin, replace
 from commlib_tensorflow._shards import shards_in
 from commlib_tensorflow.tensor.state import gather_model
 
@@ -30,47 +30,47 @@ _PLAIN = (bool, int, float, str, np.generic, type(None))
 
 
 def watch_callbacks() -> None:
-    """Let Keras' callbacks that save models know, from now on, of those that are divided."""
-    replace(keras.callbacks.CallbackList, "set_model", _keeping)
-    replace(keras.callbacks.CallbackList, "on_train_begin", _sharing)
+    """Make Keras' callbacks that save models handle sharded models from now on."""
+    replace(keras.callbacks.CallbackList, "set_model", _wrap_set_model)
+    replace(keras.callbacks.CallbackList, "on_train_begin", _wrap_train_begin)
 
 
-def _keeping(original: Any) -> Any:
+def _wrap_set_model(original: Any) -> Any:
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
-        comm = _divided_over(model)
+        comm = _shard_ranks(model)
         if comm is not None:
-            names = [type(one).__name__ for one in self.callbacks if _keeps(one)]
+            names = [type(one).__name__ for one in self.callbacks if _saves_model(one)]
             every = comm.all_gather_object(names)
             if any(other != every[0] for other in every):
                 raise UsageError(
-                    f"fit: callbacks that keep a divided model are {every} on the ranks of {comm.name}: give the same "
-                    "to all of them, of which one writes"
+                    f"fit: callbacks that save a sharded model are {every} on the ranks of {comm.name}: pass the same "
+                    "ones to all of them; one rank writes"
                 )
-            self.callbacks[:] = [OneForAll(one, comm) if _keeps(one) else one for one in self.callbacks]
+            self.callbacks[:] = [SharedCallback(one, comm) if _saves_model(one) else one for one in self.callbacks]
         original(self, model)
 
     return set_model
 
 
-def _sharing(original: Any) -> Any:
+def _wrap_train_begin(original: Any) -> Any:
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
         model = next((one.model for one in self.callbacks), None)
-        if (everyone := _trained_with(model)) is not None:
-            _share_files([one for one in self.callbacks if isinstance(one, OneForAll)], model, everyone)
+        if (everyone := _replica_ranks(model)) is not None:
+            _share_files([one for one in self.callbacks if isinstance(one, SharedCallback)], model, everyone)
         original(self, logs)
 
     return on_train_begin
 
 
-def _share_files(callbacks: list[OneForAll], model: Any, everyone: Communicator) -> None:
-    """Let one rank of all replicas run callbacks that are given the same files in each. Collective over all of them.
+def _share_files(callbacks: list[SharedCallback], model: Any, everyone: Communicator) -> None:
+    """Let one rank of all replicas run the callbacks that have the same files in each. Collective over all replicas.
 
     Raises UsageError on all ranks if only some callbacks of replicas have the same files.
     """
     own = [(type(one.callback).__name__, _files_of(one.callback)) for one in callbacks]
-    axis = _divided_over(model)
+    axis = _shard_ranks(model)
     every = everyone.all_gather_object((own, world_ranks(axis)[0] if axis is not None else -1))
     if all(other == own for other, _ in every):
         for one in callbacks:
@@ -85,8 +85,8 @@ def _share_files(callbacks: list[OneForAll], model: Any, everyone: Communicator)
     if shared:
         name, path = shared[0]
         raise UsageError(
-            f"fit: {name} writes {path} in several replicas of a divided model, and their ranks have other callbacks "
-            f"beside it: give all ranks of {everyone.name} the same, of which one writes, or each replica its own path"
+            f"fit: {name} writes {path} in several replicas of a sharded model, but their ranks have other callbacks "
+            f"too: pass the same ones to all ranks of {everyone.name}, and one writes, or use a path for each replica"
         )
 
 
@@ -94,23 +94,23 @@ def _files_of(callback: Any) -> str:
     return os.fspath(getattr(callback, "filepath", "") or getattr(callback, "backup_dir", ""))
 
 
-def _trained_with(model: Any) -> Communicator | None:
-    """Return all ranks of the replicas with which a divided model is trained; None if it is trained by itself."""
-    comm = _divided_over(model)
+def _replica_ranks(model: Any) -> Communicator | None:
+    """Return all ranks of the replicas that train a sharded model together; None for a single replica."""
+    comm = _shard_ranks(model)
     optimizer = getattr(model, "optimizer", None)
     mesh = None if comm is None else comm.kept.get("mesh")
-    if mesh is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+    if mesh is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
         return None
     everyone: Communicator = mesh.comm
     return everyone if comm is not None and everyone.size > comm.size else None
 
 
-def _keeps(callback: Any) -> bool:
+def _saves_model(callback: Any) -> bool:
     return type(callback) in _KEEPERS or isinstance(callback, BestModel)
 
 
-def _divided_over(model: Any) -> Communicator | None:
-    """Return the ranks that have the parts of a model, if it is divided over one axis, and `save` is Keras' own."""
+def _shard_ranks(model: Any) -> Communicator | None:
+    """Return the ranks with the shards of a model, if it is sharded over one axis and `save` is Keras' own."""
     if not isinstance(model, keras.Model) or type(model).save is not keras.Model.save:
         return None
     shards = [shard for _, shard in shards_in(model) if shard.axis.size > 1]
@@ -120,7 +120,7 @@ def _divided_over(model: Any) -> Communicator | None:
     return axes[0].comm
 
 
-class OneForAll(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class SharedCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Lets rank 0 run a callback of Keras for all ranks."""
 
     def __init__(self, callback: Any, comm: Communicator) -> None:
@@ -128,19 +128,19 @@ class OneForAll(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no
         self.callback, self.comm = callback, comm
 
     def set_model(self, model: Any) -> None:
-        """Take the model."""
+        """Set the model."""
         super().set_model(model)
-        self.callback.set_model(WholeInFiles(model, self.comm) if self.comm.rank == 0 else model)
+        self.callback.set_model(UnshardedFiles(model, self.comm) if self.comm.rank == 0 else model)
 
     def set_params(self, params: Any) -> None:
-        """Take what `fit` was told."""
+        """Set the parameters of `fit`."""
         super().set_params(params)
         self.callback.set_params(params)
 
     def run(self, hook: str, *args: Any, **options: Any) -> None:
-        """Run a hook on rank 0, and serve it on the others; all know afterwards what the callback knows. Collective."""
+        """Run a hook on rank 0, and serve it on the others; then copy rank 0's callback state to all. Collective."""
         if hook == "on_train_batch_end" and getattr(self.callback, "save_freq", None) == "epoch":
-            return  # it has nothing to do then
+            return  # the hook does nothing in this case
         raised = self._lead(hook, *args, **options) if self.comm.rank == 0 else self._follow()
         if raised is not None:
             raise raised
@@ -169,23 +169,23 @@ class OneForAll(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no
         vars(self.callback).update(known)
         if not text:
             return None
-        return raised or UsageError(f"{type(self.callback).__name__}, which rank 0 of {self.comm.name} runs: {text}")
+        return raised or UsageError(f"{type(self.callback).__name__}, on rank 0 of {self.comm.name}: {text}")
 
 
 def _hook(name: str) -> Callable[..., None]:
-    def run(self: OneForAll, *args: Any, **options: Any) -> None:
+    def run(self: SharedCallback, *args: Any, **options: Any) -> None:
         self.run(name, *args, **options)
 
-    run.__name__, run.__doc__ = name, "Do what the callback does, if it does anything then."
+    run.__name__, run.__doc__ = name, "Run this hook of the callback, if it has one."
     return run
 
 
 for _name in _HOOKS:
-    setattr(OneForAll, _name, _hook(_name))
+    setattr(SharedCallback, _name, _hook(_name))
 
 
-class WholeInFiles:
-    """A divided model on rank 0, for a callback: what it saves is the whole, to which all ranks give their parts."""
+class UnshardedFiles:
+    """A sharded model on rank 0, for a callback: it saves the unsharded model, gathered from all ranks."""
 
     def __init__(self, model: Any, comm: Communicator) -> None:
         vars(self).update(_model=model, _comm=comm)
@@ -197,15 +197,15 @@ class WholeInFiles:
         self._ask("set", name, value)
 
     def save(self, *args: Any, **options: Any) -> None:
-        """Save the whole model as Keras does."""
+        """Save the unsharded model as Keras does."""
         self._ask("gather").save(*args, **options)
 
     def save_weights(self, *args: Any, **options: Any) -> None:
-        """Save the weights of the whole model as Keras does."""
+        """Save the weights of the unsharded model as Keras does."""
         self._ask("gather").save_weights(*args, **options)
 
     def load_weights(self, *args: Any, **options: Any) -> None:
-        """Load weights of the whole model, on all ranks."""
+        """Load weights of the unsharded model, on all ranks."""
         self._ask("load", args, options)
 
     def _ask(self, what: str, *given: Any) -> Any:
@@ -220,7 +220,7 @@ def _gather(model: Any, comm: Communicator) -> Any:
 def _load(model: Any, comm: Communicator, args: Any, options: Any) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    together(comm, lambda: model.load_weights(*args, **options))
+    run_together(comm, lambda: model.load_weights(*args, **options))
 
 
 def _set(model: Any, comm: Communicator, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Calls: with what a model of Keras is called, tensors apart from flags and whatever else a model goes by."""
+"""Model calls: the arguments of a Keras model's call, with tensors separated from flags and other values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.tensor_parallel.checks.kinds import Holding, Same, kind_of
+from commlib.tensor_parallel.checks.kinds import ObjectContents, SameObject, kind_of
 from commlib_tensorflow.tensor._call_context import current_call
 
 
 @dataclass(frozen=True)
-class Call:
-    """With what a model is called, or specs of that. Whether it is trained is said apart.
+class ModelCall:
+    """The arguments of a model's call, or specs of them. The training flag is separate.
 
-    masks: those that Keras has put on tensors, by the places of these.
+    masks: Keras' masks of tensors, by the index of the tensor.
     """
 
     args: tuple[Any, ...]
@@ -27,13 +27,13 @@ class Call:
     masks: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Any) -> Call:
-        """Return a call with one value, as that of an example or a batch is; a call is what it is."""
-        return given if isinstance(given, Call) else cls((keras.tree.map_structure(_number_as_tensor, given),))
+    def of(cls, given: Any) -> ModelCall:
+        """Return a call with one value, such as an example or a batch; a call is returned unchanged."""
+        return given if isinstance(given, ModelCall) else cls((keras.tree.map_structure(_number_as_tensor, given),))
 
     @classmethod
-    def within(cls, model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
-        """Return a model's call, as its `call` hears of it."""
+    def within(cls, model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> ModelCall:
+        """Return a model's call from the arguments of its `call` method."""
         parameters = inspect.signature(model.call).parameters
         names = [name for name, one in parameters.items() if one.kind in _PLACED]
         takes_more = any(one.kind == inspect.Parameter.VAR_POSITIONAL for one in parameters.values())
@@ -45,22 +45,22 @@ class Call:
         masks = {place: mask for place, one in enumerate(tensors) if (mask := mask_of(one)) is not None}
         return cls(given, left, masks)
 
-    def mapped(self, function: Callable[[Any], Any]) -> Call:
-        """Return the call with other tensors, each made by a function of its own."""
+    def mapped(self, function: Callable[[Any], Any]) -> ModelCall:
+        """Return the call with its tensors replaced by `function` of each."""
         return self.with_tensors(tuple(map(function, self.tensors)))
 
     @property
     def given(self) -> list[Any]:
-        """Its tensors, arrays and specs of some, in order."""
+        """Its tensors, arrays and specs, in order."""
         return [one for one in keras.tree.flatten((self.args, dict(self.options))) if is_tensor(one)]
 
     @property
     def tensors(self) -> list[Any]:
-        """Those that are given, and the masks of some behind them."""
+        """The tensors, followed by their masks."""
         return [*self.given, *self.masks.values()]
 
-    def with_tensors(self, tensors: tuple[Any, ...]) -> Call:
-        """Return the call with these tensors in the places of its own."""
+    def with_tensors(self, tensors: tuple[Any, ...]) -> ModelCall:
+        """Return the call with its tensors replaced."""
         count = len(tensors) - len(self.masks)
         masks = dict(zip(self.masks, tensors[count:], strict=True))
         for place, mask in masks.items():
@@ -69,11 +69,11 @@ class Call:
         args, options = keras.tree.map_structure(
             lambda one: next(left) if is_tensor(one) else one, (self.args, dict(self.options))
         )
-        return Call(args, options, masks)
+        return ModelCall(args, options, masks)
 
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-"""Kinds of parameters that take an argument by its place."""
+"""Kinds of parameters that accept a positional argument."""
 
 
 def mask_of(one: Any) -> Any:
@@ -91,7 +91,7 @@ def _number_as_tensor(one: Any) -> Any:
 
 
 def is_trained(options: Mapping[str, Any]) -> bool:
-    """Return whether a model is trained that is being called so, as Keras tells it or its layers."""
+    """Return whether the current call of a model trains, by its options or by Keras' context."""
     given, call = options.get("training"), current_call()
     return bool(call.get_value("training") if given is None and call is not None else given)
 
@@ -99,9 +99,9 @@ def is_trained(options: Mapping[str, Any]) -> bool:
 def kind_of_call(
     training: bool, args: tuple[Any, ...], options: Mapping[str, Any], *, autocast: bool = True
 ) -> Hashable:
-    """Return what tells a call from those of other kinds: see `kind_of`; of tensors their dtypes, ranks and masks.
+    """Return a key for the kind of a call: see `kind_of`; tensors count by dtype, rank and mask.
 
-    autocast: Keras casts floats to those of the model, so that all are one kind.
+    autocast: Keras casts floats to the model's dtype, so all float dtypes are one kind.
     """
     told = _kind_of_cast if autocast else _kind_of_other
     given = [(name, kind_of(one, told)) for name, one in options.items() if name != "training"]
@@ -114,21 +114,21 @@ def _kind_of_cast(one: Any) -> Any:
 
 
 def _kind_of_other(one: Any) -> Any:
-    """Return what is told of a tensor, of a function that is traced, and which layer or dtype something is."""
+    """Return the kind of a tensor, of a traced function, or the identity of a layer or dtype."""
     kind: Any = type(one)
     if tf.is_tensor(one) or issubclass(kind, _TENSORS):
         mark = kind if issubclass(kind, _OF_THEIR_OWN) else tf.Tensor
         rank = one.shape.rank if tf.is_tensor(one) else len(one.shape)
         return mark, tf.as_dtype(one.dtype), rank, mask_of(one) is not None
     if issubclass(kind, _TRACED):
-        return Holding(kind, (one.python_function,))
+        return ObjectContents(kind, (one.python_function,))
     if issubclass(kind, keras.Layer | tf.Module):
-        return Same(one)
+        return SameObject(one)
     return one if kind is tf.DType else None
 
 
 _FLOATS = frozenset((tf.float64, tf.float32, tf.float16, tf.bfloat16))
 _TENSORS = keras.KerasTensor, keras.Variable, tf.TensorSpec, np.generic
 _OF_THEIR_OWN = tf.Variable, keras.Variable, tf.__internal__.CompositeTensor
-"""Tensors by whose class a model may go."""
+"""Classes of tensors by which a model may branch."""
 _TRACED: Any = type(tf.function(lambda: None))

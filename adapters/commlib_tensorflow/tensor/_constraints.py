@@ -1,4 +1,4 @@
-"""Constraints of Keras: of what is divided each rank constrains its part, where that is the part of the whole."""
+"""Constraints of Keras on sharded variables: each rank constrains its shard, if that equals the shard of the result."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SCALES = (1e-3, 1, 1e3, 1e6)
 
 
 def check_constraint(what: str, variable: Any, sharding: Sharding, size: int) -> None:
-    """Raise UsageError for a constraint that would make something else of a part. One that is not Keras' is tried."""
+    """Raise UsageError for a constraint whose result on a shard would differ. One that is not Keras' own is tried."""
     plain = variable.constraint
-    if plain is None or size == 1 or _is_of_parts(plain, variable, sharding, size):
+    if plain is None or size == 1 or _commutes(plain, variable, sharding, size):
         return
     name = getattr(plain, "__name__", type(plain).__name__)
     raise UsageError(
-        f"{what}: {variable.path} has a constraint, {name}, which would see this rank's part of dimension "
-        f"{sharding.dim} alone: give it another axis=, or remove it"
+        f"{what}: {variable.path} has a constraint, {name}, which would see only this rank's shard of dimension "
+        f"{sharding.dim}: give it another axis=, or remove it"
     )
 
 
-def _is_of_parts(plain: Any, variable: Any, sharding: Sharding, size: int) -> bool:
+def _commutes(plain: Any, variable: Any, sharding: Sharding, size: int) -> bool:
     if type(plain) is keras.constraints.NonNeg:
         return True
     if type(plain) in _NORMS:
@@ -38,13 +38,13 @@ def _is_of_parts(plain: Any, variable: Any, sharding: Sharding, size: int) -> bo
         return sharding.dim not in dims
     with tf.init_scope():
         try:
-            return all(_is_tried(plain, variable.dtype, scale, sharding, size) for scale in _SCALES)
+            return all(_agrees_on_shards(plain, variable.dtype, scale, sharding, size) for scale in _SCALES)
         except Exception:
             return False
 
 
-def _is_tried(plain: Any, dtype: Any, scale: float, sharding: Sharding, size: int) -> bool:
-    """Return whether a constraint makes of random numbers of a size, in parts, what it makes of the whole."""
+def _agrees_on_shards(plain: Any, dtype: Any, scale: float, sharding: Sharding, size: int) -> bool:
+    """Return whether a constraint of random shards equals the shards of the constraint of the full array."""
     given = scale * np.random.default_rng(0).normal(size=sharding.shape)
     whole = np.asarray(tf.cast(plain(tf.cast(given, dtype)), tf.float64))
     for rank in range(size):

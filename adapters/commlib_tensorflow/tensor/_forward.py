@@ -1,4 +1,4 @@
-"""Forward: run a model of Keras as a whole, or as one rank with its part, and keep the numbers."""
+"""Forward: run a Keras model unsharded, or as one rank with its shards, and keep the values."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
-from commlib.sharding.axis import Axis
-from commlib.tensor_parallel.checks.guide import Guide, is_guided
-from commlib.tensor_parallel.checks.runs import Run
-from commlib.tensor_parallel.checks.seen_weights import seen_weights
-from commlib.tensor_parallel.run.per_rank import Number, changed_numbers, numbers_of_rank, whole_numbers_of
+from commlib.sharding.axis import ParallelAxis
+from commlib.tensor_parallel.checks.guided_run import GuidedRun, is_guided
+from commlib.tensor_parallel.checks.trace_run import TracedRun
+from commlib.tensor_parallel.checks.weight_shapes import list_weight_shapes
+from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, change_numbers, numbers_of_rank, whole_numbers_of
 from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
-from commlib_tensorflow._unnoticed import unnoticed
-from commlib_tensorflow.tensor._calls import Call
-from commlib_tensorflow.tensor._guided import Guided
+from commlib_tensorflow._trial_run import preserve_model
+from commlib_tensorflow.tensor._calls import ModelCall
+from commlib_tensorflow.tensor._guided_calls import GuidedCall
 from commlib_tensorflow.tensor._numbers import numbers_in
-from commlib_tensorflow.tensor._stand_ins import standing_in, zeros_in
-from commlib_tensorflow.tensor._weights import divided_weights
+from commlib_tensorflow.tensor._placeholders import substitute_weights, zeros_in
+from commlib_tensorflow.tensor._weights import sharded_weights
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.embedding import VocabularyEmbedding
 from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
-from commlib_tensorflow.tensor.tracing import Layers, Recorder, concrete, graph_of
+from commlib_tensorflow.tensor.tracing import Layers, TraceRecorder, concrete, graph_of
 
 
 def forward(
     model: Any,
     layers: Layers,
-    axis: Axis,
+    axis: ParallelAxis,
     given: Any,
     styles: Mapping[str, Style],
-    guide: Guide | None,
+    guide: GuidedRun | None,
     *,
     training: bool = False,
     stands_in: bool,
-) -> Run:
-    """Run a model without gradients, in evaluation or training mode: see `commlib.tensor_parallel.checks.numbers.Runs`.
+) -> TracedRun:
+    """Run a model without gradients, in evaluation or training mode, as `ModelRunner` of `numeric_checks` defines.
 
-    given: with what it is called, or `tf.TensorSpec`s of that: they get numbers here, the same on all ranks. stands_in:
-    with other numbers for weights that are zeros.
+    given: the arguments of the call, or `tf.TensorSpec`s of them, which get random values, the same on all ranks.
+    stands_in: replace weights that are all zeros by other values.
     """
-    call, zeros = Call.of(given), zeros_in(model) if stands_in else frozenset[str]()
+    call, zeros = ModelCall.of(given), zeros_in(model) if stands_in else frozenset[str]()
     whole = guide is None or guide.cuts
     numbers = _numbers(model, layers, axis, styles, guide)
-    recorder = Recorder(
-        model, layers, styles, whole=whole or None, guided=None if guide is None else Guided(guide),
-        detaches=True, weights=seen_weights(divided_weights(layers, styles, axis.size), axis, guide),
+    recorder = TraceRecorder(
+        model, layers, styles, whole=whole or None, guided=None if guide is None else GuidedCall(guide),
+        detaches=True, weights=list_weight_shapes(sharded_weights(layers, styles, axis.size), axis, guide),
     )  # fmt: skip
     error: Exception | None = None
     found: Mapping[str, Any] = {}
     arriving: Mapping[str, Any] | None = None
 
-    def once(call: Call) -> Any:
+    def once(call: ModelCall) -> Any:
         recorder.run(call, training=training)
         if recorder.error is not None:
             raise recorder.error
@@ -69,14 +69,14 @@ def forward(
             if tensor.dtype not in (tf.resource, tf.variant, tf.string)
             and (number in taken or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
         }
-        return values, _arriving(recorder)
+        return values, _arriving_gradients(recorder)
 
     with (
         tf.init_scope(),
-        unnoticed(model, call.args, call.options),
-        _changed(_undivided(layers) if whole else []),
-        changed_numbers(numbers),
-        standing_in(model, zeros),
+        preserve_model(model, call.args, call.options),
+        _use_styles(_unsharded_styles(layers) if whole else []),
+        change_numbers(numbers),
+        substitute_weights(model, zeros),
     ):
         numbered = numbers_of(call)
         try:
@@ -86,7 +86,7 @@ def forward(
                 raise
             error = raised
     values = [_array(found.get(str(number))) for number in range(len(recorder.tensors))]
-    return Run(
+    return TracedRun(
         recorder.trace(), values, {}, {}, {}, draws=training and error is None and recorder.draws,
         communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
         is_custom=recorder.is_custom,
@@ -95,23 +95,23 @@ def forward(
     )  # fmt: skip
 
 
-def _arriving(recorder: Recorder) -> dict[str, Any] | None:
-    """Return the gradients that come to layers' results, where functions make them that are no derivatives."""
+def _arriving_gradients(recorder: TraceRecorder) -> dict[str, Any] | None:
+    """Return the gradients that arrive at layers' results, if custom functions compute them."""
     try:
         return {str(number): one for number, one in recorder.arriving().items()} if recorder.is_custom else None
-    except Exception:  # what is not known to be right is warned of
+    except Exception:  # failures are reported as a warning elsewhere
         return None
 
 
-def can_run_whole(layers: Layers, axis: Axis) -> bool:
-    """Return whether a divided model can compute what it did before."""
+def can_run_whole(layers: Layers, axis: ParallelAxis) -> bool:
+    """Return whether a sharded model can still run unsharded."""
     own = [getattr(layer, "divided_axis", None) or getattr(layer, "axis", None) for layer in layers.values()]
     blocks = any(isinstance(layer, ParallelAttention | ParallelMLP) for layer in layers.values())
-    return not blocks and all(one.comm is axis.comm for one in own if isinstance(one, Axis))
+    return not blocks and all(one.comm is axis.comm for one in own if isinstance(one, ParallelAxis))
 
 
-def numbers_of(call: Call, seed: int = 0) -> Call:
-    """Return a call with numbers in its tensors: random ones, the same for the same seed, where none are given.
+def numbers_of(call: ModelCall, seed: int = 0) -> ModelCall:
+    """Return a call with values in its tensors: specs get random values, the same for the same seed.
 
     Integers are 0 and 1, which are words of any vocabulary, and booleans are true.
     """
@@ -132,19 +132,18 @@ def numbers_of(call: Call, seed: int = 0) -> Call:
 
 
 def _numbers(
-    model: Any, layers: Layers, axis: Axis, styles: Mapping[str, Style], guide: Guide | None
-) -> list[tuple[Number, int]]:
-    """Return the numbers of layers that are others than they have, for a run as a whole, or as this rank."""
+    model: Any, layers: Layers, axis: ParallelAxis, styles: Mapping[str, Style], guide: GuidedRun | None
+) -> list[tuple[ModuleNumber, int]]:
+    """Return the layers' integers to change for a full run, or for a run as this rank."""
     if guide is None:
         return [pair for layer in (model, *layers.values()) for pair in whole_numbers_of(layer).items()]
     return numbers_of_rank(numbers_in(model, layers), styles, axis) if guide.cuts else []
 
 
-def _undivided(layers: Layers) -> list[tuple[Any, Style]]:
-    """Return with which styles layers of a divided model compute the whole, on all ranks alike.
+def _unsharded_styles(layers: Layers) -> list[tuple[Any, Style]]:
+    """Return the styles with which layers of a sharded model compute the full result, the same on all ranks.
 
-    Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
-    weights that it has.
+    Activations are gathered after each layer and split before each layer; each rank uses its own weights.
     """
     attention = [layer for layer in layers.values() if isinstance(layer, ColumnAttention)]
     within = {id(one) for layer in attention for one in layer._flatten_layers(include_self=False)}  # type: ignore[attr-defined]
@@ -165,8 +164,8 @@ def _undivided(layers: Layers) -> list[tuple[Any, Style]]:
 
 
 @contextmanager
-def _changed(changes: list[tuple[Any, Style]]) -> Iterator[None]:
-    """Give layers other styles for a while."""
+def _use_styles(changes: list[tuple[Any, Style]]) -> Iterator[None]:
+    """Replace the styles of layers within the context."""
     own = [(layer, layer.style) for layer, _ in changes]
     try:
         for layer, style in changes:

@@ -1,4 +1,4 @@
-"""Gathering: the whole of what is divided, with this rank's part of its gradient; regularizers that need the whole."""
+"""Gathering of sharded arrays, with this rank's shard of the gradient; regularizers that need the full array."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.shard_sharing import sharers_of
 from commlib.sharding.sharding import Sharding
 from commlib.sharding.shards import Shard
-from commlib.sharding.sharers import sharers_of
 from commlib.tensor_parallel import moves
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow.tensor._sharing import for_sharers
-from commlib_tensorflow.tensor.moves import moved
+from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
+from commlib_tensorflow.tensor.moves import redistribute
 
 SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-"""Regularizers that are sums over elements: of a part they have the gradient of that part, and are not gathered."""
+"""Regularizers that are sums over elements: on a shard they have the shard's gradient, and need no gather."""
 
 
 def is_sum(regularizer: Any) -> bool:
@@ -25,10 +25,10 @@ def is_sum(regularizer: Any) -> bool:
     return type(regularizer) in SUMS
 
 
-def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1, *, layer: Any = None) -> Any:
-    """Return the outputs of all ranks in the order of the whole, along a dimension. layer: whose outputs these are."""
+def gather_outputs(out: Any, axis: ParallelAxis, sharding: Sharding, dim: int = -1, *, layer: Any = None) -> Any:
+    """Gather the outputs of all ranks in unsharded order along a dimension. layer: the layer that returned them."""
     lengths = sharding.lengths(axis.size)
-    whole = moved(out, axis, moves.gather(dim, lengths=lengths), layer=layer)
+    whole = redistribute(out, axis, moves.gather(dim, lengths=lengths), layer=layer)
     if len(sharding.parts) < 2 and sharding.copies(axis.size) == 1:
         return whole
     offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
@@ -43,21 +43,21 @@ def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1, *, layer: 
     )
 
 
-class Regularizer:
-    """A regularizer of a variable that is divided: it sees the whole, as it did before."""
+class GatheredRegularizer:
+    """Regularizer of a sharded variable: it sees the gathered variable."""
 
-    def __init__(self, plain: Any, axis: Axis, sharding: Sharding) -> None:
+    def __init__(self, plain: Any, axis: ParallelAxis, sharding: Sharding) -> None:
         self.plain, self.axis, self.sharding = plain, axis, sharding
         self.sharers = sharers_of(axis, sharding)
 
     def __call__(self, own: Any) -> Any:
-        """Return the loss of the whole, of which the gradient is this rank's part. Collective."""
-        own = for_sharers(self.sharers, as_tensor(own), self.sharding.dim)
-        return self.plain(gathered(own, self.axis, self.sharding, self.sharding.dim))
+        """Return the loss of the gathered variable, with the gradient of this rank's shard. Collective."""
+        own = sum_shared_gradient(self.sharers, as_tensor(own), self.sharding.dim)
+        return self.plain(gather_outputs(own, self.axis, self.sharding, self.sharding.dim))
 
 
 def regularize_whole(variable: Any, shard: Shard) -> None:
-    """Let the regularizer of a variable that was divided see the whole, unless it is a sum over elements."""
+    """Make the regularizer of a sharded variable see the gathered one, unless it is a sum over elements."""
     plain = getattr(variable, "regularizer", None)
     if plain is not None and not is_sum(plain) and isinstance(shard.sharding, Sharding):
-        variable.regularizer = Regularizer(plain, shard.axis, shard.sharding)
+        variable.regularizer = GatheredRegularizer(plain, shard.axis, shard.sharding)

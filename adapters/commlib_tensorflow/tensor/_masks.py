@@ -1,4 +1,4 @@
-"""Masks of Keras, for layers whose input or output is divided along a sequence: a mask goes where its tensor goes."""
+"""Masks of Keras for layers with an input or output sharded along a sequence: a mask moves with its tensor."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import moves
-from commlib.tensor_parallel.moves import Move
-from commlib_tensorflow.tensor.moves import moved
+from commlib.tensor_parallel.moves import Redistribute
+from commlib_tensorflow.tensor.moves import redistribute
 
 
-def gathered_mask(mask: Any, axis: Axis, sequence: int | None, dims: int) -> Any:
-    """Return the mask of a whole sequence, of those of its shards. dims: how many dimensions the tensor has."""
-    return mask if sequence is None else _moved(mask, axis, moves.gather(sequence % dims))
+def gather_mask(mask: Any, axis: ParallelAxis, sequence: int | None, dims: int) -> Any:
+    """Gather the mask of a whole sequence from its shards. dims: the number of dimensions of the tensor."""
+    return mask if sequence is None else _move(mask, axis, moves.gather(sequence % dims))
 
 
-def scattered_mask(mask: Any, axis: Axis, sequence: int | None, dims: int) -> Any:
-    """Return the mask of this rank's shard of a sequence, of that of the whole."""
-    return mask if sequence is None else _moved(mask, axis, moves.scatter(sequence % dims))
+def scatter_mask(mask: Any, axis: ParallelAxis, sequence: int | None, dims: int) -> Any:
+    """Return the mask of this rank's shard of a sequence, given the mask of the whole sequence."""
+    return mask if sequence is None else _move(mask, axis, moves.scatter(sequence % dims))
 
 
-def _moved(mask: Any, axis: Axis, move: Move) -> Any:
-    if mask is None or isinstance(mask, keras.KerasTensor):  # shapes of models are those of the whole
+def _move(mask: Any, axis: ParallelAxis, move: Redistribute) -> Any:
+    if mask is None or isinstance(mask, keras.KerasTensor):  # shapes of models are unsharded
         return mask
-    return moved(tf.convert_to_tensor(mask), axis, move)
+    return redistribute(tf.convert_to_tensor(mask), axis, move)

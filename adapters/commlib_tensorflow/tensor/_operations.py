@@ -1,4 +1,4 @@
-"""Operations of TensorFlow's graphs: which dimensions of the results are which ones of the inputs."""
+"""Operations of TensorFlow's graphs: the mapping from dimensions of the inputs to dimensions of the results."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from tensorflow.python.framework.tensor_util import try_evaluate_constant
 from commlib.tensor_parallel import equations
 from commlib.tensor_parallel.equations import UNKNOWN_LENGTH, Equation, Shape
 from commlib.tensor_parallel.lengths import Length
-from commlib_tensorflow._graph import NODES
+from commlib_tensorflow._host_calls import NODES
 
 CALLS = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))
-"""Functions of the host."""
+"""Host functions."""
 
 Found = dict[str, Any]
-"""The fields of a step: its kind, its inputs, and what goes with that."""
+"""The fields of a step: its kind, its inputs, and the matching details."""
 
 _WRITTEN = "_gradient_op_type"
-"""The attribute of operations whose gradient is a function of its own."""
+"""Attribute of operations with a custom gradient function."""
 
 _WRITERS = frozenset(
     (code.co_filename, code.co_name) for code in (inspect.unwrap(function).__code__ for function in (tf.nn.silu,))
 )
-"""Functions of TensorFlow that write their gradients themselves, as these are: element by element."""
+"""TensorFlow's own functions with a custom gradient, which is element by element."""
 
 SOURCES = frozenset((
     "Const", "Shape", "ShapeN", "Size", "Rank", "Fill", "Range", "LinSpace", "Placeholder", "ReadVariableOp",
     "VarHandleOp", "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniform", "RandomUniform",
 ))  # fmt: skip
-"""Nothing that a model computes goes into them, but for shapes."""
+"""Operations without model values as inputs, except shapes."""
 
 
 def shape_of(tensor: Any) -> Shape:
-    """Return a tensor's shape; lengths that are not known are those of no other."""
+    """Return a tensor's shape; unknown lengths are equal to no other length."""
     if tensor.shape.rank is None:
         return ()
     return tuple(UNKNOWN_LENGTH if length is None else length for length in tensor.shape.as_list())
 
 
-def described(op: Any) -> Found:
-    """Return what is known of an operation: kind "unknown" if that is nothing."""
+def describe_call(op: Any) -> Found:
+    """Return what is known of an operation: kind "unknown" if nothing is."""
     inputs = list(op.inputs)
-    if op.type in CALLS:  # of the host: it may be a move, as ours are
+    if op.type in CALLS:  # a host function; it may be a move, like commlib's own
         return {"kind": "unseen", "inputs": [] if NODES in op.name.split("/") else inputs}
     known = all(tensor.shape.rank is not None for tensor in (*inputs, *op.outputs))
     describe = _OPERATIONS.get(op.type) if known and op.outputs else None
@@ -55,13 +55,13 @@ def described(op: Any) -> Found:
 
 
 def has_own_gradient(op: Any) -> bool:
-    """Return whether an operation, or one in a function that it calls, has a gradient that somebody has written.
+    """Return whether an operation, or one in a function that it calls, has a custom gradient.
 
-    Those that TensorFlow has written are known, if they are in the graph itself.
+    TensorFlow's own custom gradients are known and do not count, if they are in the graph itself.
     """
     if _WRITTEN in op.node_def.attr:
         return not any((one.filename, one.name) in _WRITERS for one in op.traceback)
-    waiting = _called(op.node_def)
+    waiting = _called_functions(op.node_def)
     library = {one.signature.name: one for one in op.graph.as_graph_def().library.function} if waiting else {}
     seen = set(waiting)
     while waiting:
@@ -69,12 +69,12 @@ def has_own_gradient(op: Any) -> bool:
         for node in () if function is None else function.node_def:
             if _WRITTEN in node.attr:
                 return True
-            waiting |= _called(node) - seen
+            waiting |= _called_functions(node) - seen
             seen |= waiting
     return False
 
 
-def _called(node: Any) -> set[str]:
+def _called_functions(node: Any) -> set[str]:
     """Return the names of the functions that a node calls."""
     lists = [attr.list.func for attr in node.attr.values()]
     single = [attr.func.name for attr in node.attr.values() if attr.HasField("func")]
@@ -86,7 +86,7 @@ def _equation(equation: Equation, inputs: Sequence[Any]) -> Found:
 
 
 def _number(tensor: Any) -> Any:
-    """Return a constant, or what is computed of some, as numbers; None if it is none."""
+    """Return the value of a tensor computed from constants; None for any other tensor."""
     found = tf.get_static_value(tensor)
     return try_evaluate_constant(tensor) if found is None else found
 
@@ -98,7 +98,7 @@ def _numbers(tensor: Any) -> list[int] | None:
 
 def _pointwise(op: Any, inputs: list[Any]) -> Found | None:
     shapes = [shape_of(tensor) for tensor in inputs]
-    found = equations.pointwise(*shapes, shape_of(op.outputs[0]))  # the result's, for what it expands
+    found = equations.pointwise(*shapes, shape_of(op.outputs[0]))  # inputs are broadcast to the result's shape
     return _equation(Equation(found.inputs[:-1], found.output), inputs)
 
 
@@ -114,21 +114,21 @@ def _bias(op: Any, inputs: list[Any]) -> Found | None:
 
 
 def _softmax(op: Any, inputs: list[Any]) -> Found | None:
-    return _equation(equations.along(shape_of(inputs[0]), (-1,)), inputs)
+    return _equation(equations.dimwise(shape_of(inputs[0]), (-1,)), inputs)
 
 
 def _along(op: Any, inputs: list[Any]) -> Found | None:
     dims = _numbers(inputs[-1])
     shape = shape_of(inputs[0])
-    return _equation(equations.along(shape, range(len(shape)) if dims is None else dims), inputs[:1])
+    return _equation(equations.dimwise(shape, range(len(shape)) if dims is None else dims), inputs[:1])
 
 
 def _band(op: Any, inputs: list[Any]) -> Found | None:
-    return _equation(equations.along(shape_of(inputs[0]), (-1, -2)), inputs[:1])
+    return _equation(equations.dimwise(shape_of(inputs[0]), (-1, -2)), inputs[:1])
 
 
 def _top(op: Any, inputs: list[Any]) -> Found | None:
-    return _equation(equations.along(shape_of(inputs[0]), (-1,)), inputs[:1])
+    return _equation(equations.dimwise(shape_of(inputs[0]), (-1,)), inputs[:1])
 
 
 def _reduced(op: Any, inputs: list[Any]) -> Found | None:
@@ -137,11 +137,11 @@ def _reduced(op: Any, inputs: list[Any]) -> Found | None:
     if dims is None:
         return None
     kept = len(shape_of(op.outputs[0])) == len(shape)
-    return _equation(equations.reduced(shape, dims, kept=kept), inputs[:1])
+    return _equation(equations.reduction(shape, dims, kept=kept), inputs[:1])
 
 
 def _viewed(inputs: list[Any], dims: Sequence[int]) -> Found:
-    return _equation(equations.viewed(len(shape_of(inputs[0])), dims), inputs[:1])
+    return _equation(equations.selection(len(shape_of(inputs[0])), dims), inputs[:1])
 
 
 def _transpose(op: Any, inputs: list[Any]) -> Found | None:
@@ -207,13 +207,13 @@ def _tiled(op: Any, inputs: list[Any]) -> Found | None:
     return None if counts is None else _viewed(inputs, [dim if n == 1 else -1 for dim, n in enumerate(counts)])
 
 
-def passed_on(tensor: Any) -> Found | None:
-    """Return what is known of a tensor that is passed on as it is; None if its dimensions are not known."""
+def describe_identity(tensor: Any) -> Found | None:
+    """Return what is known of a tensor that is passed on unchanged; None if its rank is unknown."""
     return None if tensor.shape.rank is None else _equation(equations.pointwise(shape_of(tensor)), [tensor])
 
 
-def repeated(x: Any, repeats: Any, axis: Any = None, name: str | None = None) -> Found | None:
-    """Return what is known of `tf.repeat`: elements one by one stay in the part that has them."""
+def describe_repeat(x: Any, repeats: Any, axis: Any = None, name: str | None = None) -> Found | None:
+    """Return what is known of `tf.repeat`: repeated elements stay in their shard."""
     if not isinstance(repeats, int) or axis is None:
         return None
     shape = shape_of(x)

@@ -1,4 +1,4 @@
-"""Runs: one forward and backward of a Keras model, value by value."""
+"""Recorded runs: one forward and backward of a Keras model, value by value."""
 
 from __future__ import annotations
 
@@ -12,51 +12,56 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.sharding.sharding import Sharding
-from commlib.tensor_parallel.checks.runs import Outputs, Run
+from commlib.tensor_parallel.checks.trace_run import OutputPlacements, TracedRun
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow._unnoticed import unnoticed
-from commlib_tensorflow.tensor._calls import Call
-from commlib_tensorflow.tensor._stand_ins import standing_in, zeros_in
-from commlib_tensorflow.tensor.tracing import Layers, Recorder, attempted, graph_of, tensors_in
+from commlib_tensorflow._trial_run import preserve_model
+from commlib_tensorflow.tensor._calls import ModelCall
+from commlib_tensorflow.tensor._placeholders import substitute_weights, zeros_in
+from commlib_tensorflow.tensor.tracing import Layers, TraceRecorder, graph_of, tensors_in, try_trace
 
 
-def ran(
-    model: Any, layers: Layers, inputs: Any, styles: Collection[str], outputs: Outputs, paths: Sequence[str] = ()
-) -> Run:
-    """Run a model forward and backward, not in training, by one graph that gives all its values.
-
-    paths: how its weights are called, if not by their own. Weights that are zeros have other numbers for that, unless
-    the whole fails with them, or gives no numbers.
-    """
-    zeros = zeros_in(model) if outputs.zeros is None else zeros_in(model) & outputs.zeros
-    if outputs.zeros is not None or not zeros:
-        return _ran(model, layers, inputs, styles, outputs, paths, zeros)
-    with suppress(Exception):
-        found = _ran(model, layers, inputs, styles, outputs, paths, zeros)
-        if found.is_finite:
-            return found
-    return _ran(model, layers, inputs, styles, outputs, paths, frozenset())
-
-
-def _ran(
+def run_model(
     model: Any,
     layers: Layers,
     inputs: Any,
     styles: Collection[str],
-    outputs: Outputs,
+    outputs: OutputPlacements,
+    paths: Sequence[str] = (),
+) -> TracedRun:
+    """Run a model forward and backward in evaluation mode, in one graph that returns all its values.
+
+    paths: names of its weights, if not their own. Weights that are all zeros get other values for the run, unless the
+    unsharded model then fails or returns non-finite values.
+    """
+    zeros = zeros_in(model) if outputs.zeros is None else zeros_in(model) & outputs.zeros
+    if outputs.zeros is not None or not zeros:
+        return _run(model, layers, inputs, styles, outputs, paths, zeros)
+    with suppress(Exception):
+        found = _run(model, layers, inputs, styles, outputs, paths, zeros)
+        if found.is_finite:
+            return found
+    return _run(model, layers, inputs, styles, outputs, paths, frozenset())
+
+
+def _run(
+    model: Any,
+    layers: Layers,
+    inputs: Any,
+    styles: Collection[str],
+    outputs: OutputPlacements,
     paths: Sequence[str],
     zeros: frozenset[str],
-) -> Run:
+) -> TracedRun:
     own = [variable.path for variable in model.trainable_variables]
-    recorder = Recorder(model, layers, styles, keeps=False)
+    recorder = TraceRecorder(model, layers, styles, keeps=False)
     variables = {
         f"{path} ({at})": variable
         for at, (path, variable) in enumerate(zip(paths or own, model.trainable_variables, strict=True))
     }
     wanted: list[str] = []
-    """Names of all gradients that the graph could give."""
+    """Names of all gradients that the graph may return."""
 
-    def once(call: Call) -> Any:
+    def once(call: ModelCall) -> Any:
         given = [tensor for tensor in call.tensors if tensor.dtype.is_floating]
         wanted.extend((*(f"input {at}" for at in range(len(given))), *variables))
         with tf.GradientTape() as tape:
@@ -72,14 +77,14 @@ def _ran(
         made = [value for step in recorder.trace().steps for value in step.outputs]
         return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
 
-    call = Call.of(inputs).mapped(tf.convert_to_tensor)
-    with unnoticed(model, inputs), standing_in(model, zeros):
+    call = ModelCall.of(inputs).mapped(tf.convert_to_tensor)
+    with preserve_model(model, inputs), substitute_weights(model, zeros):
         values, gradients = graph_of(once, call)(*call.tensors)
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
-    trace, (seen, _) = recorder.trace(), attempted(model, layers, call, styles)
+    trace, (seen, _) = recorder.trace(), try_trace(model, layers, call, styles)
     if seen.steps == trace.steps:
         trace = replace(trace, kept=seen.kept)
-    return Run(
+    return TracedRun(
         trace=trace,
         values=[_array(values.get(str(number))) for number in range(len(recorder.tensors))],
         gradients={name: _array(gradients[name]) if name in gradients else None for name in wanted},
@@ -89,7 +94,7 @@ def _ran(
     )
 
 
-def _loss(results: Sequence[Any], outputs: Outputs) -> Any:
+def _loss(results: Sequence[Any], outputs: OutputPlacements) -> Any:
     loss = tf.zeros((), tf.float64)
     for at, value in enumerate(results):
         if value.dtype.is_floating:

@@ -16,27 +16,27 @@ from commlib.sharding.shards import others_of, world_ranks
 from commlib_tensorflow._shards import shard_of
 
 
-def take_values_of_rank_0(what: str, variables: Iterable[Any], comm: Communicator) -> None:
-    """Give variables of Keras the values that they have on rank 0. Collective.
+def broadcast_rank_0_values(what: str, variables: Iterable[Any], comm: Communicator) -> None:
+    """Assign rank 0's values to Keras variables on all ranks. Collective.
 
-    Those that are divided among ranks of `comm` already stay as they are: each rank has another part.
-    Raises MismatchError on all ranks for other shapes, UsageError while a function or a model is traced: the variables
+    Variables that are already sharded over ranks of `comm` are not changed: each rank has another shard. Raises
+    MismatchError on all ranks for different shapes, UsageError while a function or a model is traced, because variables
     have no values then.
     """
     if not tf.executing_eagerly():
-        raise UsageError(f"{what} is built while a function is traced: call the model once on some data before")
+        raise UsageError(f"{what} is built while a function is traced: call the model once on some data first")
     ranks = world_ranks(comm)
     own = [one for one in variables if (shard := shard_of(one)) is None or not others_of(shard, ranks)]
     check_agreement(comm, what, [f"{variable.dtype}{tuple(variable.shape)}" for variable in own])
     for variable in own:
-        variable.assign(comm.broadcast(np.array(variable.numpy())))  # a number may be read-only
+        variable.assign(comm.broadcast(np.array(variable.numpy())))  # a scalar may be read-only
 
 
 @contextmanager
-def values_of_rank_0(what: str, variables: Sequence[Any], comm: Communicator) -> Iterator[None]:
-    """Give variables the values that they have on rank 0, and their own again if what follows raises. Collective."""
+def use_rank_0_values(what: str, variables: Sequence[Any], comm: Communicator) -> Iterator[None]:
+    """Assign rank 0's values to variables, and restore their own if the body raises. Collective."""
     before = [variable.numpy() for variable in variables]
-    take_values_of_rank_0(what, variables, comm)
+    broadcast_rank_0_values(what, variables, comm)
     own = [(variable, value) for variable, value in zip(variables, before, strict=True) if _differs(variable, value)]
     del before
     try:

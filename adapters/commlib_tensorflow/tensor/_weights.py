@@ -1,4 +1,4 @@
-"""Weights: those of a model of Keras that a plan divides, and what its own code sees of their shapes."""
+"""Weights of a Keras model that a plan shards, and the shapes that user code sees."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.sharding.sharding import Sharding
-from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
-from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.checks.weight_shapes import SeenWeights, WeightShape
+from commlib.tensor_parallel.recording import replace_attribute
 from commlib.tensor_parallel.styles import Column, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor.layers import find_layer, shardings_of
@@ -27,12 +27,12 @@ _SYMBOLIC = tf.__internal__.SymbolicTensor
 _ASKING = tuple((module, name) for module in (keras.ops, tf) for name in ("shape", "size", "ones_like", "zeros_like"))
 
 
-def divided_weights(
+def sharded_weights(
     layers: Mapping[str, Any], styles: Collection[str], size: int
 ) -> Iterator[tuple[str, Any, Sharding]]:
-    """Yield (layer, variable, how it is divided) of what is divided, or will be by styles that are a mapping.
+    """Yield (layer, variable, sharding) of weights that are sharded, or will be, if styles are a mapping.
 
-    size: among how many ranks.
+    size: the number of ranks.
     """
     for name in styles:
         layer, style = layers.get(name), styles[name] if isinstance(styles, Mapping) else None
@@ -44,17 +44,17 @@ def divided_weights(
                 if shard is not None and isinstance(shard.sharding, Sharding):
                     yield name, variable, shard.sharding
         elif isinstance(style, Column | Row | Sequence | Vocabulary):
-            yield from _planned(name, layer, style, size)
+            yield from _planned_weights(name, layer, style, size)
 
 
-def _planned(name: str, layer: Any, style: Style, size: int) -> Iterator[tuple[str, Any, Sharding]]:
+def _planned_weights(name: str, layer: Any, style: Style, size: int) -> Iterator[tuple[str, Any, Sharding]]:
     kind = find_layer(name, layer, style)
     for variable, sharding in shardings_of(kind, name, layer, style, size):
         yield name, variable, sharding
 
 
 def _handle_of(tensor: Any) -> Any:
-    """Return the handle of the variable that a tensor of a graph is the value of; None if of none."""
+    """Return the handle of the variable that a graph tensor reads; None if it reads none."""
     if tensor.op.type != "ReadVariableOp":
         return None
     inner = tensor.op.inputs[0].name
@@ -62,16 +62,19 @@ def _handle_of(tensor: Any) -> Any:
 
 
 @contextmanager
-def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tuple[str, ...]) -> Iterator[None]:
-    """Let who asks for the shape of a weight see what `weights` say, for a while: the user's code, and no other.
+def override_shapes(
+    weights: SeenWeights, note: Callable[[WeightShape], bool], packages: tuple[str, ...]
+) -> Iterator[None]:
+    """Make user code, and no other code, see the shapes in `weights` within the context.
 
-    note: hears of each that is asked for, and returns whether it counts. packages: folders of what is not the user's.
+    note: called for each weight whose shape is requested; returns whether it counts. packages: folders of code that is
+    not the user's.
     """
     tensors = ((one, one.weight._value) for one in weights.values())
     by_ids = {**weights, **{id(key): one for one, tensor in tensors for key in (tensor, tensor.handle)}}
 
-    def counting(weight: Any, frame: FrameType) -> Seen | None:
-        """Return how a weight is seen, if the user's code asks, in what is not its layer."""
+    def counting(weight: Any, frame: FrameType) -> WeightShape | None:
+        """Return the shape to report for a weight, if user code outside of its layer asks."""
         if frame.f_code.co_filename.startswith(packages):
             return None
         one = by_ids.get(id(_handle_of(weight) if isinstance(weight, _SYMBOLIC) else weight))
@@ -109,12 +112,12 @@ def shapes_seen(weights: SeenWeights, note: Callable[[Seen], bool], packages: tu
     with ExitStack() as stack:
         kinds = {type(one) for seen in weights.values() for one in (seen.weight, seen.weight._value)}
         for kind in {*kinds, _SYMBOLIC} if weights else ():
-            stack.enter_context(replaced(kind, "shape", property(shape_of(kind.shape.fget))))
+            stack.enter_context(replace_attribute(kind, "shape", property(shape_of(kind.shape.fget))))
             if hasattr(kind, "get_shape"):
-                stack.enter_context(replaced(kind, "get_shape", shape_of(kind.get_shape)))
+                stack.enter_context(replace_attribute(kind, "get_shape", shape_of(kind.get_shape)))
         for owner, name in _ASKING if weights else ():
-            stack.enter_context(replaced(owner, name, asking(getattr(owner, name))))
+            stack.enter_context(replace_attribute(owner, name, asking(getattr(owner, name))))
         if weights:
-            stack.enter_context(replaced(keras.layers.Layer, "count_params", counted))
-            stack.enter_context(replaced(keras.layers.Layer, "get_weights", arrays))
+            stack.enter_context(replace_attribute(keras.layers.Layer, "count_params", counted))
+            stack.enter_context(replace_attribute(keras.layers.Layer, "get_weights", arrays))
         yield

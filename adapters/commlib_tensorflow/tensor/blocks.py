@@ -1,4 +1,4 @@
-"""Parallel blocks: attention and the feed-forward part of a transformer as layers that are divided from the start."""
+"""Parallel blocks: attention and MLP of a transformer as layers that are constructed sharded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.comparison.agreement import Agreement
+from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_tensorflow.tensor._divided import is_elementwise
-from commlib_tensorflow.tensor._in_files import refuse_configuration
+from commlib_tensorflow.tensor._file_layers import refuse_configuration
+from commlib_tensorflow.tensor._sharded_layer import is_elementwise
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
 from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.streams import dropout
@@ -21,12 +21,12 @@ from commlib_tensorflow.tensor.streams import dropout
 
 @keras.saving.register_keras_serializable("commlib")
 class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Self-attention whose heads are divided: one fused layer for Q, K and V, and one for the output.
+    """Self-attention with sharded heads: one fused layer for Q, K and V, and one for the output.
 
-    width: of inputs and outputs, (batch, sequence, width). kv_heads: how many heads K and V have, each for as many
-    heads of Q; the ranks divide these. causal: no position sees a later one. dropout: of the attention weights in
-    training. sequence: the dimension along which inputs and outputs are divided, None for whole ones. On an axis of one
-    rank it is the layer that is not divided. Raises UsageError for sizes that do not fit.
+    width: of inputs and outputs, (batch, sequence, width). kv_heads: the number of K and V heads, each shared by
+    equally many heads of Q; these are sharded over the ranks. causal: no position sees a later one. dropout: of the
+    attention weights in training. sequence: the dimension along which inputs and outputs are sharded, None for
+    unsharded ones. On an axis of one rank it is the unsharded layer. Raises UsageError for sizes that do not fit.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         shared, units = axis_of(axis), kv_heads or heads
         if width % heads or heads % units:
             raise UsageError(
-                f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: expected a width that is a "
-                "multiple of the heads, and these one of kv_heads"
+                f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: width must be a multiple of "
+                "heads, and heads a multiple of kv_heads"
             )
         self.supports_jit = False
         self.width, self.features, self.groups = width, width // heads, heads // units
@@ -75,15 +75,15 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         self.seed_generator = keras.random.SeedGenerator()
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights. Collective."""
+        """Create the weights. Collective."""
         _check_width(self, input_shape)
         self.qkv.build(input_shape)
         self.output_dense.build(input_shape)
         options = {"causal": self.causal, "dropout": self.dropout, "groups": self.groups}
-        Agreement(self.divided_axis.comm, "ParallelAttention").settle("built", options)
+        LayerAgreement(self.divided_axis.comm, "ParallelAttention").settle("built", options)
 
     def call(self, inputs: Any, attention_mask: Any = None, training: Any = None) -> Any:
-        """Return the output. attention_mask: booleans (batch, 1, sequence, sequence) or of such, True where to look."""
+        """Return the output. attention_mask: bool (batch or 1, 1, sequence, sequence), True for visible keys."""
         qkv = self.qkv(inputs)
         shape = tf.shape(qkv)[:2]
         sizes = [self.local * self.groups * self.features, *[self.local * self.features] * 2]
@@ -108,26 +108,26 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
 
     @classmethod
     def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: it needs an axis."""
+        """Raise UsageError: the layer needs an axis."""
         raise refuse_configuration(cls.__name__)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what there is of a configuration: to be cloned it would need an axis."""
+        """Return the base configuration, without the axis that a clone would need."""
         found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
         return found
 
     def compute_output_shape(self, inputs_shape: Any, attention_mask_shape: Any = None) -> Any:
-        """Return the shape of whole outputs."""
+        """Return the shape of unsharded outputs."""
         return inputs_shape
 
 
 @keras.saving.register_keras_serializable("commlib")
 class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """The feed-forward part of a transformer, its hidden units divided: a layer divided by columns, one by rows.
+    """The MLP of a transformer with sharded hidden units: a column-sharded layer, then a row-sharded one.
 
-    width: of inputs and outputs, (..., width). gated: activation(gate) * up, which are one fused layer. sequence: the
-    dimension along which inputs and outputs are divided, None for whole ones. On an axis of one rank it is the layer
-    that is not divided. Raises UsageError for an activation that looks at all hidden units.
+    width: of inputs and outputs, (..., width). gated: activation(gate) * up, both in one fused layer. sequence: the
+    dimension along which inputs and outputs are sharded, None for unsharded ones. On an axis of one rank it is the
+    unsharded layer. Raises UsageError for an activation that depends on all hidden units.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         self.supports_jit = False
         self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
         if not is_elementwise(self.activation):
-            raise UsageError(f"ParallelMLP: activation {activation!r} looks at all hidden units, which are divided")
+            raise UsageError(f"ParallelMLP: activation {activation!r} depends on all hidden units, which are sharded")
         common = {"use_bias": bias, "dtype": self.dtype_policy}
         style = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnDense(hidden * (2 if gated else 1), shared, style=style, name="up", **common)
         self.down = RowDense(width, shared, features=hidden, style=Row(sequence=sequence), name="down", **common)
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights. Collective."""
+        """Create the weights. Collective."""
         _check_width(self, input_shape)
         self.up.build(input_shape)
         self.down.build(input_shape)
         options = {"gated": self.gated, "activation": self.activation}
-        Agreement(self.up.axis.comm, "ParallelMLP").settle("built", options)
+        LayerAgreement(self.up.axis.comm, "ParallelMLP").settle("built", options)
 
     def call(self, inputs: Any) -> Any:
         """Return the output."""
@@ -171,16 +171,16 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
 
     @classmethod
     def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: it needs an axis."""
+        """Raise UsageError: the layer needs an axis."""
         raise refuse_configuration(cls.__name__)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what there is of a configuration: to be cloned it would need an axis."""
+        """Return the base configuration, without the axis that a clone would need."""
         found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
         return found
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shape of whole outputs."""
+        """Return the shape of unsharded outputs."""
         return input_shape
 
 

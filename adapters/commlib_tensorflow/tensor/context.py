@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences that are divided among the ranks of an axis.
+"""Context parallelism: attention over sequences that are sharded over the ranks of an axis.
 
 from commlib_tensorflow.tensor import context as cp
 
@@ -8,7 +8,7 @@ for batch in cp.SequenceLoader(batches, mesh["cp"]):            # this rank's to
         counted = batch["labels"] != -100
         losses = keras.losses.sparse_categorical_crossentropy(batch["labels"] * counted, logits, True) * counted
         loss = cp.loss_mean(tf.reduce_sum(losses), tf.math.count_nonzero(counted), mesh["cp"])
-    gradients = tape.gradient(loss, variables)                   # to be averaged over the axis
+    gradients = tape.gradient(loss, variables)                   # average these over the axis
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.comparison.agreement import or_refused
-from commlib.context_parallel.attention import WHAT, Attention, Given, Options
+from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._graph import no_autograph, refuse_vectorized
+from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized
 from commlib_tensorflow._placement import place_of
-from commlib_tensorflow.tensor._agreed import agreed
-from commlib_tensorflow.tensor._by_heads import attention_by_heads
-from commlib_tensorflow.tensor._keys import whole_mask
-from commlib_tensorflow.tensor._ring import Way, ring_attention
+from commlib_tensorflow.tensor._agreement import agree_on_sequence
+from commlib_tensorflow.tensor._head_exchange import attention_by_heads
+from commlib_tensorflow.tensor._key_masks import whole_mask
+from commlib_tensorflow.tensor._ring import RingCall, ring_attention
 from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
@@ -60,55 +60,56 @@ def attention(
     dropout_p: float = 0.0,
     seed: Any = None,
 ) -> tf.Tensor:
-    """Return attention, softmax(q k^T scale) v, over sequences that are divided among ranks.
+    """Return attention, softmax(q k^T scale) v, over sequences that are sharded over ranks.
 
-    q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves as many of
-    q's. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and those before it in
-    the whole sequence. scale: by default 1 / sqrt(head_dim); a negative one, too. layout: "balanced" or "contiguous",
-    as `shard_sequence` has divided it. length: of the whole sequence; in a graph it has to be given, else it is what
-    the ranks' tokens add up to. documents: where packed documents begin and the last one ends, (0, 5, 11), the same for
-    the whole batch; tokens see their document alone.
+    q: (batch, heads, this rank's tokens, head_dim); k and v likewise, or with fewer heads, each shared by equally many
+    heads of q. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and earlier
+    tokens of the whole sequence. scale: by default 1 / sqrt(head_dim); it may be negative. layout: "balanced" or
+    "contiguous", as in `shard_sequence`. length: of the whole sequence; required in a graph, otherwise the sum of the
+    ranks' tokens. documents: the boundaries of packed documents, from the first start to the last end, (0, 5, 11), the
+    same for the whole batch; tokens see only their document.
 
-    window: (left, right), how many positions before and after its own a token sees, -1 for all; with `causal` none
-    after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
-    for keys that none sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
-    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the first one or two:
-    bool, True for what is seen, or floats that are added to scores, and have a gradient, that of this rank's queries.
-    Where several are given, a token sees what all let it see; one that sees nothing gets zeros, and gives no gradient.
+    window: (left, right), the number of positions before and after its own that a token sees, -1 for all; with `causal`
+    none after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens),
+    False for keys that are hidden from all queries, such as padding. mask: of this rank's queries over all keys in the
+    sequence's order, (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the
+    first one or two dimensions: bool, True for visible keys, or floats that are added to scores, and get a gradient,
+    that of this rank's queries. With several masks a token sees only the keys that all of them allow; a token without
+    visible keys gets zeros, and contributes no gradient.
 
-    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: of what is dropped, a
-    `keras.random.SeedGenerator`, what its `next()` gave, or a number; each rank gives one, and that of the axis' first
-    rank counts. The same weights are dropped on any number of ranks, by either method. Draw the seed outside of a
-    function that `tf.recompute_grad` calls twice. Heads that are divided among other ranks with the same stream, as
-    those along "tp", drop alike: give `streams.own(generator.next(), mesh["tp"])`.
+    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: for dropout, a `keras.random.SeedGenerator`,
+    the result of its `next()`, or a number; each rank passes one, and that of the axis' first rank is used. The same
+    weights are dropped on any number of ranks, by either method. Draw the seed outside of a function that
+    `tf.recompute_grad` calls twice. Heads that are sharded over other ranks with the same stream, as along "tp", would
+    drop the same weights: pass `streams.own(generator.next(), mesh["tp"])`.
 
-    method: "ring", keys and values travel round the ranks while blocks are computed; a rank never has the whole
-    sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are
-    fewer heads of q than ranks, some ranks idle. An axis' codec is used by "all_to_all" alone.
+    method: "ring": keys and values travel round the ranks while blocks are computed; a rank never has the whole
+    sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are fewer
+    heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
 
-    Collective over the axis, and so is its backward, which each rank must run, one without tokens too. Raises
-    UsageError for arguments that do not fit, MismatchError on all ranks where these differ among ranks.
+    Collective over the axis, and so is its backward, which each rank must run, even without tokens. Raises UsageError
+    for invalid arguments, MismatchError on all ranks if arguments differ among ranks.
     """
     refuse_vectorized()
     over = axis_of(axis)
     q, k, v = (as_tensor(x) for x in (q, k, v))
     mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))
-    options = Options(causal, scale, layout, length, documents, window, method, dropout_p)
+    options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
     place = place_of((q, k, v))
 
-    def made() -> Attention:
-        given = [_given(x) for x in (q, k, v, mask, key_mask)]
+    def made() -> AttentionCall:
+        given = [_describe(x) for x in (q, k, v, mask, key_mask)]
         if mask is not None and None in [*mask.shape][max(0, len(mask.shape) - 3) :]:
             raise UsageError(f"attention: mask has shape {mask.shape}: all but its batch must be known in a graph")
-        found = Attention.of(over, given, options, "" if place is None else place.name)
+        found = AttentionCall.of(over, given, options, "" if place is None else place.name)
         if dropout_p and seed is None:
-            raise UsageError("attention: dropout_p without a seed: give seed=keras.random.SeedGenerator(...)")
+            raise UsageError("attention: dropout_p needs a seed: give seed=keras.random.SeedGenerator(...)")
         if not tf.executing_eagerly() and length is not None and found.mask is not None:
             found.mask.check_keys(WHAT, length)
         return found
 
-    what = or_refused(over.comm, WHAT, made, 2) if tf.executing_eagerly() else made()
-    divided, q, drawn = agreed(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
+    what = make_or_refuse(over.comm, WHAT, made, 2) if tf.executing_eagerly() else made()
+    divided, q, drawn = agree_on_sequence(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
     if what.mask is not None:
         what.mask.check_keys(WHAT, divided.length)
     k, v = (tf.ensure_shape(x, [*x.shape[:2], q.shape[2], x.shape[3]]) for x in (k, v))
@@ -117,19 +118,19 @@ def attention(
     seen = whole_mask(mask, key_mask, over, divided)
     if method == "all_to_all":
         return attention_by_heads(q, k, v, seen, what, divided, drawn)
-    return ring_attention(q, k, v, seen, what, Way(divided, over.rank, drawn))
+    return ring_attention(q, k, v, seen, what, RingCall(divided, over.rank, drawn))
 
 
-def _given(x: Any) -> Given:
+def _describe(x: Any) -> TensorInfo:
     if x is None:
-        return Given()
+        return TensorInfo()
     if x.shape.rank is None:
         raise UsageError("attention: a tensor without a known number of dimensions")
-    return Given(dtype_name(x.dtype), x.shape.as_list(), x.dtype.is_floating)
+    return TensorInfo(dtype_name(x.dtype), x.shape.as_list(), x.dtype.is_floating)
 
 
 def _number(seed: Any) -> Any:
-    """Return a seed as one number of int64."""
+    """Return a seed as one int64 number."""
     if isinstance(seed, int):
         return seed & _SEED
     drawn = seed.next() if isinstance(seed, keras.random.SeedGenerator) else seed

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by words: see `commlib.tensor_parallel.vocabulary` for the recipe."""
+"""Cross-entropy of logits that are sharded by vocabulary, by the algorithm of `commlib.tensor_parallel.vocabulary`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.comparison.agreement import digest_of, or_refused
+from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.moves import REDUCE
-from commlib.tensor_parallel.run.whole_logits import ROWS, refuse_whole, stride
+from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, refuse_vectorized
-from commlib_tensorflow.tensor.moves import On, axis_of, moved
+from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, refuse_vectorized
+from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
 
 _WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -35,25 +35,24 @@ def vocabulary_cross_entropy(
     reduction: str = "mean",
     vocabulary: int | None = None,
 ) -> tf.Tensor:
-    """Return the cross-entropy of logits whose words are divided among the ranks of an axis.
+    """Return the cross-entropy of logits whose vocabulary is sharded over the ranks of an axis.
 
-    As that of PyTorch over the last dimension. logits: (..., this rank's words), of any floating dtype. target:
-    integers (...), words of the whole vocabulary. weight: that of each word of the whole vocabulary, without a
-    gradient. Both are the same on every rank. ignore_index: None, if no target is to be ignored. vocabulary: the number
-    of all words, if it is to be checked. Returns a float32, or a float64 for such logits: the sum, or the mean by
-    weight, of the rows that are not ignored (nan for none), or with "none" that of each row (...), 0 where it is
-    ignored.
+    Like PyTorch's over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target: token
+    ids (...), of the full vocabulary. weight: one for each token of the full vocabulary, without a gradient. Both
+    are the same on every rank. ignore_index: None, if no target is to be ignored. vocabulary: the total number of
+    tokens, to check it. Returns float32, or float64 for float64 logits: the sum, or the weighted mean, over the rows
+    that are not ignored (nan if there are none), or with "none" the loss of each row (...), 0 for ignored rows.
 
     Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
-    for logits that are whole (the same on all ranks, which `vocabulary` rules out), and MismatchError where ranks have
-    other targets, weights or options.
+    for unsharded logits (the same on all ranks; not checked if `vocabulary` is given, which rules them out), and
+    MismatchError if ranks have different targets, weights or options.
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
-    shared = axis_of(axis.comm if isinstance(axis, Axis) else axis)  # sums are not encoded, whatever the codec
+    shared = axis_of(axis.comm if isinstance(axis, ParallelAxis) else axis)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
     if tf.executing_eagerly():
-        or_refused(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+        make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
     else:
         _check(logits, target, weight, label_smoothing, reduction)
     wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
@@ -65,7 +64,7 @@ def vocabulary_cross_entropy(
         "reduction": reduction, "vocabulary": vocabulary,
     }  # fmt: skip
     most, start, total = _shared_maximum(x, rows, weight, ignore_index, shared, said)
-    # Whatever is subtracted, the loss is the same: this has no gradient.
+    # The loss does not depend on the subtracted value, so it needs no gradient.
     x = x - tf.stop_gradient(most)[:, tf.newaxis]
     is_own = (rows >= start) & (rows < start + words) & ~is_ignored
     own = tf.where(is_own, rows - start, 0)
@@ -76,7 +75,7 @@ def vocabulary_cross_entropy(
         counted *= tf.gather(weight, tf.where(is_ignored, tf.zeros_like(rows), rows))
     if label_smoothing:
         sums.append(tf.reduce_sum(x if weight is None else x * weight[start : start + words], -1))
-    said = tf.unstack(moved(tf.stack(sums), shared, REDUCE), num=len(sums))
+    said = tf.unstack(redistribute(tf.stack(sums), shared, REDUCE), num=len(sums))
     logarithm, each = tf.math.log(said[0]), label_smoothing / tf.cast(total, x.dtype)
     losses = (1 - label_smoothing) * counted * (logarithm - said[1])
     if label_smoothing:
@@ -90,11 +89,11 @@ def vocabulary_cross_entropy(
 
 
 class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
-    """The loss of a model whose logits are divided by words: as `SparseCategoricalCrossentropy(from_logits=True)`.
+    """The loss of a model with logits sharded by vocabulary, like `SparseCategoricalCrossentropy(from_logits=True)`.
 
-    y_true: words (...), or (..., 1). y_pred: (..., this rank's words). ignore_index: as Keras' `ignore_class`, a word
-    whose rows count in no mean. weight: of each word of the whole vocabulary, which multiplies losses as
-    `sample_weight` does, so that Keras' mean is over rows. Metrics of the model would see a part of the words.
+    y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens). ignore_index: like Keras' `ignore_class`, a
+    token whose rows do not count in the mean. weight: for each token of the full vocabulary; it multiplies losses as
+    `sample_weight` does, so Keras' mean is over rows. Metrics of the model would see only some of the tokens.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         """Return the loss of each row."""
         if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
             y_true = tf.squeeze(y_true, -1)
-        words = tf.cast(tf.round(y_true), tf.int64)  # Keras makes floats of them
+        words = tf.cast(tf.round(y_true), tf.int64)  # Keras converts them to floats
         losses = vocabulary_cross_entropy(
             y_pred,
             words,
@@ -129,17 +128,17 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
             vocabulary=self.vocabulary,
         )
         if self.ignore_index is not None:
-            losses._keras_mask = words != self.ignore_index  # where Keras looks for what counts in the mean
+            losses._keras_mask = words != self.ignore_index  # Keras looks here for the rows that count in the mean
         return losses
 
 
 def _shared_maximum(
-    x: tf.Tensor, target: tf.Tensor, weight: Any, ignored: int | None, axis: Axis, options: dict[str, Any]
+    x: tf.Tensor, target: tf.Tensor, weight: Any, ignored: int | None, axis: ParallelAxis, options: dict[str, Any]
 ) -> Any:
-    """Return the largest logit of each row, this rank's first word, and how many there are.
+    """Return the largest logit of each row, this rank's first token, and the total number of tokens.
 
-    With digests of what ranks have asked for, and with which targets: MismatchError on all ranks if these differ,
-    UsageError if their logits do not.
+    The message includes digests of the ranks' options and targets: MismatchError on all ranks if these differ,
+    UsageError if the logits do not differ.
     """
     lines = [f"{name}: {value}" for name, value in options.items()]
 
@@ -148,7 +147,7 @@ def _shared_maximum(
             f"weight: {_digest(weights[0]) if weights else 'none'}",
             f"target, {len(words)} rows: {_digest(words)}",
         ]
-        # Of each rank its words, and 24 bits that tell what it means apart: in float32 both are exact.
+        # For each rank its number of tokens, and a 24-bit digest of its arguments: both are exact in float32.
         told = np.zeros((2, axis.size), mine.dtype)
         told[:, axis.rank] = mine[-1], digest_of([*lines, *given]) % 2**24
         own, rows = int(mine[-1]), len(sample)
@@ -159,7 +158,7 @@ def _shared_maximum(
             except MismatchError as error:
                 raise MismatchError(
                     f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
-                    f"{len(words)} rows, and other ranks others, expected the same rows and dtype on all: {error}"
+                    f"{len(words)} rows, and other ranks have others; expected the same rows and dtype on all: {error}"
                 ) from error
         counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
         if len(set(digests)) > 1:
@@ -167,8 +166,8 @@ def _shared_maximum(
         _check_words(axis, counts, options["vocabulary"], words if ignored is None else words[words != ignored])
         if weights and len(weights[0]) != sum(counts):
             raise UsageError(
-                f"vocabulary_cross_entropy: weight has {len(weights[0])} words, expected the {sum(counts)} of the "
-                "whole vocabulary, the same on every rank"
+                f"vocabulary_cross_entropy: weight has {len(weights[0])} tokens, expected the {sum(counts)} of the "
+                "full vocabulary, the same on every rank"
             )
         most, least = mine[: len(words)], -mine[len(words) : len(words) + rows]
         if options["vocabulary"] is None and axis.size > 1 and rows and np.array_equal(most[:rows], least):
@@ -189,28 +188,26 @@ def _digest(array: Array) -> int:
 
 def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, reduction: str) -> None:
     if target.dtype.is_floating:
-        raise UsageError(
-            "vocabulary_cross_entropy: the target has probabilities of classes, expected integers: the words"
-        )
+        raise UsageError("vocabulary_cross_entropy: the target has class probabilities, expected integers: token ids")
     if weight is not None and (weight.shape.rank != 1 or not weight.dtype.is_floating):
         raise UsageError(
-            f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each word of "
-            "the whole vocabulary"
+            f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each token "
+            "of the full vocabulary"
         )
     if logits.shape.rank and logits.shape[-1] == 0:
         raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {logits.shape} have no words, expected some on each: leave "
-            "a vocabulary of fewer words than ranks whole, and use Keras' loss"
+            f"vocabulary_cross_entropy: logits of shape {logits.shape} have no tokens, expected some on each rank: do "
+            "not shard a vocabulary of fewer tokens than ranks, and use Keras' loss"
         )
     if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
         raise UsageError(
             f"vocabulary_cross_entropy: logits of {logits.dtype.name}{logits.shape}, expected floats with this rank's "
-            "words as their last dimension, which is known"
+            "tokens as a last dimension of known length"
         )
     if not logits.shape[:-1].is_compatible_with(target.shape):
         raise UsageError(
             f"vocabulary_cross_entropy: logits of shape {logits.shape} for a target of shape {target.shape}, expected "
-            "one word for each row of logits"
+            "one token id for each row of logits"
         )
     if not 0 <= smoothing <= 1:
         raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
@@ -218,15 +215,16 @@ def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, 
         raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
 
 
-def _check_words(axis: Axis, counts: list[int], total: int | None, words: Array) -> None:
+def _check_words(axis: ParallelAxis, counts: list[int], total: int | None, words: Array) -> None:
     if total is not None and sum(counts) != total:
         raise UsageError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} words, together "
-            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and give all ranks' layers one axis"
+            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} tokens, together "
+            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and use the same axis for the "
+            "layers of all ranks"
         )
     wrong = words[(words < 0) | (words >= sum(counts))]
     if wrong.size:
         raise UsageError(
-            f"vocabulary_cross_entropy: a target is word {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
+            f"vocabulary_cross_entropy: a target is token {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
             "ignore_index"
         )

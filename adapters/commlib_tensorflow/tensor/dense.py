@@ -1,4 +1,4 @@
-"""Dense layers that are divided among the ranks of an axis."""
+"""Dense layers that are sharded over the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.styles import Column, Row, Vocabulary
 from commlib_tensorflow._shards import whole_shape
-from commlib_tensorflow.tensor._alike import given
-from commlib_tensorflow.tensor._divided import (
-    OwnVariables,
-    added_up,
+from commlib_tensorflow.tensor._comparison import note_input
+from commlib_tensorflow.tensor._gathering import gather_outputs
+from commlib_tensorflow.tensor._input_cache import enter
+from commlib_tensorflow.tensor._lora import sharded_factors
+from commlib_tensorflow.tensor._masks import gather_mask, scatter_mask
+from commlib_tensorflow.tensor._sharded_layer import (
+    ShardedLayer,
+    add_up,
     check_elementwise,
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._dividing import Shardings, divide
-from commlib_tensorflow.tensor._entering import entered
-from commlib_tensorflow.tensor._gathering import gathered
-from commlib_tensorflow.tensor._lora import divided_factors
-from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
-from commlib_tensorflow.tensor._sharing import for_sharers
-from commlib_tensorflow.tensor._values import take_values_of_rank_0
-from commlib_tensorflow.tensor.moves import On, axis_of, moved
+from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
+from commlib_tensorflow.tensor._values import broadcast_rank_0_values
+from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
 
 
 @keras.saving.register_keras_serializable("commlib")
-class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
-    """A dense layer whose units are divided: each rank has some columns of the kernel.
+class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+    """A dense layer with sharded units: each rank has some columns of the kernel.
 
-    As `keras.layers.Dense(units)`, with the values that this has on rank 0. inputs: (..., features), whole on every
-    rank, or divided along `sequence`. Returns (..., this rank's units), or all with `gather`. Other arguments: see
-    `commlib.tensor_parallel.Column`. The shapes that Keras infers for models are those of the whole.
+    Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., features), unsharded on every rank, or
+    sharded along `sequence`. Returns (..., this rank's units), or all with `gather`. Other arguments: see
+    `commlib.tensor_parallel.Column`. Shapes that Keras infers for models are unsharded.
     """
 
     def __init__(self, units: int, axis: On, *, style: Column | None = None, **kwargs: Any) -> None:
@@ -44,49 +44,49 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         self._given: Any = axis_of(axis), style or Column()
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights as an ordinary layer does, and keep this rank's part. Collective."""
+        """Create the weights as a plain layer does, and keep this rank's shard. Collective."""
         super().build(input_shape)
-        take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
+        broadcast_rank_0_values(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
         self.compare("built")
 
     def shardings(self, what: str, style: Column) -> Shardings:
-        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         check_plain(what, self, style)
         check_elementwise(what, self.activation, style, self.units)
         parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
         found = [(self._kernel, Sharding(shape, 1, parts, style.units, shared=style.shares))]
         if self.bias is not None:
             found.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
-        return [*found, *divided_factors(self, found[0][1])]
+        return [*found, *sharded_factors(self, found[0][1])]
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
+        """Shard a plain layer in place."""
         shardings = ColumnDense.shardings(self, what, style)
-        divide(what, axis, shardings)
+        shard_variables(what, axis, shardings)
         self.supports_jit = False
         self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
-        x = entered(self, inputs, self.axis, self.style.sequence)
+        x = enter(self, inputs, self.axis, self.style.sequence)
         x = keras.ops.matmul(x, self.shared_kernel)
         if self.bias is not None:
-            x = x + tf.cast(for_sharers(self.sharers, self.bias, 0), x.dtype)
+            x = x + tf.cast(sum_shared_gradient(self.sharers, self.bias, 0), x.dtype)
         if self.style.gather:
-            x = gathered(x, self.axis, self.sharding, layer=self)
+            x = gather_outputs(x, self.axis, self.sharding, layer=self)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
         """Return the mask of the output."""
-        return gathered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
+        return gather_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
 
 
 @keras.saving.register_keras_serializable("commlib")
 class VocabularyDense(ColumnDense):
-    """The layer that makes logits, divided by words: as `ColumnDense`, for the style `Vocabulary`.
+    """The layer that computes logits, sharded by vocabulary: like `ColumnDense`, for the style `Vocabulary`.
 
-    Returns (..., this rank's words), for `vocabulary_cross_entropy`, or all with `gather`.
+    Returns (..., this rank's tokens), for `vocabulary_cross_entropy`, or all with `gather`.
     """
 
     def __init__(self, units: int, axis: On, *, style: Vocabulary | None = None, **kwargs: Any) -> None:
@@ -94,21 +94,21 @@ class VocabularyDense(ColumnDense):
         self._given: Any = axis_of(axis), style or Vocabulary()
 
     def shardings(self, what: str, style: Column | Vocabulary) -> Shardings:
-        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         return ColumnDense.shardings(self, what, Column(gather=style.gather))
 
-    def become(self, what: str, axis: Axis, style: Column | Vocabulary) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Column | Vocabulary) -> None:
+        """Shard a plain layer in place."""
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
 
 
 @keras.saving.register_keras_serializable("commlib")
-class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
-    """A dense layer whose inputs are divided: each rank has some rows of the kernel; outputs are added up.
+class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+    """A dense layer with sharded inputs: each rank has some rows of the kernel, and outputs are summed.
 
-    As `keras.layers.Dense(units)`, with the values that this has on rank 0. inputs: (..., this rank's features), or all
-    with `split`. Returns (..., units), whole on every rank or divided along `sequence`. features: how many inputs the
-    whole layer has, by default as many as Keras infers for it.
+    Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., this rank's features), or all with
+    `split`. Returns (..., units), unsharded on every rank or sharded along `sequence`. features: the number of inputs
+    of the unsharded layer, by default as Keras infers it.
     """
 
     def __init__(
@@ -118,36 +118,36 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
         self._given, self._features = (axis_of(axis), style or Row()), features
 
     def build(self, input_shape: Any) -> None:
-        """Make the weights as an ordinary layer does, and keep this rank's part. Collective."""
+        """Create the weights as a plain layer does, and keep this rank's shard. Collective."""
         super().build((*input_shape[:-1], self._features or input_shape[-1]))
-        take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
+        broadcast_rank_0_values(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
         self.compare("built")
 
     def shardings(self, what: str, style: Row) -> Shardings:
-        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         check_plain(what, self, style)
         found = Sharding(whole_shape(self._kernel), 0, (), style.units)
-        return [(self._kernel, found), *divided_factors(self, found)]
+        return [(self._kernel, found), *sharded_factors(self, found)]
 
-    def become(self, what: str, axis: Axis, style: Row) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
+        """Shard a plain layer in place."""
         shardings = self.shardings(what, style)
-        divide(what, axis, shardings)
+        shard_variables(what, axis, shardings)
         self.supports_jit = False
         self.keep(what, axis, style, shardings[0][1])
-        self.input_spec = keras.layers.InputSpec(min_ndim=2)  # what comes is smaller than Keras has been told
+        self.input_spec = keras.layers.InputSpec(min_ndim=2)  # actual inputs are shorter than Keras has recorded
 
     def call(self, inputs: Any, training: Any = None) -> Any:
-        """Return the outputs, whole or this rank's part of the sequence."""
+        """Return the outputs, unsharded or this rank's shard of the sequence."""
         axis, x = self.axis, inputs
         if self.style.split:
-            given(axis, self, x)
-            x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
+            note_input(axis, self, x)
+            x = redistribute(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
         check_inputs(self, x, -1)
-        x = added_up(self, keras.ops.matmul(x, self.kernel), self.bias, self.style.sequence)
+        x = add_up(self, keras.ops.matmul(x, self.kernel), self.bias, self.style.sequence)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
         """Return the mask of the output."""
-        return scattered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
+        return scatter_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))

@@ -1,4 +1,4 @@
-"""Layers on divided features: norms of each channel, or of groups of them, and PReLU, their weights divided, too."""
+"""Layers on sharded features: norms of single channels or of groups of channels, and PReLU, with sharded weights."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Any
 
 import keras
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import features
 from commlib.tensor_parallel.styles import Sequence
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._activity import regularize_activity
-from commlib_tensorflow.tensor._divided import check_plain
-from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._sharded_layer import check_plain
+from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
 from commlib_tensorflow.tensor.moves import copy
 
 
 class FeatureBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]  # Keras has no types
-    """A batch norm of this rank's channels: each has its own moments, moving ones included, and its own weights."""
+    """A batch norm of this rank's channels: each has its own moments, including moving ones, and its own weights."""
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided. Raises UsageError for a dimension that the norm looks at."""
+        """Return the sharding of its variables. Raises UsageError for a dimension that the norm reduces over."""
         return _of_channels(what, self, style)
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
+        """Shard a plain layer in place."""
         _divide(what, self, axis, style, self.shardings(what, style))
 
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -35,16 +35,16 @@ class FeatureBatchNormalization(keras.layers.BatchNormalization):  # type: ignor
 
 
 class FeatureGroupNormalization(keras.layers.GroupNormalization):  # type: ignore[misc]  # Keras has no types
-    """A group norm of this rank's channels, which are whole groups."""
+    """A group norm of this rank's channels, which are complete groups."""
 
     groups: int
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided. Raises UsageError for a dimension that the norm looks at."""
+        """Return the sharding of its variables. Raises UsageError for a dimension that the norm reduces over."""
         return _of_channels(what, self, style, self.groups)
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
+        """Shard a plain layer in place."""
         channels, shardings = self.input_spec.axes[self.axis], self.shardings(what, style)
         whole = Sharding((channels,), 0, (), self.groups)
         whole.check(what, axis.size)
@@ -58,29 +58,29 @@ class FeatureGroupNormalization(keras.layers.GroupNormalization):  # type: ignor
         return super().call(inputs)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration of the whole."""
+        """Return the configuration of the unsharded layer."""
         return {**super().get_config(), "groups": self.whole_groups}
 
 
-class PartPReLU(keras.layers.PReLU):  # type: ignore[misc]  # Keras has no types
-    """A PReLU of what is divided: of slopes, each rank has those of its part; those that parts share are whole."""
+class FeaturePReLU(keras.layers.PReLU):  # type: ignore[misc]  # Keras has no types
+    """A PReLU of a sharded tensor: each rank has its shard of the slopes; slopes shared by all are replicated."""
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided."""
+        """Return the sharding of its variables."""
         check_plain(what, self, style)
         shape, dim = whole_shape(self.alpha), style.dim % self.input_spec.ndim - 1
         return [] if dim < 0 or shape[dim] == 1 else [(self.alpha, Sharding(shape, dim))]
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
+        """Shard a plain layer in place."""
         shardings = self.shardings(what, style)
         _divide(what, self, axis, style, shardings)
         self.is_shared = not shardings
 
     def call(self, inputs: Any) -> Any:
-        """Return PReLU of this rank's part."""
+        """Return PReLU of this rank's shard."""
         alpha = self.alpha
-        if self.is_shared:  # each rank has a part of its gradient
+        if self.is_shared:  # each rank has a part of the gradient
             alpha = copy(keras.ops.convert_to_tensor(alpha), self.divided_axis)
         else:
             dim = self.style.dim % len(inputs.shape)
@@ -95,8 +95,8 @@ def _of_channels(what: str, layer: Any, style: Sequence, units: int = 0) -> Shar
     return [(one, Sharding(whole_shape(one), 0, (), units)) for one in layer.variables]
 
 
-def _divide(what: str, layer: Any, axis: Axis, style: Sequence, shardings: Shardings) -> None:
-    divide(what, axis, shardings)
+def _divide(what: str, layer: Any, axis: ParallelAxis, style: Sequence, shardings: Shardings) -> None:
+    shard_variables(what, axis, shardings)
     layer.supports_jit = False
     layer.divided_axis, layer.style = axis, style
     regularize_activity(layer, axis, style)

@@ -1,4 +1,4 @@
-"""Layers that can be divided: which class does that for a plain layer of Keras and a style, and whether it can."""
+"""Supported layers: the sharded class for a plain Keras layer and a style, and checks whether it can be used."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
-from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
-from commlib_tensorflow.tensor._dividing import Shardings, check_division
+from commlib_tensorflow.tensor._sharding import Shardings, check_division
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
-from commlib_tensorflow.tensor.features import FeatureBatchNormalization, FeatureGroupNormalization, PartPReLU
+from commlib_tensorflow.tensor.features import FeatureBatchNormalization, FeatureGroupNormalization, FeaturePReLU
 from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
 from commlib_tensorflow.tensor.sequence import (
-    IntoSharded,
-    OnShards,
+    ReplicatedLayer,
     SequenceLayerNormalization,
     SequenceRMSNormalization,
-    mixed,
+    ShardwiseLayer,
+    subclass_around,
 )
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -42,27 +42,27 @@ _LAYERS: dict[tuple[type, type[Style]], type] = {
     (keras.layers.RMSNormalization, Sequence): SequenceRMSNormalization,
     (keras.layers.BatchNormalization, Sequence): FeatureBatchNormalization,
     (keras.layers.GroupNormalization, Sequence): FeatureGroupNormalization,
-    (keras.layers.PReLU, Sequence): PartPReLU,
-    **{(plain, Column): mixed(ColumnConv, plain) for plain in _CONVOLUTIONS},
-    **{(plain, Row): mixed(RowConv, plain) for plain in _CONVOLUTIONS},
-    **{(plain, Column): mixed(ColumnAttention, plain) for plain in _ATTENTION},
+    (keras.layers.PReLU, Sequence): FeaturePReLU,
+    **{(plain, Column): subclass_around(ColumnConv, plain) for plain in _CONVOLUTIONS},
+    **{(plain, Row): subclass_around(RowConv, plain) for plain in _CONVOLUTIONS},
+    **{(plain, Column): subclass_around(ColumnAttention, plain) for plain in _ATTENTION},
 }
 
 
 def find_layer(name: str, layer: Any, style: Style) -> Any:
-    """Return the class that a layer becomes, None if it stays what it is. Raises UsageError if none is known."""
+    """Return the class that a layer becomes, None if it does not change. Raises UsageError if there is none."""
     plain: Any = type(layer)
     if isinstance(style, Replicate) and not style.into_sharded:
         return None
     if hasattr(layer, "become"):
-        raise UsageError(f"plan: {name} is divided already, as {layer.style}")
+        raise UsageError(f"plan: {name} is sharded already, as {layer.style}")
     _check_own_call(name, layer)
     if (found := _LAYERS.get((plain, type(style)))) is not None:
         return found
     if isinstance(style, Replicate):
-        return mixed(IntoSharded, plain)
+        return subclass_around(ReplicatedLayer, plain)
     if isinstance(style, Sequence):
-        return mixed(OnShards, plain)
+        return subclass_around(ShardwiseLayer, plain)
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
     raise UsageError(
         f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
@@ -70,42 +70,40 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
 
 
 def _check_own_call(name: str, layer: Any) -> None:
-    """Raise UsageError for a layer that computes, itself or within it, by what was put in the place of its class'."""
+    """Raise UsageError for a layer whose call, or that of a layer inside it, was replaced on the instance."""
     for one in layer._flatten_layers():
         if put := {"call", "__call__"}.intersection(vars(one)):
             where = name if one is layer else f"{name}, or {one.name} within it,"
-            raise UsageError(
-                f"plan: {where} has a {put.pop()} of its own, put over that of its class: divide the model before"
-            )
+            raise UsageError(f"plan: {where} has its {put.pop()} replaced on the instance: shard the model before that")
 
 
 def check_wrapper(name: str, layers: Mapping[str, list[Any]]) -> None:
-    """Raise UsageError for a layer whose wrapper computes with it past its own call, or looks at its weights."""
+    """Raise UsageError for a layer whose wrapper bypasses its call, or uses its weights."""
     above = name.rpartition("/")[0]
     for wrapper in layers.get(above, ()):
         if isinstance(wrapper, keras.layers.TimeDistributed):
             raise UsageError(
-                f"plan: {name}: {above} is TimeDistributed, which goes past what divides a layer: put the layer into a "
-                "keras.Sequential within it, or leave TimeDistributed out where the layer takes any dimensions"
+                f"plan: {name}: {above} is TimeDistributed, which bypasses the sharded call: put the layer into a "
+                "keras.Sequential within it, or leave TimeDistributed out if the layer accepts any dimensions"
             )
         if isinstance(wrapper, keras.layers.SpectralNormalization):
             raise UsageError(
-                f"plan: {name}: {above} is SpectralNormalization, which would see this rank's part of the weight: "
-                "leave it whole"
+                f"plan: {name}: {above} is SpectralNormalization, which would see only this rank's shard of the "
+                "weight: leave it unsharded"
             )
 
 
-def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Division) -> None:
-    """Raise UsageError unless all of (name, layer, style, the class that it becomes) can be divided together."""
+def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
+    """Raise UsageError unless all of (name, layer, style, sharded class) can be sharded together."""
     for name, layer, style, kind in found:
         if division.is_new(name, layer, style) and kind is not None:
             check_division(name, shardings_of(kind, name, layer, style, division.axis.size), division)
 
 
 def shardings_of(kind: Any, name: str, layer: Any, style: Style, size: int) -> Shardings:
-    """Return how the variables of a layer that is to become a `kind` are divided among `size` ranks.
+    """Return the shardings of the variables of a layer that is to become a `kind` over `size` ranks.
 
-    Of attention that depends on their number: its heads of keys may be fewer. Raises UsageError if they cannot be.
+    Attention depends on the number of ranks: it may have fewer key heads. Raises UsageError if it cannot be sharded.
     """
     more = (size,) if issubclass(kind, ColumnAttention) else ()
     return kind.shardings(layer, name, style, *more)  # type: ignore[no-any-return]

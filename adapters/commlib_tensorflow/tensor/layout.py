@@ -1,4 +1,4 @@
-"""Layouts of Keras' variables: the styles of layers that they stand for."""
+"""Layouts of Keras' variables: derive the styles of layers from a LayoutMap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.tensor_parallel.einsum import Einsum
 from commlib.tensor_parallel.layout_map import LayoutMap, Roles, divided_dims, style_of
 from commlib.tensor_parallel.styles import Column, Row, Sequence, Style
-from commlib_tensorflow.tensor._divided import is_elementwise
+from commlib_tensorflow.tensor._sharded_layer import is_elementwise
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -21,8 +21,8 @@ _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 def styles_of_layouts(model: Any, layers: Mapping[str, list[Any]], layouts: LayoutMap) -> dict[str, Style]:
     """Return the styles of layers, by their names.
 
-    What a layer gives and takes is then whole, as a LayoutMap has it, but between layers of which one divides its
-    outputs and the next its inputs: where a model's graph is known, nothing is gathered there.
+    Inputs and outputs of layers are unsharded, as in a LayoutMap, except between a layer that shards its outputs and
+    one that shards its inputs: if a model's graph is known, nothing is gathered between these.
     """
     every = {id(layer): (name, layer) for name, same in reversed(list(layers.items())) for layer in same}
     variables = {id(one): one for _, layer in every.values() for one in layer.variables}
@@ -35,13 +35,13 @@ def styles_of_layouts(model: Any, layers: Mapping[str, list[Any]], layouts: Layo
         if roles and (style := style_of(roles)) is not None:
             styles[name] = style
     if left := [variables[key].path for key, dim in dims.items() if dim is not None]:
-        raise UsageError(f"plan: {left[0]} cannot be divided: its layer is none that has parts, give it no layout")
+        raise UsageError(f"plan: {left[0]} cannot be sharded: its layer does not support sharding, give it no layout")
     _join_attention(dict(every.values()), styles)
-    return _wired(model, dict(every.values()), styles)
+    return _gather_and_split(model, dict(every.values()), styles)
 
 
 def _roles(layer: Any) -> Iterator[tuple[Any, Roles]]:
-    """Yield the variables of a layer, the kernel first, and what their dimensions are."""
+    """Yield the variables of a layer, the kernel first, with the roles of their dimensions."""
     if type(layer) is keras.layers.Dense:
         yield layer.kernel, ("inputs", "outputs")
         yield layer.bias, ("outputs",)
@@ -66,7 +66,7 @@ def _roles(layer: Any) -> Iterator[tuple[Any, Roles]]:
 
 
 def _join_attention(layers: Mapping[str, Any], styles: dict[str, Style]) -> None:
-    """Let attention have one style instead of its projections, of which all are divided or none."""
+    """Replace the styles of attention's projections by one of attention; either all or none are sharded."""
     for name, layer in layers.items():
         if not isinstance(layer, _ATTENTION):
             continue
@@ -78,20 +78,20 @@ def _join_attention(layers: Mapping[str, Any], styles: dict[str, Style]) -> None
         given = {inner: styles.pop(inner) for inner in expected if inner in styles}
         if given and given != expected:
             raise UsageError(
-                f"plan: of {name}, {', '.join(given) or 'nothing'} is divided: give query, key and value a layout that "
-                "divides their heads, and attention_output too"
+                f"plan: of {name}, only {', '.join(given) or 'nothing'} is sharded: give query, key and value layouts "
+                "that shard their heads, and attention_output too"
             )
         if given:
             styles[name] = Column()
 
 
-def _wired(model: Any, layers: Mapping[str, Any], styles: dict[str, Style]) -> dict[str, Style]:
-    """Return styles that gather and split, but for what goes straight from one divided layer to another."""
+def _gather_and_split(model: Any, layers: Mapping[str, Any], styles: dict[str, Style]) -> dict[str, Style]:
+    """Return styles that gather and split, except where a sharded output goes directly into a row-sharded layer."""
     names = {id(layer): name for name, layer in layers.items()}
     ends = {id(_maker(one)) for layer in (model, *layers.values()) for one in _outputs(layer)}
 
     def takers(layer: Any) -> list[Any] | None:
-        """Return the layers that take the output where it may stay divided, those between included; None if any not."""
+        """Return the layers behind an output that may stay sharded, including those in between; None if it may not."""
         found: list[Any] = []
         nodes = getattr(layer, "_outbound_nodes", [])
         if not nodes or id(layer) in ends:
@@ -103,7 +103,7 @@ def _wired(model: Any, layers: Mapping[str, Any], styles: dict[str, Style]) -> d
                 return None
             if isinstance(styles.get(names.get(id(taker), "")), Row):
                 continue
-            if not _passes(taker) or (further := takers(taker)) is None:
+            if not _is_pointwise(taker) or (further := takers(taker)) is None:
                 return None
             found += further
         return found
@@ -128,15 +128,15 @@ def _wired(model: Any, layers: Mapping[str, Any], styles: dict[str, Style]) -> d
     return wired
 
 
-def _passes(layer: Any) -> bool:
-    """Return whether a layer looks at one element at a time."""
+def _is_pointwise(layer: Any) -> bool:
+    """Return whether a layer works element by element."""
     if isinstance(layer, keras.layers.Activation):
         return is_elementwise(layer.activation)
     return type(layer) is keras.layers.Dropout
 
 
 def _outputs(layer: Any) -> list[Any]:
-    """Return the outputs of a model with a graph, none of any other layer."""
+    """Return the outputs of a model with a graph; none for any other layer."""
     return keras.tree.flatten(layer.outputs) if isinstance(layer, keras.Model) and hasattr(layer, "outputs") else []
 
 

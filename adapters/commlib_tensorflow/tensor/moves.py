@@ -1,7 +1,7 @@
-"""Moves of tensors over an axis, with their gradients: see `commlib.tensor_parallel.moves` for what each does.
+"""Collectives on tensors over an axis, with their gradients: see `commlib.tensor_parallel.moves` for each.
 
-Each is one node of a graph, which calls the host, or moves tensors of a GPU there. Nodes run in the order in which they
-are made, the same on all ranks.
+Each is one graph node, which calls the host, or works on GPU tensors in place. Nodes run in the order in which they are
+made, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -15,105 +15,107 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import moves
-from commlib.tensor_parallel.moves import COPY, REDUCE, Move
+from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, no_autograph, refuse_vectorized, result_empty
-from commlib_tensorflow._on_device import call_on_device
-from commlib_tensorflow.tensor._alike import returned
+from commlib_tensorflow._device_calls import call_on_device
+from commlib_tensorflow._host_calls import Spec, no_autograph, refuse_vectorized, result_empty
+from commlib_tensorflow.tensor._comparison import note_gradient
 
-On = Axis | Communicator
+On = ParallelAxis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
 
 
 @no_autograph
 def copy(x: Any, axis: On) -> tf.Tensor:
-    """Return `x`, which is whole on every rank, for what differs from rank to rank: its gradients are added up."""
-    return moved(as_tensor(x), axis_of(axis), COPY)
+    """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed."""
+    return redistribute(as_tensor(x), axis_of(axis), COPY)
 
 
 @no_autograph
 def reduce(x: Any, axis: On) -> tf.Tensor:
-    """Return the sum of `x` over the ranks, whole on each. Collective, as are those below."""
-    return moved(as_tensor(x), axis_of(axis), REDUCE)
+    """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions."""
+    return redistribute(as_tensor(x), axis_of(axis), REDUCE)
 
 
 @no_autograph
 def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
-    """Return this rank's shard of `x` along `dim`, of what all ranks have. The first ranks have one row more."""
-    return moved(as_tensor(x), axis_of(axis), moves.scatter(dim))
+    """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more."""
+    return redistribute(as_tensor(x), axis_of(axis), moves.scatter(dim))
 
 
 @no_autograph
 def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
-    """Return the shards of all ranks, joined along `dim`; their lengths may differ.
+    """Return the shards of all ranks, concatenated along `dim`; their lengths may differ.
 
-    partial: what is computed with the result differs from rank to rank, so that its gradients are added up.
+    partial: the result is used in rank-dependent computation, so its gradients are summed.
     """
-    return moved(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
+    return redistribute(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
 
 
 @no_autograph
 def reduce_scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
     """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
-    return moved(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
+    return redistribute(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
 
 
 @no_autograph
 def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
-    """Divide `x` along one dimension among the ranks, and join along another one what they have sent."""
-    return moved(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
+    """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`."""
+    return redistribute(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
 
 
-def axis_of(axis: On) -> Axis:
+def axis_of(axis: On) -> ParallelAxis:
     """Return an Axis over a communicator."""
-    return axis if isinstance(axis, Axis) else Axis(axis, empty=result_empty)
+    return axis if isinstance(axis, ParallelAxis) else ParallelAxis(axis, empty=result_empty)
 
 
-def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None, *, layer: Any = None) -> tf.Tensor:
-    """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time.
+def redistribute(
+    x: tf.Tensor, axis: ParallelAxis, move: Redistribute, lengths: Any = None, *, layer: Any = None
+) -> tf.Tensor:
+    """Apply a move to a tensor. lengths: a tensor with the lengths of the shards, if known only at run time.
 
-    layer: the divided layer that returns it whole, if one does.
+    layer: the sharded layer that returns the full result, if any.
     """
     if axis.size == 1 and move.name != "all_to_all":
         return x
     refuse_vectorized()
-    return _moved(x, axis, move, lengths, layer)
+    return _apply(x, axis, move, lengths, layer)
 
 
-def _moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None, layer: Any = None) -> tf.Tensor:
+def _apply(x: tf.Tensor, axis: ParallelAxis, move: Redistribute, lengths: Any = None, layer: Any = None) -> tf.Tensor:
     _check_dims(move, x)
     if lengths is None:
         move = _with_known_lengths(axis, move, x)
 
     def moving(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
         if move.name == "copy":
-            return tf.identity(x), lambda gradient: _moved(as_tensor(gradient), axis, REDUCE)
+            return tf.identity(x), lambda gradient: _apply(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
             (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)], what=move.name)
-            return result, lambda gradient: _moved(came(gradient), axis, COPY)
+            return result, lambda gradient: _apply(came(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
-        return result, lambda gradient: _moved(came(gradient), axis, move.conjugate, found)
+        return result, lambda gradient: _apply(came(gradient), axis, move.conjugate, found)
 
     def came(gradient: Any) -> tf.Tensor:
         gradient = as_tensor(gradient)
-        returned(axis, layer, gradient)
+        note_gradient(axis, layer, gradient)
         return gradient
 
     return tf.custom_gradient(moving)(x)
 
 
-def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor, Any]:
-    """Return the result, and the lengths of the shards if they are not known before: of both dimensions, in a row."""
+def _node(x: tf.Tensor, axis: ParallelAxis, move: Redistribute, lengths: Any) -> tuple[tf.Tensor, Any]:
+    """Return the result, and the lengths of the shards if unknown before: for all_to_all of both dimensions."""
     spec = Spec(x.dtype, _shape(axis, move, x))
     if move.lengths and (move.joined or move.name != "all_to_all"):
         (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [spec], what=move.name)
         return result, None
 
     def host(array: Any, *given: Array) -> Sequence[Any]:
-        result, known = run(axis, _told(move, given[0]) if given else move, array)
+        result, known = run(axis, _with_lengths(move, given[0]) if given else move, array)
         return [result, np.array([*known.lengths, *known.joined], np.int64)]
 
     count = axis.size * (1 + (move.name == "all_to_all"))
@@ -122,8 +124,8 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
     return result, found
 
 
-def _told(move: Move, lengths: Array) -> Move:
-    """Return a move with lengths that its conjugate has found: those of an all_to_all the other way round."""
+def _with_lengths(move: Redistribute, lengths: Array) -> Redistribute:
+    """Return a move with the lengths that the forward move has found: for all_to_all in swapped order."""
     given = tuple(map(int, lengths))
     if move.name != "all_to_all":
         return move.known(given)
@@ -131,22 +133,22 @@ def _told(move: Move, lengths: Array) -> Move:
     return move.known(given[half:], given[:half])
 
 
-def _check_dims(move: Move, x: tf.Tensor) -> None:
+def _check_dims(move: Redistribute, x: tf.Tensor) -> None:
     rank = x.shape.rank
     for dim in () if rank is None or move.name in ("copy", "reduce") else (move.dim, move.join):
         if not -rank <= dim < rank:
             raise UsageError(f"{move.name}: a tensor of shape {x.shape} has no dimension {dim}")
 
 
-def _with_known_lengths(axis: Axis, move: Move, x: tf.Tensor) -> Move:
-    """Return the move with lengths that follow from a known shape."""
+def _with_known_lengths(axis: ParallelAxis, move: Redistribute, x: tf.Tensor) -> Redistribute:
+    """Return the move with the lengths that follow from a known shape."""
     if move.lengths or move.name not in ("scatter", "reduce_scatter") or x.shape.rank is None:
         return move
     length = x.shape[move.dim]
     return move if length is None else move.known(even(length, axis.size).counts)
 
 
-def _shape(axis: Axis, move: Move, x: tf.Tensor) -> tf.TensorShape:
+def _shape(axis: ParallelAxis, move: Redistribute, x: tf.Tensor) -> tf.TensorShape:
     """Return the result's shape as far as it is known."""
     if x.shape.rank is None:
         return x.shape

@@ -1,4 +1,4 @@
-"""Names of the layers within a Keras model, from the model down: "block_0/up"."""
+"""Names of the layers within a Keras model, as paths: "block_0/up"."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from commlib.errors import UsageError
 
 
 def layers_of(model: Any) -> dict[str, Any]:
-    """Return the layers within a model by their names, the first of each name."""
+    """Return the layers within a model by name, the first of each name."""
     return {name: same[0] for name, same in layers_named(model).items()}
 
 
 def layers_named(model: Any, verb: str = "parallelize") -> dict[str, list[Any]]:
-    """Return all layers within a model by their names. Raises UsageError for what is no model of Keras 3."""
+    """Return all layers within a model by name. Raises UsageError if it is not a Keras 3 model."""
     if not isinstance(model, keras.Model):
         of = type(model).__module__.split(".")[0]
-        hint = ": models of Keras 2 cannot be divided, use Keras 3" if of == "tf_keras" else ""
+        hint = ": models of Keras 2 cannot be sharded, use Keras 3" if of == "tf_keras" else ""
         raise UsageError(f"{verb}: expected a keras.Model, got {of}.{type(model).__name__}{hint}")
     found: dict[str, list[Any]] = {}
     _walk(model, "", (), found)
     return found
 
 
-def only(name: str, layers: list[Any]) -> Any:
-    """Return the one layer of a name. Raises UsageError if there are several."""
+def single_layer(name: str, layers: list[Any]) -> Any:
+    """Return the single layer of a name. Raises UsageError if there are several."""
     if len(layers) > 1:
-        raise UsageError(f"plan: {len(layers)} layers are called {name}: give them names of their own")
+        raise UsageError(f"plan: {len(layers)} layers are called {name}: give them distinct names")
     return layers[0]
 
 
@@ -37,7 +37,7 @@ def _walk(layer: Any, prefix: str, above: tuple[Any, ...], found: dict[str, list
         if any(inner is one for one in above):
             continue
         if isinstance(layer, keras.Sequential) and isinstance(inner, keras.Model) and inner not in layer.layers:
-            continue  # how a Sequential computes, of the same layers
+            continue  # the internal model of a Sequential, made of the same layers
         name = f"{prefix}{inner.name}"
         same = found.setdefault(name, [])
         if not any(inner is one for one in same):

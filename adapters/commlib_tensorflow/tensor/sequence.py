@@ -1,4 +1,4 @@
-"""Layers between divided ones: norms and dropout on shards, and whole layers whose output goes into divided ones."""
+"""Layers between sharded ones: norms and dropout on shards, and unsharded layers whose output enters sharded ones."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
-from commlib_tensorflow.tensor._alike import given
-from commlib_tensorflow.tensor._divided import check_plain
-from commlib_tensorflow.tensor._dividing import Shardings
+from commlib_tensorflow.tensor._comparison import note_input
+from commlib_tensorflow.tensor._sharded_layer import check_plain
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor.moves import copy
-from commlib_tensorflow.tensor.streams import divide_streams
+from commlib_tensorflow.tensor.streams import split_streams
 
 _MIXING = ("attention", "convolutional", "pooling", "reshaping", "rnn")
-"""Families of Keras' layers whose outputs depend on several positions, even where they have no weights.
+"""Keras' layer families whose outputs depend on several positions, even if they have no weights.
 
-Others are tried on parts.
+Other layers are tried on shards.
 """
 
 
 class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: ignore[misc]  # Keras has no types
-    """A layer norm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
+    """A layer norm of a sequence shard: weights are replicated, and the ranks' parts of their gradient summed."""
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        """Return no shardings. Raises UsageError for a dimension that the norm reduces over."""
         check_plain(what, self, style)
         _check_features(what, self.axis, style.dim)
         return []
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
@@ -44,7 +44,7 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
     def call(self, inputs: Any) -> Any:
         """Return the norm of a shard."""
         _check_features(self.name, self.axis, self.style.dim, len(inputs.shape))
-        gamma, beta = _copied(self.divided_axis, self.gamma, self.beta)
+        gamma, beta = _copy(self.divided_axis, self.gamma, self.beta)
         found = keras.ops.layer_normalization(
             inputs, gamma, beta, self.axis, self.epsilon, rms_scaling=self.rms_scaling
         )
@@ -52,15 +52,15 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
 
 
 class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[misc]  # Keras has no types
-    """An RMS norm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
+    """An RMS norm of a sequence shard: weights are replicated, and the ranks' parts of their gradient summed."""
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        """Return no shardings. Raises UsageError for a dimension that the norm reduces over."""
         check_plain(what, self, style)
         _check_features(what, self.axis, style.dim)
         return []
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
@@ -73,59 +73,59 @@ class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[m
         return keras.ops.rms_normalization(x, scale=scale, axis=self.axis, epsilon=self.epsilon)
 
 
-class OnShards:
-    """A layer without weights, such as dropout, that draws other random numbers on each rank."""
+class ShardwiseLayer:
+    """A layer without weights, such as dropout, that draws different random numbers on each rank."""
 
     def shardings(self: Any, what: str, style: Sequence) -> Shardings:
-        """Return how its variables are divided: none is. Raises UsageError for a layer that sees several positions."""
+        """Return no shardings. Raises UsageError for a layer that sees several positions."""
         check_activity(what, self, style)
         family = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.startswith("keras."))
         if self.weights or any(f"layers.{name}." in family for name in _MIXING):
-            why = f"has weights, such as {self.weights[0].path}" if self.weights else "looks at several positions"
+            why = f"has weights, such as {self.weights[0].path}" if self.weights else "depends on several positions"
             raise UsageError(
                 f"plan: {what} {why}: Sequence is for LayerNormalization, RMSNormalization, and layers without weights "
-                "that look at each position by itself"
+                "that treat each position separately"
             )
         if _draws_for_several(self):
             raise UsageError(
-                f"plan: {what} draws one number for several positions, which may be on several ranks: leave it as it "
-                "is, if features are whole, so that all ranks draw the same"
+                f"plan: {what} draws one number for several positions, which may be on several ranks: leave it without "
+                "a style, if features are unsharded, so that all ranks draw the same"
             )
         return []
 
-    def become(self: Any, what: str, axis: Axis, style: Sequence) -> None:
-        """Take shards instead of whole tensors."""
+    def become(self: Any, what: str, axis: ParallelAxis, style: Sequence) -> None:
+        """Take shards instead of unsharded tensors."""
         self.divided_axis, self.style = axis, style
         regularize_activity(self, axis, style)
-        divide_streams(self, axis)
+        split_streams(self, axis)
 
 
-class IntoSharded:
-    """A whole layer whose output is used by what is divided: the ranks' parts of its gradient are added."""
+class ReplicatedLayer:
+    """An unsharded layer whose output enters sharded layers: the ranks' parts of its gradient are summed."""
 
     def shardings(self: Any, what: str, style: Replicate) -> Shardings:
-        """Return how its variables are divided: none is. Raises UsageError for an activity regularizer."""
+        """Return no shardings. Raises UsageError for an activity regularizer."""
         check_activity(what, self, style)
         return []
 
-    def become(self: Any, what: str, axis: Axis, style: Replicate) -> None:
-        """Add the gradients of the output."""
+    def become(self: Any, what: str, axis: ParallelAxis, style: Replicate) -> None:
+        """Sum the gradients of the output."""
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer gives."""
+        """Return the layer's output."""
         found = super().call(*args, **kwargs)  # type: ignore[misc]
-        return keras.tree.map_structure(self._copied, found)
+        return keras.tree.map_structure(self._copy, found)
 
-    def _copied(self: Any, x: Any) -> Any:
-        given(self.divided_axis, self, x, "the output")
+    def _copy(self: Any, x: Any) -> Any:
+        note_input(self.divided_axis, self, x, "the output")
         return copy(x, self.divided_axis) if _has_gradient(x) else x
 
 
 @cache
-def mixed(kind: Hashable, plain: Hashable) -> Any:
-    """Return a class of layers that are `plain`, with what `kind` does otherwise."""
+def subclass_around(kind: Hashable, plain: Hashable) -> Any:
+    """Return a class of layers that are `plain`, with the changes of `kind`."""
     classes: Any = (kind, plain)
     return type("".join(one.__name__ for one in classes), classes, {"__doc__": plain.__doc__})
 
@@ -139,8 +139,8 @@ def _draws_for_several(layer: Any) -> bool:
     return spatial or getattr(layer, "noise_shape", None) is not None
 
 
-def _copied(axis: Axis, gamma: Any, beta: Any) -> tuple[Any, Any]:
-    """Return both as they are; their gradients are added up by one small reduction."""
+def _copy(axis: ParallelAxis, gamma: Any, beta: Any) -> tuple[Any, Any]:
+    """Return both unchanged; their gradients are summed by one small reduction."""
     given = [tf.convert_to_tensor(one) for one in (gamma, beta) if one is not None]
     if axis.size == 1 or not given:
         return gamma, beta
@@ -149,12 +149,12 @@ def _copied(axis: Axis, gamma: Any, beta: Any) -> tuple[Any, Any]:
 
 
 def _check_features(what: str, features: Any, dim: int, dims: int | None = None) -> None:
-    """Raise UsageError if the dimension that is divided is one of those that a norm looks at as a whole."""
+    """Raise UsageError if the sharded dimension is one over which a norm reduces."""
     given = features if isinstance(features, list | tuple) else [features]
     if dims is not None:
         dim, given = dim % dims, [one % dims for one in given]
     if dim in given:
         raise UsageError(
-            f"plan: {what}: Sequence(dim={dim}), but this is a norm over dimensions {list(given)}, and would see a "
-            "part of them: gather the features first"
+            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(given)}, of which it "
+            "would see only a shard: gather the features first"
         )

@@ -1,4 +1,4 @@
-"""State of divided Keras models: as that of the whole model, gathered from any number of ranks, loaded on any other."""
+"""State of sharded Keras models in unsharded form: gathered from any number of ranks, loaded on any other."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from commlib.errors import UsageError
 from commlib.sharding.sharding import Sharding
 from commlib_tensorflow._shards import own_of, shard_of, whole_of
 from commlib_tensorflow.pipelines._updates import lists_of, put_state, state_of
-from commlib_tensorflow.tensor._dividing import divide
+from commlib_tensorflow.tensor._sharding import shard_variables
 
 
 def gather_weights(model: keras.Model) -> list[Array]:
-    """Return the weights of a model as `get_weights()` of the model that is whole does, on every rank.
+    """Return a model's unsharded weights, in the order of `get_weights()`, on every rank.
 
-    Collective over the axes that its variables are divided over.
+    Collective over the axes over which its variables are sharded.
     """
     return [whole_of(weight, weight.numpy()) for weight in model.weights]
 
 
 def set_weights(model: keras.Model, weights: Sequence[Any]) -> None:
-    """Set the weights of a divided model to those of the whole one: each rank takes its parts. Not collective.
+    """Set the weights of a sharded model from unsharded ones: each rank takes its shards. Not collective.
 
-    Raises UsageError for another number of weights, or other shapes than those of the whole.
+    Raises UsageError for another number of weights, or other shapes than the unsharded ones.
     """
     if len(weights) != len(model.weights):
-        raise UsageError(f"set_weights: {len(weights)} weights, but the model has {len(model.weights)}")
+        raise UsageError(f"set_weights: got {len(weights)} weights, but the model has {len(model.weights)}")
     for weight, value in zip(model.weights, weights, strict=True):
         weight.assign(own_of(weight, value))
 
 
 def gather_model(model: keras.Model) -> keras.Model:
-    """Return an ordinary model, whole, on every rank: with the weights, and what `compile` and training have made.
+    """Return an ordinary unsharded model on every rank, with the weights, compile settings and optimizer state.
 
-    `gather_model(model).save(path)` writes a file that needs nothing of commlib, and `parallelize(load_model(path),
-    ...)` goes on with it on any number of ranks. Collective over the axes that variables are divided over. Raises
+    `gather_model(model).save(path)` writes a file that does not need commlib, and `parallelize(load_model(path), ...)`
+    continues from it on any number of ranks. Collective over the axes over which variables are sharded. Raises
     UsageError for a model that cannot be made from its configuration.
     """
     if not isinstance(model, keras.Model):
         kind = f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"
-        raise UsageError(f"gather_model: expected a keras.Model, got {kind}: those of Keras 2 cannot be divided")
+        raise UsageError(f"gather_model: expected a keras.Model, got {kind}: models of Keras 2 cannot be sharded")
     try:
         whole = model.__class__.from_config(model.get_config())
     except Exception as error:
         raise UsageError(
             f"gather_model: {model.name!r} cannot be made from its configuration ({type(error).__name__}: {error}): "
-            "make a whole model yourself, and give it gather_weights(model) by set_weights()"
+            "construct an unsharded model yourself, and load gather_weights(model) into it by set_weights()"
         ) from error
     weights = gather_weights(model)
-    if not whole.built:  # as Keras builds what it reads from a file
+    if not whole.built:  # Keras builds models from files in the same way
         with contextlib.suppress(Exception):
             whole.build_from_config(model.get_build_config())
     if [weight.shape for weight in whole.weights] != [weight.shape for weight in weights]:
         raise UsageError(
-            f"gather_model: {model.name!r} is not built by its configuration: call one that you have made with the "
-            "same arguments, and give it gather_weights(model) by set_weights()"
+            f"gather_model: {model.name!r} is not built by its configuration: construct and call a model with the same "
+            "arguments, and load gather_weights(model) into it by set_weights()"
         )
     whole.set_weights(weights)
     if model.compiled:
         known = model.optimizer._trainable_variables if model.optimizer.built else model.trainable_variables
         known_ids = set(
             map(id, known)
-        )  # frozen since or not: compile_from_config makes an optimizer of what trains now
+        )  # whether frozen since or not: compile_from_config builds an optimizer for the currently trainable weights
         whole.trainable = True
         for weight, made in zip(model.weights, whole.weights, strict=True):
             made.trainable = id(weight) in known_ids
@@ -77,19 +77,19 @@ def gather_model(model: keras.Model) -> keras.Model:
 
 
 def _take_settings(model: Any, whole: Any) -> None:
-    """Give a model made from the configuration of another one what that does not say."""
+    """Copy settings that a model's configuration does not hold."""
     for layer, made in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
         if made.trainable != layer.trainable:
             made.trainable = layer.trainable
         if getattr(made, "lora_enabled", False):
-            made.lora_alpha = layer.lora_alpha  # not all of Keras' layers take it from a configuration
-    for variable, made in zip(model.weights, whole.weights, strict=True):  # those within a frozen layer
+            made.lora_alpha = layer.lora_alpha  # not all Keras layers take it from a configuration
+    for variable, made in zip(model.weights, whole.weights, strict=True):  # for weights inside a frozen layer
         if made.trainable != variable.trainable:
             made.trainable = variable.trainable
 
 
 def _take_optimizer(model: Any, whole: Any) -> None:
-    """Give the optimizer of a whole model what that of the divided one has kept."""
+    """Copy the optimizer state of a sharded model into an unsharded one."""
     pairs = [(model.optimizer, whole.optimizer)]
     if (inner := getattr(model.optimizer, "inner_optimizer", None)) is not None:  # of a LossScaleOptimizer
         pairs.append((inner, whole.optimizer.inner_optimizer))
@@ -102,25 +102,25 @@ def _take_optimizer(model: Any, whole: Any) -> None:
         if any(weight is None for weight in weights):
             raise UsageError(
                 f"gather_model: {optimizer.name} of {model.name!r} updates weights that are not the model's: "
-                "compile it anew, or use gather_weights(model)"
+                "compile it again, or use gather_weights(model)"
             )
         if not other.built:
             other.build(weights)
         put_state(other, singles, {name: dict(enumerate(values)) for name, values in lists.items()})
 
 
-def divide_optimizer(optimizer: Any) -> None:
-    """Divide what an optimizer keeps for each weight as the weights are, which have been divided after it was built."""
+def shard_optimizer(optimizer: Any) -> None:
+    """Shard an optimizer's state like its weights, which were sharded after it was built."""
     for name, variables in lists_of(optimizer).items():
         for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
             shard = shard_of(weight)
             if shard is None or not isinstance(
                 shard.sharding, Sharding
-            ):  # experts are made divided, before an optimizer is
+            ):  # experts are created sharded, before an optimizer is built
                 continue
             if variable is not None and tuple(variable.shape) == shard.sharding.shape:
-                divide(f"{name} of {optimizer.name}", shard.axis, [(variable, shard.sharding)])
-    # Keras knows weights by TensorFlow's variables, which are others now.
+                shard_variables(f"{name} of {optimizer.name}", shard.axis, [(variable, shard.sharding)])
+    # Keras finds weights by TensorFlow's variables, which have changed.
     optimizer._trainable_variables_indices = {
         optimizer._var_key(weight): place for place, weight in enumerate(optimizer._trainable_variables)
     }

@@ -1,4 +1,4 @@
-"""Tracing: build the graph of a model's call, and return what it does as a `commlib.tensor_parallel.trace.Trace`."""
+"""Tracing: build the graph of a model's call, and return its steps as a `commlib.tensor_parallel.trace.ModelTrace`."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ import tensorflow as tf
 import commlib
 from commlib.errors import UsageError
 from commlib.tensor_parallel import equations
-from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
+from commlib.tensor_parallel.checks.weight_shapes import SeenWeights, WeightShape
 from commlib.tensor_parallel.equations import Equation
 from commlib.tensor_parallel.lengths import Length
-from commlib.tensor_parallel.recording import Recording, replaced, running_line
-from commlib.tensor_parallel.run.caches import in_caches
-from commlib.tensor_parallel.run.per_rank import changed_numbers
+from commlib.tensor_parallel.recording import StepRecording, replace_attribute, running_line
+from commlib.tensor_parallel.run.caches import count_cached
+from commlib.tensor_parallel.run.rank_numbers import change_numbers
 from commlib.tensor_parallel.styles import PerRank, Style
-from commlib.tensor_parallel.trace import Trace
-from commlib_tensorflow._unnoticed import unnoticed
+from commlib.tensor_parallel.trace import ModelTrace
+from commlib_tensorflow._trial_run import preserve_model
 from commlib_tensorflow.tensor import _leaves, context, moves
-from commlib_tensorflow.tensor._calls import Call
-from commlib_tensorflow.tensor._conditions import asking, decided_by
-from commlib_tensorflow.tensor._eagerness import asked
+from commlib_tensorflow.tensor._calls import ModelCall
+from commlib_tensorflow.tensor._conditions import deciding_tensors, watch_element_reads
+from commlib_tensorflow.tensor._eager_checks import watch_eager_checks
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
-from commlib_tensorflow.tensor._guided import Guided, detached, exchanged
-from commlib_tensorflow.tensor._keeping import WRITES, held
+from commlib_tensorflow.tensor._gradient_registry import forget_gradients, kept_by_gradients
+from commlib_tensorflow.tensor._guided_calls import GuidedCall, detach_tensors, replace_tensors
+from commlib_tensorflow.tensor._held_tensors import WRITES, find_held
 from commlib_tensorflow.tensor._numbers import numbers_in
-from commlib_tensorflow.tensor._on_parts import on_parts
 from commlib_tensorflow.tensor._operations import (
     CALLS,
     SOURCES,
-    described,
+    describe_call,
+    describe_identity,
+    describe_repeat,
     has_own_gradient,
-    passed_on,
-    repeated,
     shape_of,
 )
-from commlib_tensorflow.tensor._registered import forget_gradients, kept_by_gradients
-from commlib_tensorflow.tensor._weights import shapes_seen
+from commlib_tensorflow.tensor._shard_trial import try_on_shards
+from commlib_tensorflow.tensor._weights import override_shapes
 
 _OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
-"""Functions between ranks that a model may call itself, and where they are looked up."""
+"""Functions between ranks that a model may call itself, and the modules where they are looked up."""
 
 _OURS = Path(__file__).parent.parent
 _PACKAGES = ("<", *(str(Path(module.__file__ or "").parent) for module in (keras, tf, commlib)), str(_OURS))
-"""Folders of what is not the user's."""
+"""Folders of code that is not the user's."""
 
 _HANDLES = (tf.resource, tf.variant)
-"""The dtypes of what is no value."""
+"""Dtypes of tensors without values."""
 
 Layers = Mapping[str, Any]
 """The layers of a model by their names."""
 
 
-def attempted(
+def try_trace(
     model: Any,
     layers: Layers,
     given: Any,
@@ -69,34 +69,36 @@ def attempted(
     eager: list[str] | None = None,
     training: bool = False,
     weights: SeenWeights | None = None,
-) -> tuple[Trace, Exception | None]:
-    """Return a model's layers and the operations between them, in the order in which they are called.
+) -> tuple[ModelTrace, Exception | None]:
+    """Return a model's layers and the operations between them, in call order, and the error of the call, if any.
 
-    given: with what it is called, or `tf.TensorSpec`s of it: one value, or a `Call`. styles: layers that are taken as a
-    whole because they have one. A graph is made, and never run: nothing is computed, and a divided model communicates
-    nothing but what its ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its
-    error is returned, and the trace up to the layer that did. hidden: gets the names of divided layers that ran where
-    nothing is seen of them. eager: gets the lines that ask whether they run eagerly, which the model here does not.
-    weights: those whose shapes are noted where the model asks for them.
+    given: the arguments of the call, or `tf.TensorSpec`s of them: one value, or a `ModelCall`. styles: layers that are
+    recorded as one step because they have a style. The graph is made but never run: nothing is computed, and a sharded
+    model communicates only the agreements at layers' first use. All state is restored: see `preserve_model`. If the
+    call fails, its error is returned, with the trace up to the failing layer. hidden: gets the names of sharded layers
+    that ran where they cannot be traced. eager: gets the lines that ask whether they run eagerly, which is not the case
+    here. weights: those whose shapes are recorded when the model requests them.
     """
-    call = Call.of(given)
-    for inlines in (True, False):  # without AutoGraph some functions cannot be written here
-        recorder = Recorder(model, layers, styles, inlines=inlines, measures=not styles, weights=weights, tries=True)
+    call = ModelCall.of(given)
+    for inlines in (True, False):  # without AutoGraph some functions cannot be inlined
+        recorder = TraceRecorder(
+            model, layers, styles, inlines=inlines, measures=not styles, weights=weights, tries=True
+        )
 
-        def once(call: Call, recorder: Recorder = recorder) -> None:
+        def once(call: ModelCall, recorder: TraceRecorder = recorder) -> None:
             recorder.run(call, training=training)
             forget_gradients(tf.compat.v1.get_default_graph().get_operations())
 
-        with tf.init_scope(), unnoticed(model, call.args, call.options):
+        with tf.init_scope(), preserve_model(model, call.args, call.options):
             graph_of(once, call)
         if recorder.error is None:
             break
     if recorder.error is not None and recorder.asked:
         said = (
-            f"it asks for elements of a tensor at {recorder.asked}, which has none in a graph, and what comes after "
-            "that cannot be checked: use keras.ops.where or cond; or leave example= and verify= out"
+            f"it requests elements of a tensor at {recorder.asked}. A graph tensor has none, so later operations "
+            "cannot be checked: use keras.ops.where or cond, or leave example= and verify= out"
         )
-        error = UsageError(f"plan: {type(model).__name__} cannot be followed: {said}")
+        error = UsageError(f"plan: {type(model).__name__} cannot be traced: {said}")
         error.__cause__, recorder.error = recorder.error, error
     if recorder.hidden and hidden is not None:
         hidden.extend(recorder.hidden)
@@ -106,13 +108,13 @@ def attempted(
 
 
 def styles_in(layers: Layers) -> dict[str, Style]:
-    """Return the styles of the layers that are divided already."""
+    """Return the styles of the layers that are already sharded."""
     given = {name: getattr(layer, "style", None) for name, layer in layers.items()}
     return {name: style for name, style in given.items() if isinstance(style, Style)}
 
 
-def graph_of(function: Callable[[Call], Any], call: Call) -> Any:
-    """Return a concrete function of a call's tensors: its graph is made, as it is written."""
+def graph_of(function: Callable[[ModelCall], Any], call: ModelCall) -> Any:
+    """Return a concrete function of a call's tensors, traced without AutoGraph."""
     plain = tf.autograph.experimental.do_not_convert(lambda *tensors: function(call.with_tensors(tensors)))
     return tf.function(plain, autograph=False).get_concrete_function(*map(_spec, call.tensors))
 
@@ -125,14 +127,14 @@ def _spec(value: Any) -> Any:
 
 
 def concrete(shape: Any) -> tuple[int, ...]:
-    """Return a shape in which lengths that are not known have some length, all another one."""
+    """Return a shape in which unknown lengths have arbitrary, distinct values."""
     lengths = iter((2, 7, 5, 11, 13))
     return tuple(next(lengths) if length is None else length for length in shape)
 
 
 @dataclass(slots=True)
-class _Call:
-    """The operations of a graph that one call of a layer has made: from the first up to the last but one."""
+class _LayerCall:
+    """The operations of a graph that one call of a layer has made: from `first` up to, but not including, `last`."""
 
     name: str
     layer: Any
@@ -147,15 +149,14 @@ class _Call:
     results: list[Any] = field(default_factory=list)
 
 
-class Recorder:
-    """Records what a call of a model adds to the graph that is being made. tensors: all values, by their numbers.
+class TraceRecorder:
+    """Recorder of the operations that a model's call adds to the current graph. tensors: all values, by number.
 
-    whole: a divided model runs as the whole that it was; by default whether it is whole. guided: how layers are called.
-    inlines: functions of TensorFlow that the model calls are written into its graph. measures: numbers that layers have
-    know what they are where shapes are asked for; so they do where some are a rank's. detaches: gradients end at
-    layers, for `arriving`. weights: which shapes of weights the model sees; where it asks for them is noted. keeps:
-    what somebody holds after the call is told, as it cannot be while a tape holds all. tries: layers that take parts of
-    sequences are tried on parts.
+    whole: a sharded model runs unsharded; by default whether it is unsharded. guided: replaces inputs and results of
+    layers. inlines: TensorFlow functions that the model calls are inlined. measures: layers' integers remember their
+    source where shapes use them; always on if some are per rank. detaches: gradients stop at layers, for `arriving`.
+    weights: the weight shapes that the model sees; their use is recorded. keeps: report the values that are held after
+    the call, which is impossible while a tape holds all. tries: layers on sequence shards are tried on shards.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Recorder:
         styles: Collection[str],
         *,
         whole: bool | None = None,
-        guided: Guided | None = None,
+        guided: GuidedCall | None = None,
         inlines: bool = True,
         measures: bool = False,
         detaches: bool = False,
@@ -179,23 +180,23 @@ class Recorder:
         self._whole = not styles_in(layers) if whole is None else whole
         self._guided, self._shown, self._tries, self._training = guided, weights or {}, tries, False
         self.communicates = False
-        """Ranks did so outside of layers."""
+        """Ranks communicated outside of layers."""
         self.asked = ""
-        """Where a tensor was asked for its elements, which there are outside of graphs alone."""
+        """The line where elements of a tensor were requested, which graph tensors do not have."""
         self.is_custom = False
-        """A function between layers has a gradient of its own."""
+        """A function between layers has a custom gradient."""
         self.eager: list[str] = []
-        """Lines of the user's that ask whether they run eagerly."""
+        """Lines of user code that ask whether they run eagerly."""
         self.hidden: list[str] = []
         """Layers with a style that ran in another graph: in a loop, a branch or a function."""
         self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
-        self._calls: list[_Call] = []
+        self._calls: list[_LayerCall] = []
         self._inside = 0
         self._results: list[Any] = []
         self._losses: list[tuple[str, Any, str]] = []
-        """What layers add to the loss, with their names and the lines."""
+        """Losses that layers add, with the layers' names and the lines."""
         self._kept: set[int] = set()
-        """Values that somebody holds after the call, or a variable has got."""
+        """Values that are held after the call, or assigned to a variable."""
         self.error: Exception | None = None
         self._weights = {
             id(variable.value.handle): name
@@ -203,28 +204,28 @@ class Recorder:
             for variable in layer.trainable_variables
         }
         self._asked: dict[str, tuple[int, ...]] = {}
-        """Shapes that operations were asked for with such numbers, by their names."""
-        self._recording = Recording(shape_of, self._source, _key, _is_discrete, lambda: running_line(_PACKAGES))
+        """Shapes that operations requested with such integers, by operation name."""
+        self._recording = StepRecording(shape_of, self._source, _key, _is_discrete, lambda: running_line(_PACKAGES))
         self.tensors = self._recording.tensors
 
-    def run(self, call: Call, *, training: bool) -> Any:
-        """Call the model, and note its steps. What it raises is kept as `error`."""
+    def run(self, call: ModelCall, *, training: bool) -> Any:
+        """Call the model, and record its steps. An exception is kept as `error`."""
         self._graph, self._training = tf.compat.v1.get_default_graph(), training
         for tensor in call.tensors:
             self._recording.add("", "given", (), (tensor,), text="an argument")
         before, result = self._count(), None
-        with self._watching(), keras.StatelessScope() as scope:
+        with self._watch(), keras.StatelessScope() as scope:
             try:
                 result = self._model(*call.args, training=training, **call.options)
             except Exception as error:
                 self.error = error
         self._results = tensors_in(result)
         updates: dict[int, Any] = scope.state_mapping
-        kept = self._held(before, updates, call) if self._keeps and self.error is None else []
+        kept = self._find_held(before, updates, call) if self._keeps and self.error is None else []
         self._note(before)
         names = {id(variable): variable.path for variable in self._model.variables}
         for key, value in updates.items():
-            self._assigned(value, f"what is assigned to {names.get(key, 'a variable')}")
+            self._note_assignment(value, f"what is assigned to {names.get(key, 'a variable')}")
         self._kept |= {number for one in kept if (number := self._number_of_kept(one)) is not None}
         for name, loss, place in self._losses:
             if getattr(loss, "graph", None) is self._graph:
@@ -237,15 +238,16 @@ class Recorder:
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn, in functions within the graph, too."""
+        """Whether random numbers are drawn, also in functions within the graph."""
         kinds = {op.type for op in self._graph.get_operations()}
         kinds |= {node.op for one in self._graph.as_graph_def().library.function for node in one.node_def}
         return any("Random" in kind or "Multinomial" in kind or "TruncatedNormal" in kind for kind in kinds)
 
     def arriving(self) -> dict[int, Any]:
-        """Return gradients of layers' results by their numbers, which what comes before the next layers gives them.
+        """Return gradients of layers' results by number, as the operations before the next layers compute them.
 
-        They begin with numbers made of each element of what these take: of a part the same as of the whole.
+        They start from values computed element by element from the next layers' inputs: the same for a shard as for the
+        full tensor.
         """
         calls = [call for call in self._calls if call.leaf and call.layer is not None]
         taken = [one for call in calls for one in call.inputs] + self._results
@@ -255,12 +257,12 @@ class Recorder:
         found = tf.gradients(ends, made, given, unconnected_gradients="zero") if ends and made else []
         return {self._recording.number(tensor): one for tensor, one in zip(made, found, strict=True)}
 
-    def trace(self) -> Trace:
-        """Return the trace of what ran."""
+    def trace(self) -> ModelTrace:
+        """Return the trace of the run."""
         return self._recording.trace(self._results, self._tied(), whole=self._whole, held=self._kept)
 
-    def _held(self, first: int, updates: Mapping[int, Any], call: Call) -> list[Any]:
-        """Return the tensors that somebody holds after the call, beside what it has returned."""
+    def _find_held(self, first: int, updates: Mapping[int, Any], call: ModelCall) -> list[Any]:
+        """Return the tensors that are held after the call, besides its results."""
         returned = set(map(id, self._results))
         operations = self._graph.get_operations()
         every = [one for op in operations[first:] for one in op.outputs]
@@ -276,11 +278,11 @@ class Recorder:
         inputs = [known for op in operations if (known := getattr(op, "_inputs_val", None)) is not None]
         ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *kept_by_gradients(operations)]
         ours += [] if self._guided is None else [self._guided.given]
-        found = held(made, ours, lambda: in_caches(roots, tf.is_tensor, keras.layers.Layer))
+        found = find_held(made, ours, lambda: count_cached(roots, tf.is_tensor, keras.layers.Layer))
         return [tensor for tensor in made if id(tensor) in found]
 
     def _number_of_kept(self, tensor: Any) -> int | None:
-        """Return the number of a tensor that somebody holds, also of one from within a layer that is taken whole."""
+        """Return the number of a held tensor, also of one from inside a layer that is one step."""
         if self._recording.knows(tensor) or tensor.op.type in SOURCES:
             return self._recording.number_of(tensor)
         at = next(at for at, op in enumerate(self._graph.get_operations()) if op.name == tensor.op.name)
@@ -290,8 +292,8 @@ class Recorder:
                 self._recording.add("", "unknown", (*call.inputs, *call.results), (tensor,), text=text, place=place)
         return self._recording.number_of(tensor)
 
-    def _assigned(self, value: Any, text: str) -> None:
-        """Note that a variable has got a value, which has no gradient when it is read."""
+    def _note_assignment(self, value: Any, text: str) -> None:
+        """Record that a variable was assigned a value, which has no gradient when it is read."""
         if getattr(value, "graph", None) is self._graph and self._recording.knows(value):
             kept = tf.stop_gradient(value)
             equation = equations.pointwise(shape_of(value))
@@ -303,72 +305,76 @@ class Recorder:
         return len(self._graph.get_operations())
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Let each call of a layer of the model be noted, for a while."""
+    def _watch(self) -> Iterator[None]:
+        """Record each call of a layer of the model within the context."""
         plain = keras.layers.Layer.__call__
         recorder = self
 
         def noted(layer: Any, *args: Any, **options: Any) -> Any:
-            return recorder._called(plain, layer, args, options)
+            return recorder._call_layer(plain, layer, args, options)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(keras.layers.Layer, "__call__", noted))
-            stack.enter_context(asking(self._graph, self._number))
-            # Keras cannot compute layers again in graphs; what they compute is the same without.
+            stack.enter_context(replace_attribute(keras.layers.Layer, "__call__", noted))
+            stack.enter_context(watch_element_reads(self._graph, self._number))
+            # Keras cannot recompute layers in graphs; the results are the same without recomputation.
             stack.enter_context(
-                replaced(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
+                replace_attribute(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
             )
-            stack.enter_context(shapes_seen(self._shown, self._shape_asked, _PACKAGES))
+            stack.enter_context(override_shapes(self._shown, self._shape_asked, _PACKAGES))
             for owner, name in _OPAQUE:
-                stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
-            stack.enter_context(replaced(keras.layers.Layer, "add_loss", self._losing(keras.layers.Layer.add_loss)))
+                stack.enter_context(replace_attribute(owner, name, self._wrap_opaque(getattr(owner, name))))
+            stack.enter_context(
+                replace_attribute(keras.layers.Layer, "add_loss", self._wrap_add_loss(keras.layers.Layer.add_loss))
+            )
             for kind in SUMS:
-                stack.enter_context(replaced(kind, "__call__", self._summing(kind.__call__)))
-            stack.enter_context(replaced(tf, "repeat", self._described(tf.repeat, repeated)))
-            stack.enter_context(asked((self._model, *self._layers.values()), self.eager.append, _PACKAGES))
+                stack.enter_context(replace_attribute(kind, "__call__", self._wrap_regularizer(kind.__call__)))
+            stack.enter_context(replace_attribute(tf, "repeat", self._wrap_described(tf.repeat, describe_repeat)))
+            stack.enter_context(watch_eager_checks((self._model, *self._layers.values()), self.eager.append, _PACKAGES))
             if self._measures:
-                stack.enter_context(self._measuring())
+                stack.enter_context(self._measure())
             if self._inlines:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
 
-    def _shape_asked(self, seen: Seen) -> bool:
-        """Note that the shape of a divided weight is asked for; return whether that is done outside of its layer."""
+    def _shape_asked(self, seen: WeightShape) -> bool:
+        """Record a request for the shape of a sharded weight; return whether it came from outside of its layer."""
         if self._inside:
             return False
         found = {"kind": "shape", "inputs": ()}
         place, text = running_line(_PACKAGES), "the shape of its weight"
-        call = _Call(seen.layer, None, [], self._count(), True, place=place, found=found, text=text)
+        call = _LayerCall(seen.layer, None, [], self._count(), True, place=place, found=found, text=text)
         if not any((one.name, one.place, one.text) == (call.name, place, text) for one in self._calls):
             call.last = self._count()
             self._calls.append(call)
         return True
 
     def _number(self, tensor: Any) -> None:
-        """Note that elements of a tensor are asked for, such as a condition in Python."""
+        """Record a request for elements of a tensor, such as a condition in Python."""
         place = running_line(_PACKAGES)
         if not self._inside and tensor.graph is self._graph and place:
             self.asked = place
             found = {"kind": "number", "inputs": (tensor,)}
-            call = _Call("", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python")
+            call = _LayerCall(
+                "", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python"
+            )
             call.last = self._count()
             self._calls.append(call)
 
     @contextmanager
-    def _measuring(self) -> Iterator[None]:
-        """Let numbers that layers have know what they are, for a while, and note what shapes are asked for by them."""
+    def _measure(self) -> Iterator[None]:
+        """Make layers' integers remember their source within the context, and record the shapes that use them."""
         numbers, used = numbers_in(self._model, self._layers), self._recording.used
         self._recording.numbers |= {name: number.value for name, number in numbers.items()}
         known = [(number, Length.of(number.value, _source(name), used)) for name, number in numbers.items()]
         with ExitStack() as stack:
             for name in ("reshape", "broadcast_to", "split", "tile"):
-                stack.enter_context(replaced(tf, name, self._asking(getattr(tf, name))))
-            stack.enter_context(changed_numbers(known))
+                stack.enter_context(replace_attribute(tf, name, self._wrap_shape_argument(getattr(tf, name))))
+            stack.enter_context(change_numbers(known))
             yield
 
-    def _asking(self, function: Any) -> Any:
-        """Return a function of TensorFlow that takes a shape, or lengths, second, and notes which numbers these are."""
+    def _wrap_shape_argument(self, function: Any) -> Any:
+        """Wrap a TensorFlow function whose second argument is a shape or lengths, and record the integers in it."""
 
         def called(value: Any, lengths: Any, *args: Any, **options: Any) -> Any:
             several = isinstance(lengths, tuple | list)
@@ -385,8 +391,8 @@ class Recorder:
 
         return functools.wraps(function)(called)
 
-    def _losing(self, add_loss: Any) -> Any:
-        """Return Keras' way to add a loss to that of the model, which notes what is added."""
+    def _wrap_add_loss(self, add_loss: Any) -> Any:
+        """Wrap Keras' add_loss to record the added losses."""
 
         def added(layer: Any, loss: Any) -> Any:
             if not (self._inside or is_sum(layer.activity_regularizer)):
@@ -395,12 +401,12 @@ class Recorder:
 
         return added
 
-    def _summing(self, function: Any) -> Any:
-        """Return a regularizer that is not looked into: a sum over this rank's elements is right as it is."""
+    def _wrap_regularizer(self, function: Any) -> Any:
+        """Wrap a regularizer as one step: a sum over this rank's elements is correct."""
 
         def called(regularizer: Any, x: Any) -> Any:
             found, text = {"kind": "penalty", "inputs": (x,)}, f"{type(regularizer).__name__} of an output"
-            call = _Call("", None, [], self._count(), True, place=running_line(_PACKAGES), found=found, text=text)
+            call = _LayerCall("", None, [], self._count(), True, place=running_line(_PACKAGES), found=found, text=text)
             result = function(regularizer, x)
             if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
                 call.last, call.results = self._count(), tensors_in(result)
@@ -409,8 +415,8 @@ class Recorder:
 
         return called
 
-    def _described(self, function: Any, describe: Any) -> Any:
-        """Return a function of TensorFlow that is one step, if its arguments can be described."""
+    def _wrap_described(self, function: Any, describe: Any) -> Any:
+        """Wrap a TensorFlow function as one step, if its arguments can be described."""
 
         def called(*args: Any, **options: Any) -> Any:
             if self._inside or not args or tf.compat.v1.get_default_graph() is not self._graph:
@@ -421,7 +427,7 @@ class Recorder:
             given = (given[0], *(int(one) if isinstance(one, Length) else one for one in given[1:]))
             if found is None:
                 return function(*given, **options)
-            call = _Call("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=found)
+            call = _LayerCall("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=found)
             call.results = tensors_in(function(*given, **options))
             call.last = self._count()
             self._calls.append(call)
@@ -429,11 +435,11 @@ class Recorder:
 
         return called
 
-    def _opaque(self, function: Any) -> Any:
-        """Return a function that is not looked into: what it gives comes from where nobody knows."""
+    def _wrap_opaque(self, function: Any) -> Any:
+        """Wrap a function as one opaque step: its results have an unknown origin."""
 
         def called(*args: Any) -> Any:
-            call = _Call("", None, tensors_in(args), self._count(), True)
+            call = _LayerCall("", None, tensors_in(args), self._count(), True)
             self._inside += 1
             try:
                 result = function(*args)
@@ -446,26 +452,26 @@ class Recorder:
 
         return called
 
-    def _called(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
+    def _call_layer(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
         name = self._names.get(id(layer))
         if name is None or self._inside or tf.compat.v1.get_default_graph() is not self._graph:
             if name is not None and name in self._styles and not self._inside:
                 self.hidden.append(name)
             return plain(layer, *args, **options)
         leaf = name in self._styles or _leaves.is_leaf(layer)
-        call = _Call(name, layer, tensors_in([args, options]), self._count(), leaf, place=running_line(_PACKAGES))
+        call = _LayerCall(name, layer, tensors_in([args, options]), self._count(), leaf, place=running_line(_PACKAGES))
         self._calls.append(call)
         self._inside += leaf
         guided = self._guided if leaf else None
         try:
             if guided is not None:
-                args, options = exchanged((args, options), guided.inputs(name, call.inputs))
+                args, options = replace_tensors((args, options), guided.inputs(name, call.inputs))
             result = plain(layer, *args, **options)
             if guided is not None:
-                result = exchanged(result, guided.result(tensors_in(result)))
+                result = replace_tensors(result, guided.result(tensors_in(result)))
             call.given = args, options
             if leaf and self._detaches:
-                result = detached(result)
+                result = detach_tensors(result)
             call.results = tensors_in(result)
         finally:
             self._inside -= leaf
@@ -473,7 +479,7 @@ class Recorder:
         return result
 
     def _note(self, first: int) -> None:
-        """Note all that was added to the graph, in order: leaves as one step, other operations one by one."""
+        """Record all operations added to the graph, in order: leaf layers as one step, other operations one by one."""
         ops = self._graph.get_operations()
         leaves = iter([*(call for call in self._calls if call.leaf), None])
         leaf, at = next(leaves), first
@@ -487,7 +493,7 @@ class Recorder:
             else:
                 break
 
-    def _leaf(self, call: _Call) -> None:
+    def _leaf(self, call: _LayerCall) -> None:
         if call.found is not None:
             found = self._with_lengths(call.found, call.inputs[0]) if call.inputs else call.found
             self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **found)
@@ -498,19 +504,19 @@ class Recorder:
             return
         if not call.inputs:
             return
-        found = _leaves.described(call.layer, call.inputs[0])
-        if found["kind"] == "unknown":  # a layer of the user's
+        found = _leaves.describe_leaf(call.layer, call.inputs[0])
+        if found["kind"] == "unknown":  # a user's layer
             within = self._graph.get_operations()[call.first : call.last]
             self.communicates |= any(op.type in CALLS for op in within)
         if self._tries and found["kind"] == "unknown" and isinstance(self._styles, Mapping):
             style, (args, options) = self._styles.get(call.name), call.given
-            found |= on_parts(style, call.layer, args, options, training=self._training)
+            found |= try_on_shards(style, call.layer, args, options, training=self._training)
         text = type(call.layer).__name__
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
 
     def _operation(self, op: Any, at: int) -> None:
         if op.type in WRITES:
-            self._assigned(op.inputs[-1], "what is assigned to a variable")
+            self._note_assignment(op.inputs[-1], "what is assigned to a variable")
         if not op.outputs or op.type in SOURCES or op.outputs[0].dtype in _HANDLES:
             return
         inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
@@ -522,28 +528,28 @@ class Recorder:
             text = text.replace(op.type, "a custom_gradient") if is_custom else text
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
                 if tensor.op.type in ("ReadVariableOp", "Placeholder") and not result.consumers():
-                    continue  # functions with gradients of their own hand them what they have used
-                found = passed_on(tensor) or {"kind": "unknown", "inputs": (tensor,)}
+                    continue  # functions with custom gradients pass on the variables they used
+                found = describe_identity(tensor) or {"kind": "unknown", "inputs": (tensor,)}
                 found["kind"] = "unknown" if is_custom else found["kind"]
                 self._recording.add("", outputs=(result,), text=text, place=_line(op), **found)
             return
-        for tensor in decided_by(op):
-            counter = [one for one in op.inputs if _is_discrete(one)][:1]  # what decides is one: of floats, too
+        for tensor in deciding_tensors(op):
+            counter = [one for one in op.inputs if _is_discrete(one)][:1]  # marks it as discrete, even a float
             text = f"the condition of {op.type} in {inside[-1] if inside else 'the model'}"
             self._recording.add("", "number", (tensor, *counter), (), text=text, place=_line(op))
-        found = described(op)
+        found = describe_call(op)
         if op.name in self._asked and found["kind"] != "unknown":
             asked = self._asked[op.name]
             if op.type != "Tile":
                 found["asked"] = asked
-            elif all(1 in both for both in zip(asked, shape_of(op.inputs[0]), strict=True)):  # else in another order
+            elif all(1 in both for both in zip(asked, shape_of(op.inputs[0]), strict=True)):  # else the order differs
                 found = self._with_lengths({**found, "times": asked}, op.inputs[0])
         self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
         if op.type in ("StopGradient", "PreventGradient"):
             self._recording.detach(op.outputs[0])
 
     def _with_lengths(self, found: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
-        """Return the fields of a step, with the lengths it asks for where "times" say how often it repeats a tensor."""
+        """Return the fields of a step, with the requested lengths if "times" gives the repetitions of a tensor."""
         fields = dict(found)
         if times := fields.pop("times", ()):
             number, used = self._recording.number(tensor), self._recording.used
@@ -554,8 +560,8 @@ class Recorder:
         return fields
 
     def _source(self, tensor: Any) -> tuple[str, str] | None:
-        """Return where a value comes from that no step has made."""
-        if isinstance(tensor, tf.__internal__.EagerTensor):  # what a layer of the model is called with, as it is
+        """Return the origin of a value that no step has made."""
+        if isinstance(tensor, tf.__internal__.EagerTensor):  # an argument of a layer of the model
             return "constant", ""
         if tensor.op.type == "ReadVariableOp":
             handles = {inner.name: outer for outer, inner in self._graph.captures}
@@ -586,13 +592,13 @@ def _is_discrete(tensor: Any) -> bool:
 
 
 def _line(op: Any) -> str:
-    """Return the line of the user's code that has made an operation, as file:line."""
+    """Return the line of user code that has made an operation, as file:line."""
     lines = (f"{one.filename}:{one.lineno}" for one in reversed(op.traceback) if not one.filename.startswith(_PACKAGES))
     return next(lines, "")
 
 
 def _key(tensor: Any) -> Any:
-    """Return what tells a tensor apart: nodes of graphs are found again by their names."""
+    """Return a key of a tensor: graph tensors are identified by name."""
     return id(tensor) if isinstance(tensor, tf.__internal__.EagerTensor) else tensor.name
 
 

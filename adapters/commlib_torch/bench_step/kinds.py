@@ -1,4 +1,4 @@
-"""The contenders of each kind of parallelism."""
+"""Contenders for each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from commlib import Mesh
-from commlib.bench.steps.contract import Contenders, Sizes, Step, layers_of_stages
+from commlib.bench.steps.contract import Contenders, Step, StepSizes, layers_of_stages
 from commlib.expert import Experts
 from commlib.tensor_parallel import Column, Row
 from commlib_torch.bench_step.model import (
-    Block,
     Embed,
-    Head,
+    LogitHead,
+    TransformerBlock,
     batch_of,
     count,
-    joined,
+    join_batches,
     loss_of,
+    make_step,
     plain_optimizer,
-    stepping,
     transformer,
 )
 from commlib_torch.expert import auxiliary_loss, expertize
@@ -29,19 +29,19 @@ from commlib_torch.pipelines.pipeline import pipeline
 from commlib_torch.tensor import parallelize
 
 
-def data_parallel(comm: Any, sizes: Sizes, *, peer: bool) -> Contenders:
-    """Each rank has a batch, gradients are averaged; the peer is DistributedDataParallel over the joined gloo."""
+def data_parallel(comm: Any, sizes: StepSizes, *, peer: bool) -> Contenders:
+    """Each rank has a batch, gradients are averaged; the peer is DistributedDataParallel over gloo."""
     mine, model = batch_of(sizes, comm.rank), transformer(sizes)
     optimizer: Any = DistributedOptimizer(plain_optimizer(model), model.named_parameters())
     alone, whole = transformer(sizes), transformer(sizes)
     theirs: Step | None = None
     if peer:
         wrapped = nn.parallel.DistributedDataParallel(transformer(sizes))
-        theirs = stepping(wrapped, plain_optimizer(wrapped), mine)
+        theirs = make_step(wrapped, plain_optimizer(wrapped), mine)
     return Contenders(
-        ours=stepping(model, optimizer, mine),
-        alone=stepping(alone, plain_optimizer(alone), mine),
-        whole=stepping(whole, plain_optimizer(whole), joined(sizes, comm.size)),
+        ours=make_step(model, optimizer, mine),
+        alone=make_step(alone, plain_optimizer(alone), mine),
+        whole=make_step(whole, plain_optimizer(whole), join_batches(sizes, comm.size)),
         tokens=comm.size * sizes.rows * sizes.context,
         parameters=count(whole),
         peer=theirs,
@@ -49,8 +49,8 @@ def data_parallel(comm: Any, sizes: Sizes, *, peer: bool) -> Contenders:
     )
 
 
-def tensor_parallel(comm: Any, sizes: Sizes) -> Contenders:
-    """All ranks have one batch, and a part of each layer."""
+def tensor_parallel(comm: Any, sizes: StepSizes) -> Contenders:
+    """All ranks have one batch, and a shard of each layer."""
     batch, units = batch_of(sizes, 0), Column(units=sizes.heads)
     plan: dict[str, Column | Row] = {
         "*.[qkv]": units,
@@ -61,16 +61,16 @@ def tensor_parallel(comm: Any, sizes: Sizes) -> Contenders:
     model = parallelize(transformer(sizes), comm, plan)
     alone, whole = transformer(sizes, comm.size), transformer(sizes)
     return Contenders(
-        ours=stepping(model, plain_optimizer(model), batch),
-        alone=stepping(alone, plain_optimizer(alone), batch),
-        whole=stepping(whole, plain_optimizer(whole), batch),
+        ours=make_step(model, plain_optimizer(model), batch),
+        alone=make_step(alone, plain_optimizer(alone), batch),
+        whole=make_step(whole, plain_optimizer(whole), batch),
         tokens=sizes.rows * sizes.context,
         parameters=count(whole),
     )
 
 
-def pipelined(comm: Any, sizes: Sizes) -> Contenders:
-    """Each rank has a stage, through which the microbatches of one batch go."""
+def pipeline_parallel(comm: Any, sizes: StepSizes) -> Contenders:
+    """Each rank has a stage; the microbatches of one batch pass through all stages."""
     inputs, targets = batch_of(sizes, 0)
     stages = layers_of_stages(sizes.layers, comm.size)
     split = [n + (stage == 0) + (stage == comm.size - 1) for stage, n in enumerate(stages)]
@@ -88,18 +88,18 @@ def pipelined(comm: Any, sizes: Sizes) -> Contenders:
     return Contenders(
         ours=ours,
         alone=_own_stage(comm, sizes, stages[comm.rank]),
-        whole=stepping(whole, plain_optimizer(whole), (inputs, targets)),
+        whole=make_step(whole, plain_optimizer(whole), (inputs, targets)),
         tokens=sizes.rows * sizes.context,
         parameters=count(whole),
     )
 
 
-def _own_stage(comm: Any, sizes: Sizes, blocks: int) -> Step:
-    """Return a step of what is on this rank of a pipeline, microbatch after microbatch, with nobody to wait for."""
+def _own_stage(comm: Any, sizes: StepSizes, blocks: int) -> Step:
+    """Return a step of this rank's stage only, microbatch by microbatch, without waiting for other ranks."""
     is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
     layers: list[nn.Module] = [Embed(sizes)] if is_first else []
-    layers += [Block(sizes) for _ in range(blocks)]
-    model = nn.Sequential(*layers, *([Head(sizes)] if is_last else []))
+    layers += [TransformerBlock(sizes) for _ in range(blocks)]
+    model = nn.Sequential(*layers, *([LogitHead(sizes)] if is_last else []))
     optimizer = plain_optimizer(model)
     inputs, targets = batch_of(sizes, 0)
     vectors = torch.randn(sizes.rows, sizes.context, sizes.width)
@@ -120,22 +120,22 @@ def _own_stage(comm: Any, sizes: Sizes, blocks: int) -> Step:
     return step
 
 
-def experts(comm: Any, sizes: Sizes) -> Contenders:
-    """Each rank has a batch and some of the experts, to which all ranks' tokens go."""
+def experts(comm: Any, sizes: StepSizes) -> Contenders:
+    """Each rank has a batch and some of the experts; all ranks' tokens go to them."""
     single = comm.split(comm.rank, name="alone")
     mesh, mine = Mesh(comm=comm, dp=-1), batch_of(sizes, comm.rank)
     model = _mixture(sizes, mesh, sizes.experts)
     optimizer: Any = DistributedOptimizer(plain_optimizer(model), model.named_parameters(), mesh=mesh)
-    alone = _mixture(sizes, single, sizes.experts // comm.size)  # as many experts as a rank has, and as many tokens
+    alone = _mixture(sizes, single, sizes.experts // comm.size)  # with the number of experts and tokens of one rank
     whole = _mixture(sizes, single, sizes.experts)
     return Contenders(
-        ours=stepping(model, optimizer, mine, lambda: auxiliary_loss(model)),
-        alone=stepping(alone, plain_optimizer(alone), mine, lambda: auxiliary_loss(alone)),
-        whole=stepping(whole, plain_optimizer(whole), joined(sizes, comm.size), lambda: auxiliary_loss(whole)),
+        ours=make_step(model, optimizer, mine, lambda: auxiliary_loss(model)),
+        alone=make_step(alone, plain_optimizer(alone), mine, lambda: auxiliary_loss(alone)),
+        whole=make_step(whole, plain_optimizer(whole), join_batches(sizes, comm.size), lambda: auxiliary_loss(whole)),
         tokens=comm.size * sizes.rows * sizes.context,
         parameters=count(whole),
     )
 
 
-def _mixture(sizes: Sizes, ranks: Any, number: int) -> nn.Module:
+def _mixture(sizes: StepSizes, ranks: Any, number: int) -> nn.Module:
     return expertize(transformer(sizes), ranks, {"*.mlp": Experts(number, top_k=sizes.top_k)})

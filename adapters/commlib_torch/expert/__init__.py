@@ -1,4 +1,4 @@
-"""Mixtures of experts for PyTorch: the layer, and what turns MLPs of a plain model into such."""
+"""Mixtures of experts for PyTorch: the layer, and the conversion of a plain model's MLPs."""
 
 from commlib_torch.expert.checkpoint import load_experts, save_experts
 from commlib_torch.expert.expertize import expertize

@@ -1,6 +1,6 @@
-"""Checkpoints within an expert: what torch computes again in backward has the weights of that expert, too.
+"""Checkpoints within an expert: recomputation in backward uses the weights of the same expert.
 
-PyTorch computes again by the module, which has the weights of an expert only while this one is called.
+PyTorch recomputes with the module, which has the weights of an expert only during the expert's call.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ With = Callable[[Callable[..., Any]], Any]
 """Calls a function with the weights of an expert."""
 
 
-class _Current(threading.local):
+class _CurrentExpert(threading.local):
     expert: With | None = None
 
 
-_current = _Current()
+_current = _CurrentExpert()
 
 
 @contextmanager
-def called_as(expert: With) -> Iterator[None]:
-    """Let what is checkpointed within be computed again as now. expert: calls a function with an expert's weights."""
+def run_as_expert(expert: With) -> Iterator[None]:
+    """Let checkpoints in the context recompute with this expert. expert: calls a function with an expert's weights."""
     before, _current.expert = _current.expert, expert
     try:
         yield
@@ -34,8 +34,8 @@ def called_as(expert: With) -> Iterator[None]:
         _current.expert = before
 
 
-def _again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is called with the weights of the expert that is called now."""
+def _wrap_for_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function: later calls use the weights of the current expert."""
     if (expert := _current.expert) is None:
         return function
 
@@ -47,18 +47,18 @@ def _again(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def watch_checkpoints() -> None:
-    """Let torch's checkpoints, of both kinds, know of experts from now on."""
+    """Make both kinds of torch's checkpoints expert-aware from now on."""
     torchs: Any = checkpoint
     reentrant, other = torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator
 
     class CheckpointFunction(reentrant):  # type: ignore[misc, valid-type]
         @staticmethod
         def apply(function: Any, *args: Any) -> Any:
-            return reentrant.apply(_again(function), *args)
+            return reentrant.apply(_wrap_for_recompute(function), *args)
 
     @functools.wraps(other)
     def generator(function: Any, *args: Any, **options: Any) -> Any:
-        return other(_again(function), *args, **options)
+        return other(_wrap_for_recompute(function), *args, **options)
 
     torchs.CheckpointFunction = CheckpointFunction
     torchs._checkpoint_without_reentrant_generator = generator

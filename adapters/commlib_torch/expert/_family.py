@@ -1,7 +1,7 @@
-"""Families: a mixture and its copies, such as an average of its weights. Their experts move together.
+"""Families: a mixture and its copies, such as a weight average. Their experts move together.
 
-Who updates one of them from another, weight by weight, would else mix different experts. A copy is what `copy.deepcopy`
-makes, and what has loaded the weights of another one.
+Otherwise, an update of one from another, weight by weight, would mix different experts. Copies are made by
+`copy.deepcopy`, or by loading another layer's weights.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 
 class Family:
-    """A layer and the copies of it, and of these; what each is a copy of is known after that has gone."""
+    """A layer and its direct and indirect copies; the relation survives the deletion of a layer."""
 
     def __init__(self) -> None:
         self._layers: list[weakref.ref[Any]] = []
         self._pairs: set[tuple[int, int]] = set()
-        """Numbers of copies, and of what they are copies of."""
+        """Pairs of numbers: a copy, and its original."""
 
     def __deepcopy__(self, memo: Any) -> Family:
         return self
 
     def join(self, layer: Any, original: int | None = None) -> int:
-        """Add a layer, a copy of the one with another number; return its own."""
+        """Add a layer, a copy of the layer with the number `original`; return its number."""
         number = len(self._layers)
         self._layers.append(weakref.ref(layer))
         if original is not None:
@@ -31,11 +31,11 @@ class Family:
         return number
 
     def relate(self, number: int, original: int) -> None:
-        """Note that one has become a copy of another one."""
+        """Record that a layer has become a copy of another one."""
         self._pairs.add((number, original))
 
-    def marry(self, other: Family, number: int, original: int) -> dict[Any, int]:
-        """Take in another family, one of which has become a copy of one of this; return its layers' new numbers."""
+    def merge(self, other: Family, number: int, original: int) -> dict[Any, int]:
+        """Merge another family, because one of its layers has become a copy; return the new numbers of its layers."""
         first = len(self._layers)
         self._layers += other._layers
         self._pairs |= {(first + one, first + two) for one, two in other._pairs}
@@ -43,9 +43,9 @@ class Family:
         return {layer: first + at for at, one in enumerate(other._layers) if (layer := one()) is not None}
 
     def copies(self, layers: Sequence[Any]) -> list[list[Any]]:
-        """Return of some of its layers the others that are copies of each, or of which it is one.
+        """For each of some layers, return the other layers that are its copies, or its originals.
 
-        That is: to which it is nearest. One that is as near to another layer is of neither.
+        These are the layers nearest to it. A layer that is equally near to another one belongs to neither.
         """
         beside: list[list[int]] = [[] for _ in self._layers]
         for number, original in self._pairs:

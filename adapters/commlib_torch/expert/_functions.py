@@ -1,7 +1,6 @@
-"""Autograd functions around the core's routing and exchange.
+"""Autograd functions for the core's routing and dispatch.
 
-Rows stay where they are, on the host or on a GPU. The host waits for the logits of the router, and in backward for the
-gradients of gates.
+Rows stay on their device. The host waits for the logits of the router and, in backward, for the gradients of gates.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from commlib.expert.exchange import Exchange
+from commlib.expert.dispatcher import Dispatcher
 from commlib.expert.routing import Routing
-from commlib.expert.scaled import scaled_back
-from commlib_torch._bridge import back, core_array, host_array, packed, read, to_tensor
-from commlib_torch.devices import in_order
-from commlib_torch.expert._failing import Between
-from commlib_torch.expert._waiting import Waiting
+from commlib.expert.scaled_gradients import scale_gradients
+from commlib_torch._bridge import core_array, host_array, pack, read, to_device_of, to_tensor
+from commlib_torch.devices import use_device_streams
+from commlib_torch.expert._backward_failure import BackwardGuard
+from commlib_torch.expert._pending_gradients import PendingGradient
 
 
-class Routed(Function):
+class RouteFunction(Function):
     """Logits to gates and the weighted loss: `gates, loss = Routed.apply(logits, routing, weights, waiting)`.
 
-    weights: of the balance loss and the z-loss. waiting: has the gradient of the loss, if that was kept before.
+    weights: of the balance loss and the z-loss. waiting: has the gradient of the loss if a first forward recorded it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, routing: Routing, weights: tuple[float, float], waiting: Waiting | None
+        ctx: Any, logits: Tensor, routing: Routing, weights: tuple[float, float], waiting: PendingGradient | None
     ) -> tuple[Tensor, Tensor]:
         ctx.call = routing, weights, waiting
         loss = weights[0] * routing.balance + weights[1] * routing.z
-        return back(routing.gates, logits), torch.tensor(loss, device=logits.device)
+        return to_device_of(routing.gates, logits), torch.tensor(loss, device=logits.device)
 
     @staticmethod
     @once_differentiable
@@ -43,21 +42,21 @@ class Routed(Function):
         routing, (balance, z), waiting = ctx.call
         by = float(of_loss) + (0.0 if waiting is None else waiting.take())
         gradient = routing.gradient(host_array(of_gates), balance * by, z * by)
-        return back(gradient, of_gates), None, None, None
+        return to_device_of(gradient, of_gates), None, None, None
 
 
-class Dispatched(Function):
+class DispatchFunction(Function):
     """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`.
 
-    gates: those of the routing, from whose arrays they travel. between: this call of the layer, as for `Combined`.
+    gates: from the routing, which sends its own arrays. between: this call of the layer, as for `CombineFunction`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, exchange: Exchange, between: Between, routing: Routing
+        ctx: Any, x: Tensor, gates: Tensor, exchange: Dispatcher, between: BackwardGuard, routing: Routing
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
         given = read(x)
-        with in_order():
+        with use_device_streams():
             passage, rows, came, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
         ctx.call = exchange, between, passage
         return to_tensor(rows), to_tensor(came), passage, counts.tolist()
@@ -67,22 +66,24 @@ class Dispatched(Function):
     def backward(ctx: Any, of_rows: Tensor, of_gates: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None, None]:
         exchange, between, passage = ctx.call
         rows, numbers = read(of_rows), read(of_gates)
-        with in_order():
+        with use_device_streams():
             x, gates = exchange.dispatch_back(between.mixture.name, passage, rows, numbers)
         between.close()
         return to_tensor(x), to_tensor(gates), None, None, None
 
 
-class Combined(Function):
+class CombineFunction(Function):
     """Rows of experts, times gates, back to tokens: `y = Combined.apply(rows, gates, exchange, between, passage)`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gates: Tensor, exchange: Exchange, between: Between, passage: Any) -> Tensor:
-        rows = packed(rows)
+    def forward(
+        ctx: Any, rows: Tensor, gates: Tensor, exchange: Dispatcher, between: BackwardGuard, passage: Any
+    ) -> Tensor:
+        rows = pack(rows)
         ctx.save_for_backward(rows, gates)
         ctx.call = exchange, between, passage
         given, by = core_array(rows), read(gates)
-        with in_order():
+        with use_device_streams():
             return to_tensor(exchange.combine(between.mixture.name, passage, given, by))
 
     @staticmethod
@@ -91,9 +92,9 @@ class Combined(Function):
         exchange, between, passage = ctx.call
         rows, gates = map(read, ctx.saved_tensors)
         given = read(gradient)
-        with in_order():
+        with use_device_streams():
             came = exchange.combine_back(between.mixture.name, passage, given)
         between.open()
-        with in_order():
-            of_gates = scaled_back(came, rows, gates)
+        with use_device_streams():
+            of_gates = scale_gradients(came, rows, gates)
         return to_tensor(came), to_tensor(of_gates), None, None, None

@@ -1,4 +1,4 @@
-"""Optimizers that have made a step, whoever has them: what they keep for experts goes where these go."""
+"""Stepped optimizers: all optimizers that have made a step; their states of experts move with the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 @functools.cache
 def watch_steps() -> None:
-    """Note optimizers that make a step, from now on."""
+    """Record optimizers that make a step, from now on."""
     register_optimizer_step_pre_hook(_note)
 
 
@@ -25,9 +25,9 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def keepers_of(parameter: Tensor, given: Optimizer | None) -> list[Optimizer]:
-    """Return the optimizers that keep something for a parameter, in the order of their first steps.
+    """Return the optimizers that have states of a parameter, in the order of their first steps.
 
-    given: one that may not have made a step yet.
+    given: an optimizer that may not have made a step yet.
     """
     found = sorted(_seen, key=lambda one: _seen[one])
     if given is not None and given not in _seen:

@@ -1,4 +1,4 @@
-"""save_experts, load_experts: files that any number of ranks, and Keras, can read: see `commlib.expert.checkpoint`."""
+"""save_experts, load_experts: files for any number of ranks, and for Keras: see `commlib.expert.checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert import checkpoint
 from commlib_torch._shards import shard_of
-from commlib_torch.expert._states import States, own, whole
+from commlib_torch.expert._optimizer_states import OptimizerStates, gather_full, take_shard
 from commlib_torch.expert.moe import MoE
-from commlib_torch.pipelines._staged import Staged
+from commlib_torch.pipelines._stage_module import StageModule
 
 
 def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the mixtures of experts of a model to a file, with all that an optimizer keeps for them.
+    """Write the mixtures of experts of a model to a file, with their optimizer states.
 
-    Experts are in it by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for
-    what an optimizer keeps neither for each element of a parameter nor for the whole of it; MismatchError if ranks keep
-    different things.
+    Experts have their global numbers in it. Collective; the first rank writes. Raises UsageError on all ranks for
+    optimizer states that are neither per element nor one number per parameter; MismatchError if ranks have different
+    kinds of state.
 
         ct.save_experts("run/experts", model, optimizer)
     """
@@ -31,28 +31,30 @@ def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
     if not layers:
         return
     ranks = layers[0].mixture.ranks
-    parts = checkpoint.agreed(ranks, "save_experts", lambda: _parts(layers, States("save_experts", optimizer)))
+    parts = checkpoint.agree_on_layers(
+        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
+    )
     checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
 
 
-def _parts(layers: Sequence[MoE], states: States) -> list[dict[str, Callable[[], Array]]]:
-    """Return what makes the arrays of each layer, by their names; most are collective to make."""
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+    """Return functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
         parts: dict[str, Callable[[], Array]] = {}
-        for name, tensor in _named(layer):
-            parts[name] = partial(whole, tensor, tensor)
+        for name, tensor in _named_layers(layer):
+            parts[name] = partial(gather_full, tensor, tensor)
             for key, kept in states.of(name, tensor).items():
-                parts[f"{name}/{key}"] = partial(whole, kept, tensor)
+                parts[f"{name}/{key}"] = partial(gather_full, kept, tensor)
         found.append(parts)
     return found
 
 
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Load what `save_experts` of either framework has written: each rank takes its part. Collective.
+    """Load a file that `save_experts` of either framework has written: each rank takes its shards. Collective.
 
-    Of Keras' files an optimizer takes what Adam, AdamW and SGD keep. Raises UsageError on all ranks for another model,
-    or for what another optimizer kept, or the same with other settings; all is as it was then.
+    From Keras' files an optimizer loads the states of Adam, AdamW and SGD. Raises UsageError on all ranks for another
+    model, for another optimizer's states, or for other settings; the model is then unchanged.
 
         ct.load_experts("run/experts", model, optimizer)
     """
@@ -61,22 +63,22 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
         return
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
-        named, states = [list(_named(layer)) for layer in layers], States("load_experts", optimizer)
+        named, states = [list(_named_layers(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
         checkpoint.check(read, [{name: _whole_shape(tensor) for name, tensor in each} for each in named])
         if optimizer is not None:
             kept = [
-                {name: states.keeps(tensor, checkpoint.of_optimizer(arrays, name)) for name, tensor in each}
+                {name: states.keeps(tensor, checkpoint.optimizer_names(arrays, name)) for name, tensor in each}
                 for arrays, each in zip(read, named, strict=True)
             ]
             checkpoint.check_states(read, kept, states.name)
         return [
-            (tensor, own(arrays[name], tensor), {} if optimizer is None else states.read(arrays, name, tensor))
+            (tensor, take_shard(arrays[name], tensor), {} if optimizer is None else states.read(arrays, name, tensor))
             for arrays, each in zip(read, named, strict=True)
             for name, tensor in each
         ]
 
     found = checkpoint.load_together(layers[0].mixture.ranks, path, find)
-    states = States("load_experts", optimizer)
+    states = OptimizerStates("load_experts", optimizer)
     with torch.no_grad():
         for tensor, value, kept in found:
             tensor.copy_(value)
@@ -84,12 +86,12 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
 
 
 def _layers(model: nn.Module) -> list[MoE]:
-    if isinstance(model, Staged):
-        raise UsageError("experts of a pipeline are on several ranks: save what pipe.gather_state_dict() returns")
+    if isinstance(model, StageModule):
+        raise UsageError("experts of a pipeline are on several ranks: save the result of pipe.gather_state_dict()")
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def _named(layer: MoE) -> Iterator[tuple[str, Any]]:
+def _named_layers(layer: MoE) -> Iterator[tuple[str, Any]]:
     for name, parameter in layer.router.named_parameters():
         yield "router" if name == "weight" else f"router.{name}", parameter
     for place, parameter in enumerate(layer.experts.parameters()):

@@ -1,4 +1,4 @@
-"""expertize: turn MLPs of a plain model into mixtures of experts."""
+"""expertize: convert MLPs of a plain model to mixtures of experts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import agree_on_call, lines_of, options_of, together
+from commlib.comparison.agreement import agree_on_call, lines_of, options_of, run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.expert.expert_ranks import ExpertRanks, Ranks
 from commlib.expert.experts import Experts
-from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
 from commlib_torch._shards import shard_of
-from commlib_torch.expert._copying import check_copies, copied
-from commlib_torch.expert._kept import kept_of_rank_0
-from commlib_torch.expert._likeness import likeness, values_of
-from commlib_torch.expert._stacked import check_tied
+from commlib_torch.expert._attribute_state import broadcast_attribute_state
+from commlib_torch.expert._copies import check_copies, copy_mlp
+from commlib_torch.expert._expert_stack import check_tied
+from commlib_torch.expert._structure import structure_of, values_of
 from commlib_torch.expert.moe import MoE
 from commlib_torch.expert.verify import verify as verify_experts
-from commlib_torch.tensor._likeness import likeness as likeness_of_models
+from commlib_torch.tensor._structure import structure_of as likeness_of_models
 from commlib_torch.tensor._values import values_of_rank_0
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -32,25 +32,25 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def expertize(
     model: ModelT, ranks: Ranks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
 ) -> ModelT:
-    """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
+    """Convert the MLPs that `plan` names to mixtures of experts among `ranks`, and return `model`.
 
-    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, along its axis ep or a
+    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, for its axis ep or a
     part of dp, or the communicator of the ranks that share the experts. Each MLP is a module from (..., width) to the
-    same; experts are modules like it, with new values, or with copy=True its own values (upcycling: with a top_k above
-    1 the model computes at first what it did); with hidden= they are built-in MLPs instead. All else of the model gets
-    the values that it has on rank 0.
+    same shape. Experts are modules like it, with new values; with copy=True they have its values (upcycling: with a
+    top_k above 1 the model initially gives the same results); with hidden= they are built-in MLPs instead. The rest of
+    the model gets the values of rank 0.
 
-    verify: a batch (a tensor, or a tuple or dict of the model's arguments), this rank's own, for one forward and
-    backward beside those of a dense mixture, all experts on each rank: see `commlib_torch.expert.verify`. example: the
-    same, but only outputs and the gradient of the first router are compared.
+    verify: a batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
+    backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
+    example: as verify, but only outputs and the gradient of the first router are compared.
 
-    Collective. Raises UsageError on all ranks, for a plan that does not fit or gives other numbers; the model is as it
-    was then. MismatchError if ranks have different models or plans.
+    Collective. Raises UsageError on all ranks for a plan that does not fit or changes the results, and then leaves the
+    model unchanged. MismatchError if ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
-    found = together(comm, lambda: _found(model, plan))
-    told = [line for name, module, experts in found for line in _lines(name, module, experts, model)]
+    found = run_together(comm, lambda: _find_mlps(model, plan))
+    told = [line for name, module, experts in found for line in _describe_mlp(name, module, experts, model)]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     check_agreement(comm, "expertize", [*told, *(f"{name}: {one.dtype}{list(one.shape)}" for name, one in tensors)])
     copied, gone = (
@@ -62,7 +62,7 @@ def expertize(
     for name, module, experts in found:
         if id(module) not in made:  # one module may have several names
             make = None if experts.hidden is not None else _maker(module, experts, model)
-            made[id(module)] = _made(name, module, experts, ranks, make)
+            made[id(module)] = _make_layer(name, module, experts, ranks, make)
     _put(model, {name: made[id(module)] for name, module, _ in found})
     try:
         with _values_of_rank_0(model, comm, next(iter(made.values()))):
@@ -82,19 +82,19 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 @contextmanager
 def _values_of_rank_0(model: nn.Module, comm: Communicator, mixture: MoE) -> Iterator[None]:
-    """Give all but the experts the values that they have on rank 0, parts of weights those of ranks with the same ones.
+    """Overwrite all but the experts with the values of rank 0; shards with those of the first rank with the same shard.
 
-    And their own again if what follows raises. Collective.
+    Restores them if the caller's code raises. Collective.
     """
     mixtures = [layer for one in model.modules() if isinstance(one, MoE) for layer in one.modules()]
     tensors: list[Tensor] = [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
     whole, parts = [one for one in tensors if shard_of(one) is None], [one for one in tensors if shard_of(one)]
     data = mixture.mixture.ranks.data
-    with values_of_rank_0(whole, comm), values_of_rank_0(parts, data), kept_of_rank_0(model, mixtures, comm):
+    with values_of_rank_0(whole, comm), values_of_rank_0(parts, data), broadcast_attribute_state(model, mixtures, comm):
         yield
 
 
-def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
+def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
     mixtures = {layer: name for name, one in modules.items() if isinstance(one, MoE) for layer in one.modules()}
@@ -107,9 +107,9 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
             raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
         width_of(name, module)
         if experts.shared and experts.hidden is None:
-            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
+            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: pass hidden=, their features")
         if experts.copy and experts.hidden is not None:
-            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
+            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: pass copy=True or hidden=")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
             check_copies("expertize", name, module, model, going)
@@ -118,43 +118,44 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
                 own = list(layer.parameters(recurse=False))
                 if own and not hasattr(layer, "reset_parameters"):
                     raise UsageError(
-                        f"expertize: {f'{name}.{inner}' if inner else name} has parameters, and no reset_parameters() "
-                        "that gives each expert values of its own: give copy=True, or hidden=, or put a MoE(width, "
-                        "experts, ranks, expert=...) in its place"
+                        f"expertize: {f'{name}.{inner}' if inner else name} has parameters, but no reset_parameters() "
+                        "to initialize each expert: pass copy=True or hidden=, or replace it by a MoE(width, experts, "
+                        "ranks, expert=...)"
                     )
     return found
 
 
-def _lines(name: str, module: nn.Module, experts: Experts, model: nn.Module) -> list[str]:
-    """Return what all ranks must have in an MLP, and say of the experts that it becomes."""
+def _describe_mlp(name: str, module: nn.Module, experts: Experts, model: nn.Module) -> list[str]:
+    """Describe an MLP and its experts, for comparison among ranks."""
     found = lines_of(name, options_of(experts))
     if experts.hidden is None:
-        found += likeness(name, module, model)
+        found += structure_of(name, module, model)
     if experts.copy:
         found += values_of(name, module)
     return found
 
 
 def width_of(name: str, module: nn.Module) -> int:
-    """Return the features that an MLP takes and gives. Raises UsageError where its linear layers do not say so."""
+    """Return the input and output features of an MLP. Raises UsageError if its linear layers do not show them."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     widths = {layer.in_features for layer in layers} & {layer.out_features for layer in layers}
     width = layers[0].in_features if layers else 0
     if width not in widths:
         raise UsageError(
-            f"expertize: {name} is a {type(module).__name__}, expected an MLP whose first linear layer takes the "
-            "features that another one gives: for others put a MoE(width, experts, ranks, expert=...) in its place"
+            f"expertize: {name} is a {type(module).__name__}, expected an MLP with a first linear layer whose input "
+            "features are the output features of another one: replace other layers by a MoE(width, experts, ranks, "
+            "expert=...)"
         )
     return width
 
 
 def _maker(module: nn.Module, experts: Experts, model: nn.Module) -> Callable[[], nn.Module]:
-    """Return what makes an expert like a module."""
+    """Return a function that makes an expert like a module."""
 
     def make() -> nn.Module:
-        made = copied(module, model)
+        made = copy_mlp(module, model)
         if not experts.copy:
-            nn.Module.apply(made, _reset)  # layers before those that have them, and may give them other values
+            nn.Module.apply(made, _reset)  # submodules before their parents, which may give them other values
         return made
 
     return make
@@ -166,7 +167,9 @@ def _reset(layer: nn.Module) -> None:
         reset()
 
 
-def _made(name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None) -> MoE:
+def _make_layer(
+    name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None
+) -> MoE:
     first = next(module.parameters())
     found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
     found.to(first.device, first.dtype)

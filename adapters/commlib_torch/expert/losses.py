@@ -1,4 +1,4 @@
-"""Losses of routers: each layer keeps those of its forwards until they are taken."""
+"""Router losses: each layer records those of its forwards until they are taken."""
 
 from __future__ import annotations
 
@@ -10,67 +10,74 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib_torch.expert._waiting import Waiting, checkpoints, is_again, recalled, waiting_of, within_checkpoint
+from commlib_torch.expert._pending_gradients import (
+    PendingGradient,
+    checkpoints,
+    is_in_checkpoint,
+    is_recomputing,
+    pending_of,
+    recall,
+)
 
 _MANY = 256
 
 
-class _Losses(list[Tensor]):
-    """Those of one layer; a copy of the layer has none of them."""
+class _LayerLosses(list[Tensor]):
+    """The losses of one layer; a copy of the layer has none."""
 
-    def __deepcopy__(self, memo: Any) -> _Losses:
-        return _Losses()
+    def __deepcopy__(self, memo: Any) -> _LayerLosses:
+        return _LayerLosses()
 
 
-class KeepsLosses(nn.Module):
-    """A layer that has a loss of its own in training, beside its output."""
+class AuxiliaryLossModule(nn.Module):
+    """A layer with its own loss in training, in addition to its output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses = _Losses()
-        """Of the forwards since they were taken."""
+        self.losses = _LayerLosses()
+        """Losses of forwards since they were last taken."""
         self._has_skipped = False
-        """Whether a forward in training had no gradients, and its loss was not kept."""
+        """Whether a forward in training ran without gradients, and its loss was not recorded."""
 
     def keep(self, loss: Tensor) -> None:
-        """Keep the loss of a forward. One that is computed again, in a backward, was kept the first time.
+        """Record the loss of a forward. A recomputation in a backward was recorded the first time.
 
-        Where what it is made of is frozen it has no gradient, and is kept as well, unless there are none at all.
-        Raises UsageError within a re-entrant checkpoint, where it has no gradient.
+        With frozen inputs it has no gradient and is still recorded, unless gradients are disabled. Raises UsageError
+        within a re-entrant checkpoint, where it has no gradient.
         """
-        if is_again():
+        if is_recomputing():
             self._look_at_recomputation()
         elif loss.requires_grad:
             self._add(loss)
         elif self.training and checkpoints()[1] is not None:
             raise UsageError(
-                f"{self._title}: a loss that a layer keeps has no gradient within "
-                "torch.utils.checkpoint(use_reentrant=True): give use_reentrant=False"
+                f"{self._title}: the loss of a layer has no gradient within "
+                "torch.utils.checkpoint(use_reentrant=True): pass use_reentrant=False"
             )
         elif torch.is_grad_enabled():
             self._add(loss)
 
-    def keep_or_wait(self, value: Tensor, waiting: Waiting | None) -> None:
-        """Keep the loss of a forward, whichever checkpoint it is in. waiting: what `recalled` returned before it."""
+    def record_in_checkpoint(self, value: Tensor, waiting: PendingGradient | None) -> None:
+        """Record the loss of a forward in any checkpoint. waiting: the earlier result of `recall`."""
         later = checkpoints()[1]
         if later is None:
             if waiting is not None and not value.requires_grad:
-                waiting.take()  # what would use it has no gradient
-            if not torch.is_grad_enabled() and not is_again():
+                waiting.take()  # its user has no gradient
+            if not torch.is_grad_enabled() and not is_recomputing():
                 self._has_skipped = True
             self.keep(value)
             return
-        if waiting is None and is_again():
-            return  # for another checkpoint around that one, which wants what this saves and no more
+        if waiting is None and is_recomputing():
+            return  # for an outer checkpoint, which needs the saved tensors of this
         if waiting is None:
-            waiting = Waiting(self._title)
+            waiting = PendingGradient(self._title)
             self._add(waiting.loss(value))
-        recalled(later, self).add(waiting)
+        recall(later, self).add(waiting)
 
-    def recalled(self) -> Waiting | None:
-        """Return what the loss of this forward has been waiting with, if re-entrant checkpointing computes it again."""
+    def recalled(self) -> PendingGradient | None:
+        """Return the pending gradient of this forward's loss, if re-entrant checkpointing recomputes the forward."""
         again = checkpoints()[0]
-        return None if again is None else recalled(again, self).next()
+        return None if again is None else recall(again, self).next()
 
     @property
     def _title(self) -> str:
@@ -83,8 +90,8 @@ class KeepsLosses(nn.Module):
         lost = self.losses[:spent]
         if any(one.requires_grad for one in lost):
             warnings.warn(
-                f"{self._title}: a backward went through forwards without the losses of their routers, which have no "
-                "effect then: add auxiliary_loss(model) to the loss before its backward, or give "
+                f"{self._title}: a backward went through forwards without their router losses, which therefore have "
+                "no effect: add auxiliary_loss(model) to the loss before its backward, or pass "
                 "Experts(balance='none', z_weight=0)",
                 stacklevel=4,
             )
@@ -92,53 +99,53 @@ class KeepsLosses(nn.Module):
         self.losses.append(loss)
         if len(self.losses) == _MANY:
             warnings.warn(
-                f"{self._title}: the losses of {_MANY} forwards wait for auxiliary_loss(model), and each keeps what "
-                "its gradient needs: take them, or call model.eval() if this is no training",
+                f"{self._title}: the losses of {_MANY} forwards are waiting for auxiliary_loss(model), and each keeps "
+                "its graph: take them, or call model.eval() if this is not training",
                 stacklevel=4,
             )
 
     def _look_at_recomputation(self) -> None:
-        if self._has_skipped and not within_checkpoint():
+        if self._has_skipped and not is_in_checkpoint():
             self._has_skipped = False
             warnings.warn(
-                f"{self._title}: a forward without gradients is computed again in the backward, by other means than "
-                "torch.utils.checkpoint: the loss of its router was not kept, and has no effect",
+                f"{self._title}: a forward without gradients is recomputed in the backward, but not by "
+                "torch.utils.checkpoint: the loss of its router was not recorded, and has no effect",
                 stacklevel=4,
             )
 
 
 def _is_spent(loss: Tensor) -> bool:
-    """Return whether a loss has no gradient, or can have none any more: what that needs is freed."""
-    waiting = waiting_of(loss)
+    """Return whether a loss has no gradient, or its graph is freed."""
+    waiting = pending_of(loss)
     if waiting is not None:
         return waiting.is_spent
     return not loss.requires_grad or getattr(loss.grad_fn, "is_spent", False)
 
 
-def keepers_in(model: nn.Module) -> list[KeepsLosses]:
-    """Return the layers of a model that have losses of their own."""
-    return [module for module in model.modules() if isinstance(module, KeepsLosses)]
+def keepers_in(model: nn.Module) -> list[AuxiliaryLossModule]:
+    """Return the layers of a model that have losses."""
+    return [module for module in model.modules() if isinstance(module, AuxiliaryLossModule)]
 
 
-def each_taken(layers: Sequence[KeepsLosses]) -> list[Tensor]:
-    """Return the losses that layers have kept; they keep them no more."""
+def take_each(layers: Sequence[AuxiliaryLossModule]) -> list[Tensor]:
+    """Remove and return the recorded losses of layers."""
     found = [loss for layer in layers for loss in layer.losses]
     for layer in layers:
         layer.losses.clear()
     return found
 
 
-def taken(layers: Iterable[KeepsLosses]) -> Tensor | None:
-    """Return the sum of the losses that layers have kept, None if there are none; they keep them no more."""
-    found = each_taken(list(layers))
+def take_losses(layers: Iterable[AuxiliaryLossModule]) -> Tensor | None:
+    """Remove the recorded losses of layers and return their sum, None if there are none."""
+    found = take_each(list(layers))
     return torch.stack(found).sum() if found else None
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the sum of the routers' weighted losses of all forwards since it was last called; 0 if there are none.
+    """Return the sum of the routers' weighted losses of all forwards since the last call; 0 if there are none.
 
-    Add it to the loss of these forwards, before that is divided by accumulation steps or scaled. It is this rank's
-    share: the mean over ranks, as which gradients are reduced, is the loss, of balance="global", too. Not collective.
+    Add it to the loss of these forwards before you divide by accumulation steps or scale. It is this rank's share: the
+    mean over ranks, as in gradient reduction, is the loss, also for balance="global". Not collective.
     """
-    found = taken(keepers_in(model))
+    found = take_losses(keepers_in(model))
     return torch.zeros(()) if found is None else found

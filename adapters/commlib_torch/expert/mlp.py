@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
-from commlib_torch.expert._grouped import grouped_linear
-from commlib_torch.expert._stacked import is_called_plainly
+from commlib_torch.expert._expert_stack import is_called_plainly
+from commlib_torch.expert._grouped_linear import grouped_linear
 from commlib_torch.tensor.mlp import Activation, activation_of
 from commlib_torch.tensor.moves import copy, reduce
 
@@ -33,7 +33,7 @@ class MLP(nn.Module):
         return out
 
     def divided(self) -> dict[str, Sharding]:
-        """Return how its parameters are divided among ranks of tensor parallelism: columns, then rows."""
+        """The shardings of its parameters for tensor parallelism: columns, then rows."""
         inside, width = self.up.weight.shape
         halves = (inside // 2, inside // 2) if self.gated else ()
         return {
@@ -44,14 +44,14 @@ class MLP(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `grouped` makes what calls of the layers make: nobody has replaced them, or has hooks on them."""
+        """Whether `grouped` equals the layers' calls: they are not replaced, and have no hooks."""
         up, down = self.up, self.down
         return type(up) is type(down) is nn.Linear and all(map(is_called_plainly, (self, up, down)))
 
-    def grouped(self, rows: Tensor, counts: list[int], tensor: Axis | None = None) -> Tensor:
-        """Return the outputs of several experts, with stacked parameters: the first counts[0] rows are of the first.
+    def grouped(self, rows: Tensor, counts: list[int], tensor: ParallelAxis | None = None) -> Tensor:
+        """Return the outputs of several experts, with stacked parameters: the first counts[0] rows are for the first.
 
-        tensor: the ranks among which each expert is divided, if it is.
+        tensor: the ranks of each expert's tensor parallelism, if there is any.
         """
         if tensor is None:
             inside = self._inside(grouped_linear(rows, self.up.weight, self.up.bias, counts))

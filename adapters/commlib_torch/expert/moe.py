@@ -1,4 +1,4 @@
-"""MoE: a layer whose tokens each go to a few of many experts, which are divided among ranks."""
+"""MoE: a layer that sends each token to a few of many experts, which are distributed among ranks."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from torch import Tensor, nn
 
 from commlib.comparison.agreement import options_of
 from commlib.errors import UsageError
+from commlib.expert.chunked_dispatch import ChunkedDispatch, split_tokens
+from commlib.expert.expert_ranks import ExpertRanks, Ranks
 from commlib.expert.experts import Experts
-from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
-from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.expert.stats import Stats
+from commlib.expert.stats import ExpertStats
 from commlib_torch._bridge import host_array, read, to_tensor
-from commlib_torch._saved_parts import MARK
-from commlib_torch._shards import KeepsShards
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch.expert._after_step import call_after_step
-from commlib_torch.expert._failing import Between
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch._shard_marks import MARK
+from commlib_torch._shards import ShardedModule
+from commlib_torch.expert._backward_failure import BackwardGuard
+from commlib_torch.expert._chunks import run_in_chunks
+from commlib_torch.expert._expert_stack import is_called_plainly, run_experts, stack_experts, use_seed
 from commlib_torch.expert._family import Family
-from commlib_torch.expert._functions import Combined, Dispatched, Routed
-from commlib_torch.expert._parts import in_parts
-from commlib_torch.expert._stacked import computed, is_called_plainly, seeded, stacked
+from commlib_torch.expert._functions import CombineFunction, DispatchFunction, RouteFunction
+from commlib_torch.expert._pending_gradients import is_recomputing
+from commlib_torch.expert._step_hooks import call_after_step
 from commlib_torch.expert._steppers import watch_steps
-from commlib_torch.expert._waiting import is_again
-from commlib_torch.expert.losses import KeepsLosses
+from commlib_torch.expert.losses import AuxiliaryLossModule
 from commlib_torch.expert.mlp import MLP
 
 
-class MoE(KeepsShards, KeepsLosses):
-    """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
+class MoE(ShardedModule, AuxiliaryLossModule):
+    """A mixture of experts: a router sends each token to a few experts, and sums their outputs.
 
-    x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many, and how
-    tokens go to them. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share the
-    experts. expert: makes one, a module from (rows, width) to the same, instead of the built-in MLP; one with a method
-    `grouped(rows, counts)`, as `MLP` has it, computes all experts of a rank at once. name: for errors and `stats`.
+    x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: their number, and
+    the routing options. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share the
+    experts. expert: makes one, a module from (rows, width) to the same shape, instead of the built-in MLP; if it has a
+    method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once. name: for errors and
+    `stats`.
 
-    The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are parts of stacks
-    [experts, ...], as state dicts have them: `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline
-    does so by itself. Collective to make and to call, forward and backward.
+    The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are shards of stacks
+    [experts, ...] in state dicts: see `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline does so
+    by itself. The constructor and calls, forward and backward, are collective.
     """
 
     expert_bias: Tensor | None
@@ -61,18 +62,18 @@ class MoE(KeepsShards, KeepsLosses):
         super().__init__()
         found = ExpertRanks.of(ranks, experts.count)
         self.width, self.options = width, experts
-        # Before anything else meets: ranks that mean other experts would wait for each other, or mix what they send.
+        # Before any other message: ranks with other experts would wait for each other, or mix messages.
         given = {"width": width, **options_of(experts), "expert": expert and "a module of its own", "name": name}
         self._agreement = found.agree("MoE", name, {**given, "dtype": torch.get_default_dtype()})
         self.mixture = Mixture(name, experts, found)
         seed = found.first(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))
-        with seeded(seed):
+        with use_seed(seed):
             divided = self._mlp(1).divided() if expert is None and found.tensor is not None else {}
-        with seeded(seed):
+        with use_seed(seed):
             self.router = nn.Linear(width, experts.count, bias=False)
             self.shared = self._mlp(experts.shared) if experts.shared else None
-        self.experts = stacked(name, make, seed, self.mixture.placement, found, divided)
+        self.experts = stack_experts(name, make, seed, self.mixture.placement, found, divided)
         self._tensor = found.tensor if divided else None
         self.family = Family()
         self._number = self.family.join(self)
@@ -87,7 +88,7 @@ class MoE(KeepsShards, KeepsLosses):
     def _mlp(self, times: int) -> MLP:
         options = self.options
         if options.hidden is None:
-            raise UsageError("MoE: give Experts(hidden=...), the features within the built-in MLP, or expert=")
+            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
             times * options.hidden,
@@ -97,11 +98,11 @@ class MoE(KeepsShards, KeepsLosses):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the outputs. mask: bool (...), False for padding, whatever it has: zeros come for it."""
+        """Return the outputs. mask: bool (...), False for padding, which is ignored and gets outputs of zeros."""
         if x.shape[-1] != self.width:
             raise UsageError(f"{self.mixture.name}: expected (..., {self.width}), got {tuple(x.shape)}")
         padding = None if mask is None else self._padding(x, mask)
-        given = x if padding is None else x.masked_fill(padding, 0)  # what is no number would reach the router's weight
+        given = x if padding is None else x.masked_fill(padding, 0)  # a NaN would reach the router's weight gradient
         tokens = given.reshape(-1, self.width)
         y = self.mixed(tokens, mask, max(x.shape[-2], 1) if x.dim() > 2 else 0).reshape(x.shape)
         if self.shared is not None:
@@ -117,16 +118,16 @@ class MoE(KeepsShards, KeepsLosses):
             )
         return ~mask.to(x.device).unsqueeze(-1)
 
-    @uncompiled
+    @disable_compile
     def mixed(self, tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
-        """Return what the experts make of tokens: all but the shared ones."""
+        """Return the output of all experts except the shared ones."""
         options, mixture = self.options, self.mixture
         if not self._agreement.is_settled("first used"):
             used = {"dtype": tokens.dtype, "training": self.training, "sequences": "no" if sequence == 0 else "rows"}
             used |= {name: f"{one.dtype}{list(one.shape[1:])}" for name, one in self.experts.named_parameters()}
             self._agreement.settle("first used", used)
-        mixture.rejoin()
-        with mixture.telling():  # of a router of another kind, and of hooks on it
+        mixture.renew_dispatcher()
+        with mixture.telling():  # of a router of another class, or with hooks
             logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:
@@ -138,28 +139,28 @@ class MoE(KeepsShards, KeepsLosses):
             bias=None if self.expert_bias is None else host_array(self.expert_bias.float()),
             mask=None if mask is None else host_array(mask.reshape(-1)),
             sequence=sequence,
-            again=is_again(),
+            again=is_recomputing(),
         )
         has_loss = self.training and options.has_losses
         waiting = self.recalled() if has_loss else None
         weights = (options.balance_weight, options.z_weight) if has_loss else (0.0, 0.0)
-        gates, loss = Routed.apply(logits, routing, weights, waiting)  # type: ignore[no-untyped-call]
+        gates, loss = RouteFunction.apply(logits, routing, weights, waiting)  # type: ignore[no-untyped-call]
         y = self._through_experts(tokens, routing, gates)
-        if has_loss:  # a forward that has failed before leaves none
-            self.keep_or_wait(loss, waiting)
+        if has_loss:  # a failed forward leaves none
+            self.record_in_checkpoint(loss, waiting)
         return y
 
     def _through_experts(self, tokens: Tensor, routing: Any, gates: Tensor) -> Tensor:
         options, mixture = self.options, self.mixture
-        between = Between(mixture)
+        between = BackwardGuard(mixture)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
-            flow = Flow(mixture, parts_of(routing, options.chunks), read(tokens), routing.gates)
-            return in_parts(flow, between, tokens, gates, self._computed)
-        rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
+            flow = ChunkedDispatch(mixture, split_tokens(routing, options.chunks), read(tokens), routing.gates)
+            return run_in_chunks(flow, between, tokens, gates, self._computed)
+        rows, row_gates, passage, counts = DispatchFunction.apply(  # type: ignore[no-untyped-call]
             tokens, gates, mixture.exchange, between, routing
         )
         out = self._computed(rows, counts)
-        y: Tensor = Combined.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = CombineFunction.apply(  # type: ignore[no-untyped-call]
             out, row_gates, mixture.exchange, between, passage
         )
         return y
@@ -183,17 +184,17 @@ class MoE(KeepsShards, KeepsLosses):
 
     @torch.no_grad()
     def _balance(self) -> None:
-        """Let scores for choosing move towards even load, after a step."""
+        """After a step, adjust the routing bias towards even load."""
         assert self.expert_bias is not None
         bias = host_array(self.expert_bias.float())
         self.expert_bias.copy_(to_tensor(self.mixture.rebalanced(bias)))
 
-    def stats(self) -> Stats:
-        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+    def stats(self) -> ExpertStats:
+        """Return the use of experts since the last call, by tokens of all ranks. Collective."""
         return self.mixture.stats()
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return what the experts of this rank make of their rows. What they raise, other ranks hear."""
+        """Run this rank's experts on their rows. Other ranks get its errors."""
         with self.mixture.telling():
             return self._made(rows, counts)
 
@@ -202,19 +203,17 @@ class MoE(KeepsShards, KeepsLosses):
         grouped: Any = getattr(experts, "grouped", None)
         is_changed = isinstance(experts, MLP) and not experts.is_plain
         if is_changed and self._tensor is not None:
-            raise UsageError(
-                f"{name}: experts that are divided take no hooks and no other layers than they were made of"
-            )
+            raise UsageError(f"{name}: experts with tensor parallelism support neither hooks nor replaced layers")
         if grouped is None or is_changed:
-            found = computed(name, experts, rows, counts)
+            found = run_experts(name, experts, rows, counts)
         else:
             found = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
         if found.shape != rows.shape:
-            raise UsageError(f"{name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
+            raise UsageError(f"{name}: experts returned {tuple(found.shape)} for rows {tuple(rows.shape)}")
         return found
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the router's scores, in float32 whatever else is computed in."""
+        """Return the router's scores, always in float32."""
         jitter = self.options.jitter if self.training else 0.0
         with torch.autocast(tokens.device.type, enabled=False):
             x = tokens.float()
@@ -223,13 +222,13 @@ class MoE(KeepsShards, KeepsLosses):
             scores = self._scores(x)
         if scores.shape != (len(tokens), self.options.count):
             raise UsageError(
-                f"{self.mixture.name}: the router made {tuple(scores.shape)} of {len(tokens)} tokens, expected a score "
-                f"for each of {self.options.count} experts"
+                f"{self.mixture.name}: the router returned {tuple(scores.shape)} for {len(tokens)} tokens, expected a "
+                f"score for each of {self.options.count} experts"
             )
         return scores
 
     def _scores(self, x: Tensor) -> Tensor:
-        """Return what the router makes of float32, with its weights in that: another one, or with hooks, is called."""
+        """Run the router in float32, including its weights; a replaced router, or one with hooks, is called."""
         router: Any = self.router
         if type(router) is nn.Linear and router.bias is None and is_called_plainly(router):
             return F.linear(x, router.weight.float())
@@ -238,7 +237,7 @@ class MoE(KeepsShards, KeepsLosses):
         return found
 
     def extra_repr(self) -> str:
-        """Say how many experts there are, and where."""
+        """Describe the number of experts and their ranks."""
         return f"{self.width}, {self.options.count} experts, {self.mixture.ranks.axis!r}"
 
 
@@ -246,9 +245,9 @@ _living: weakref.WeakSet[MoE] = weakref.WeakSet()
 
 
 def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Note that a layer is a copy of the one whose weights it is about to load, not only values of them.
+    """Note that a layer becomes a copy of the one whose weights it is about to load.
 
-    Warn of values that do not say of which experts they are.
+    Warns of values that do not identify their experts.
     """
     name, own = next(layer.experts.named_parameters(), ("", None))
     given = state.get(f"{prefix}experts.{name}")
@@ -256,8 +255,8 @@ def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> 
         return
     if layer.mixture.has_moved and not hasattr(given, MARK):
         warnings.warn(
-            f"{layer.mixture.name}: {prefix}experts.{name} is loaded from a tensor that does not say of which experts "
-            "it is, such as a clone, and experts have moved: it is right only if it was made since. Keep "
+            f"{layer.mixture.name}: {prefix}experts.{name} is loaded from a tensor that does not identify its "
+            "experts, such as a clone, and experts have moved: it is right only if it was made since. Save "
             "gather_state_dict(model), or copy.deepcopy(model.state_dict())",
             stacklevel=2,
         )
@@ -269,24 +268,24 @@ def _become_copy(layer: MoE, state: Mapping[str, Any], prefix: str, *_: Any) -> 
         if family is layer.family:
             family.relate(layer._number, other._number)
             return
-        for one, number in family.marry(layer.family, layer._number, other._number).items():
+        for one, number in family.merge(layer.family, layer._number, other._number).items():
             one.family, one._number = family, number
         return
 
 
 def _exact(bias: Tensor) -> Tensor:
-    """Return a bias for choosing in float32 at least: steps of 0.001 are lost in half precision."""
+    """Return the routing bias in float32 or better: half precision would lose steps of 0.001."""
     return bias if bias.dtype in (torch.float32, torch.float64) else bias.float()
 
 
 def _keep_bias_exact(layer: MoE, _: Any) -> None:
-    if layer.expert_bias is not None:  # one of the state dict, if that was assigned
+    if layer.expert_bias is not None:  # from the state dict, if it was assigned
         layer.expert_bias = _exact(layer.expert_bias)
 
 
-def expert_stats(model: nn.Module) -> dict[str, Stats]:
-    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+def expert_stats(model: nn.Module) -> dict[str, ExpertStats]:
+    """Return the use of the experts of a model's layers since the last call, by name, by tokens of all ranks.
 
-    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
     """
     return stats_of(module.mixture for module in model.modules() if isinstance(module, MoE))

@@ -1,4 +1,4 @@
-"""rebalance_experts: experts that are chosen often go to ranks whose experts are not."""
+"""rebalance_experts: move frequently chosen experts to less busy ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.expert.moving import moved
-from commlib.expert.placement import Placement
-from commlib.expert.ranks import placed
+from commlib.expert.expert_ranks import place_shard
+from commlib.expert.moving import move_experts
+from commlib.expert.placement import ExpertPlacement
 from commlib.sharding.shards import world_ranks
-from commlib_torch._bridge import array_of, on_host, to_tensor
-from commlib_torch._saved_parts import mark_part
+from commlib_torch._bridge import array_of, to_host, to_tensor
+from commlib_torch._shard_marks import mark_part
 from commlib_torch._shards import change_shard, shard_of, shards_of
 from commlib_torch.expert._family import Family
-from commlib_torch.expert._states import is_number, is_stack
+from commlib_torch.expert._optimizer_states import is_number, is_stack
 from commlib_torch.expert._steppers import keepers_of
 from commlib_torch.expert.moe import MoE
 
@@ -32,23 +32,22 @@ def rebalance_experts(
     least: float = 1.1,
     copies: Sequence[nn.Module] = (),
 ) -> dict[str, tuple[float, float]]:
-    """Exchange experts between ranks where that relieves the busiest one, with what an optimizer keeps for them.
+    """Move experts between ranks if that relieves the busiest one, with their optimizer states.
 
-    It goes by how often experts were chosen since the last time, or since `expert_stats`, by tokens of all ranks; call
-    it between steps, every some hundred of them. A layer whose busiest rank would not get `least` times less stays as
-    it is. Gradients go with experts. So do copies of a layer, such as that of an average of weights, and what any
-    optimizer keeps for these: those that `copy.deepcopy` has made, and those that have loaded the layer's own state.
-    optimizer: one that may not have made a step yet. copies: other models with the same mixtures.
+    It uses the number of tokens of all ranks per expert since the last call, or since `expert_stats`; call it between
+    steps, every few hundred of them. A layer stays unchanged unless the load of its busiest rank falls by the factor
+    `least`. Gradients move with experts. So do copies of a layer, such as a weight average, and all optimizer states of
+    these: copies made by `copy.deepcopy`, and layers that have loaded the layer's state. optimizer: one that may not
+    have made a step yet. copies: other models with the same mixtures.
 
-    Returns by the names of layers the load of the busiest rank by the mean one, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts go, for `copies` with other mixtures, and for an optimizer that
-    keeps something else for them than for each element of their weights; MismatchError if ranks have other copies, or
-    optimizers.
+    Returns, by layer name, the ratio of the busiest rank's load to the mean, before and after. Collective. Raises
+    UsageError on all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer with
+    states that are not per element of the weights; MismatchError if ranks have other copies, or optimizers.
 
         ct.rebalance_experts(model, optimizer)
     """
     layers = _mixtures(model)
-    following = _copies(layers, copies)
+    following = _find_copies(layers, copies)
     found: dict[str, tuple[float, float]] = {}
     for layer in layers:
         placement, before, after = layer.mixture.better_placement(least)
@@ -64,23 +63,23 @@ def _mixtures(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def _copies(layers: Sequence[MoE], given: Sequence[nn.Module]) -> dict[int, list[MoE]]:
-    """Return the copies that go with each layer, by its id. given: models that have some. Collective."""
+def _find_copies(layers: Sequence[MoE], given: Sequence[nn.Module]) -> dict[int, list[MoE]]:
+    """Return the copies that move with each layer, by its id. given: models with copies. Collective."""
     pairs: dict[MoE, MoE] = {}
     if layers:
-        pairs = together(layers[0].mixture.ranks.data, lambda: dict(_given(layers, given)))
+        pairs = run_together(layers[0].mixture.ranks.data, lambda: dict(_match_given(layers, given)))
     for layer in layers:
-        comm, count = layer.mixture.ranks.axis.comm, len(_living(layers, pairs)[id(layer)])
+        comm, count = layer.mixture.ranks.axis.comm, len(_living_copies(layers, pairs)[id(layer)])
         if len(set(comm.all_gather_object(count))) > 1:
-            gc.collect()  # some ranks may have some no more that others have not missed yet
-            count = len(_living(layers, pairs)[id(layer)])
+            gc.collect()  # some ranks may have collected copies that are still alive on others
+            count = len(_living_copies(layers, pairs)[id(layer)])
             what = f"rebalance_experts: {layer.mixture.name}"
             check_agreement(comm, what, [f"copies of the layer, such as averages of weights: {count}"])
-    return _living(layers, pairs)
+    return _living_copies(layers, pairs)
 
 
-def _given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator[tuple[MoE, MoE]]:
-    """Yield (copy, layer) of models that are given. Raises UsageError for other mixtures than those of the layers."""
+def _match_given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator[tuple[MoE, MoE]]:
+    """Yield (copy, layer) of given models. Raises UsageError if their mixtures are not those of the layers."""
     for model in models:
         found = _mixtures(model)
         for number, layer in enumerate(layers):
@@ -89,14 +88,14 @@ def _given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator[tuple
             if copy is layer or shapes[0] != shapes[1] or not _are_together(copy, layer):
                 raise UsageError(
                     f"rebalance_experts: {type(model).__name__}, one of copies=, has no mixture like "
-                    f"{layer.mixture.name} whose experts are on the same ranks: give models that are made and moved "
-                    "alike from the beginning"
+                    f"{layer.mixture.name} whose experts are on the same ranks: pass models that were made and moved "
+                    "in the same way from the start"
                 )
             yield copy, layer
 
 
-def _living(layers: Sequence[MoE], given: Mapping[MoE, MoE]) -> dict[int, list[MoE]]:
-    """Return the copies that go with each layer, by its id: those that are known, and given ones with their layer."""
+def _living_copies(layers: Sequence[MoE], given: Mapping[MoE, MoE]) -> dict[int, list[MoE]]:
+    """Return the copies that move with each layer, by its id: known ones, and given ones."""
     families: dict[int, tuple[Family, list[MoE]]] = {}
     for layer in layers:
         families.setdefault(id(layer.family), (layer.family, []))[1].append(layer)
@@ -108,7 +107,7 @@ def _living(layers: Sequence[MoE], given: Mapping[MoE, MoE]) -> dict[int, list[M
             mine = [copy for copy, original in given.items() if original is layer]
             for copy in [*mine, *(one for one in copies if one not in given)]:
                 if id(copy.mixture) in mixtures or not _are_together(copy, layer):
-                    continue  # a shallow copy, or one whose experts are elsewhere
+                    continue  # a shallow copy, or one with other expert owners
                 mixtures[id(copy.mixture)] = copy.mixture
                 found[id(layer)].append(copy)
     return found
@@ -121,12 +120,14 @@ def _are_together(copy: MoE, layer: MoE) -> bool:
 
 
 @torch.no_grad()
-def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | None, placement: Placement) -> None:
+def _move(
+    layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | None, placement: ExpertPlacement
+) -> None:
     mixture, everyone = layer.mixture, [layer, *copies]
     comm = mixture.ranks.axis.comm
     _fill_gradients(comm, everyone)
-    stacks = _agreed(comm, mixture.name, everyone, optimizer)
-    arrays = moved([array_of(on_host(each)) for each in stacks], mixture.placement, placement, comm)
+    stacks = _agree_on_stacks(comm, mixture.name, everyone, optimizer)
+    arrays = move_experts([array_of(to_host(each)) for each in stacks], mixture.placement, placement, comm)
     for each, array in zip(stacks, arrays, strict=True):
         each.copy_(to_tensor(array))
     for one in everyone:
@@ -140,15 +141,15 @@ def _move(layer: MoE, copies: Sequence[MoE], optimizer: torch.optim.Optimizer | 
             copy.mixture.place(placement)
 
 
-def _mark(layer: MoE, placement: Placement) -> None:
-    """Let the weights of a layer know of which experts they are."""
+def _mark(layer: MoE, placement: ExpertPlacement) -> None:
+    """Mark the weights of a layer with their experts."""
     for module in layer.experts.modules():
         for name, shard in shards_of(module).items():
-            change_shard(module, name, placed(shard, placement.owners))
+            change_shard(module, name, place_shard(shard, placement.owners))
 
 
 def _mark_kept(layer: MoE, optimizer: torch.optim.Optimizer | None) -> None:
-    """Let what optimizers keep for the weights of a layer know of which experts it is, in a file of theirs, too."""
+    """Mark a layer's optimizer states with their experts, for files of the optimizer."""
     for parameter in layer.experts.parameters():
         shard = shard_of(parameter)
         for keeper in keepers_of(parameter, optimizer):
@@ -158,34 +159,34 @@ def _mark_kept(layer: MoE, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _fill_gradients(comm: Communicator, layers: Sequence[MoE]) -> None:
-    """Give zeros to weights without a gradient of which another rank has one: gradients go with experts. Collective."""
+    """Add zero gradients to weights if another rank has a gradient: gradients move with experts. Collective."""
     weights = [weight for layer in layers for weight in layer.experts.parameters()]
     everyone = comm.all_gather_object([weight.grad is not None for weight in weights])
-    for weight, *have in zip(weights, *everyone, strict=False):  # others may have others, which is told by and by
+    for weight, *have in zip(weights, *everyone, strict=False):  # differences of parameters are reported elsewhere
         if any(have) and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
 
 
 def owners_of(model: nn.Module) -> list[list[int]]:
-    """Return the ranks of the experts of each mixture of a model."""
+    """Return the expert owners (ranks) of each mixture of a model."""
     return [list(layer.mixture.placement.owners) for layer in _mixtures(model)]
 
 
 def put_owners(model: nn.Module, owners: Sequence[Sequence[int]]) -> None:
-    """Let weights be of the experts that they were when `owners_of` told. Collective where that is another place."""
+    """Restore the expert owners that `owners_of` returned. Collective if they differ."""
     for layer, ranks in zip(_mixtures(model), owners, strict=True):
-        placement = Placement(tuple(ranks), layer.mixture.placement.ranks)
+        placement = ExpertPlacement(tuple(ranks), layer.mixture.placement.ranks)
         if placement != layer.mixture.placement:
             _mark(layer, placement)
             layer.mixture.place(placement)
-        layer.mixture.has_moved = False  # values that are loaded next are of these
+        layer.mixture.has_moved = False  # the next loaded values belong to these
 
 
-def _agreed(
+def _agree_on_stacks(
     comm: Communicator, name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer | None
 ) -> list[Tensor]:
-    """Return what has a row for each expert: weights, and what optimizers keep for them. Collective."""
-    found = together(comm, lambda: list(_stacks(name, layers, optimizer)))
+    """Return all values with a row per expert: weights, and their optimizer states. Collective."""
+    found = run_together(comm, lambda: list(_stacks(name, layers, optimizer)))
     lines = [f"{what}: {stack.dtype}{list(stack.shape[1:])}" for what, stack in found]
     check_agreement(comm, f"rebalance_experts: {name}", lines)
     return [stack for _, stack in found]
@@ -204,6 +205,6 @@ def _stacks(name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer |
                         yield f"{what}, {key} of {type(one).__name__}", value
                     elif value is not None and not is_number(value):
                         raise UsageError(
-                            f"rebalance_experts: {key} of {what}, which {type(one).__name__} keeps, is no tensor of "
-                            f"shape {list(parameter.shape)}: it is not known what of it belongs to which expert"
+                            f"rebalance_experts: the {type(one).__name__} state {key} of {what} is not a tensor of "
+                            f"shape {list(parameter.shape)}: it cannot be assigned to experts"
                         )

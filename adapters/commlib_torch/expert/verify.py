@@ -1,4 +1,4 @@
-"""verify: run a model with experts among ranks beside one in which each rank has all experts, and compare."""
+"""verify: compare a model with distributed experts with one that has all experts on each rank."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.errors import UsageError
 from commlib.expert.verify import DenseRun, compare_dense, mask_of
-from commlib.tensor_parallel.checks.runs import WHOLE
-from commlib.tensor_parallel.recording import replaced
-from commlib_torch._bridge import back, host_array
+from commlib.tensor_parallel.checks.trace_run import WHOLE
+from commlib.tensor_parallel.recording import replace_attribute
+from commlib_torch._bridge import host_array, to_device_of
 from commlib_torch._shards import shard_of
-from commlib_torch._unnoticed import unnoticed
+from commlib_torch._trial_run import preserve_model
 from commlib_torch.expert.moe import MoE
 from commlib_torch.tensor.tracing import arguments_of, tensors_in
-from commlib_torch.tensor.verify import Fresh, evaluating
+from commlib_torch.tensor.verify import FreshInputs, evaluation_mode
 
 Wholes = dict[str, dict[str, Tensor]]
-"""The weights of all experts of each mixture, by the names of both."""
+"""The weights of all experts of each mixture, by mixture and parameter name."""
 
 
 def verify(model: nn.Module, batch: Any, *, tolerance: float | None = None, gradients: bool = True) -> None:
-    """Compare one forward and backward of a model's mixtures of experts with those of dense ones, without exchange.
+    """Compare one forward and backward of a model's mixtures of experts with those of dense ones, without all-to-all.
 
-    model: a `MoE`, or one with some. batch: a tensor, or a tuple or dict of the model's arguments: this rank's own. The
-    reference has the weights of all experts, which are gathered for it, on each rank: it computes for each token, as
-    the routing says, its experts, and their gates anew from the logits. Compared, in this order, are the outputs of
-    mixtures and of the model, the gradients of inputs, of other weights, routers among them, and of experts, for a loss
-    that is a fixed weighted sum of the outputs; without `gradients` of the first router alone. Both run in evaluation
-    mode. tolerance: relative to the largest element; by default 1e-4, in which routers compute, or that of the dtype.
+    model: a `MoE`, or one with some. batch: a tensor, or a tuple or dict of the model's arguments, local to this rank.
+    The reference has the weights of all experts on each rank, gathered for it. It runs the routed experts of each
+    token, and computes their gates from the logits again. Compared are, in this order, the outputs of mixtures and of
+    the model, the gradients of inputs, of other weights (including routers), and of experts, for a loss that is a fixed
+    weighted sum of the outputs; with gradients=False only the gradient of the first router. Both run in evaluation
+    mode. tolerance: relative to the largest element; by default 1e-4, the precision of routers, or that of the dtype.
 
-    Collective. Raises UsageError on all ranks: the first that differs, by how much, on which ranks. All stays as it is:
-    gradients that parameters have, statistics, losses of routers, random states, buffers, and what models keep.
+    Collective. Raises UsageError on all ranks with the first difference, its size, and its ranks. All state is
+    restored: gradients of parameters, statistics, losses of routers, random states, buffers, and values stored by
+    models.
     """
     layers = {name or "MoE": module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise UsageError("verify: the model has no mixture of experts")
     at, layer = next(iter(layers.items()))
     first = layer.mixture.ranks
-    call = together(first.data, lambda: arguments_of(batch))
-    wholes = {name: _gathered(layer) for name, layer in layers.items()}
+    call = run_together(first.data, lambda: arguments_of(batch))
+    wholes = {name: _gather_weights(layer) for name, layer in layers.items()}
     wanted = None if gradients else f"{at}.router.{next(layer.router.named_parameters())[0]}"
-    own = _ran(model, layers, call, {}, wanted)
-    dense = _ran(model, layers, call, wholes, wanted)
+    own = _run(model, layers, call, {}, wanted)
+    dense = _run(model, layers, call, wholes, wanted)
     shards = {
         f"{name}.experts.{inner}": (shard, layer.mixture.ranks)
         for name, layer in layers.items()
@@ -58,23 +59,23 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float | None = None, grad
     compare_dense(first, own, dense, shards, tolerance)
 
 
-def _gathered(layer: MoE) -> dict[str, Tensor]:
+def _gather_weights(layer: MoE) -> dict[str, Tensor]:
     found = {}
     for name, weight in layer.experts.named_parameters():
         shard = shard_of(weight)
         assert shard is not None
-        found[name] = back(shard.whole(host_array(weight)), weight).requires_grad_()
+        found[name] = to_device_of(shard.whole(host_array(weight)), weight).requires_grad_()
     return found
 
 
-def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes, only: str | None) -> DenseRun:
-    """Run a model, with dense mixtures if there are the weights of all experts. only: the gradient that is wanted."""
-    found, fresh = DenseRun(), Fresh()
+def _run(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes, only: str | None) -> DenseRun:
+    """Run a model, with dense mixtures if the weights of all experts are given. only: the wanted gradient."""
+    found, fresh = DenseRun(), FreshInputs()
     args, options = (fresh.of(part) for part in call)
     names = {layer: name for name, layer in layers.items()}
     first = next(iter(names))
-    with unnoticed(model, call), evaluating(model), torch.enable_grad(), ExitStack() as stack:
-        mixed: list[Tensor] = []  # by the first mixture, whose router's gradient is wanted alone
+    with preserve_model(model, call), evaluation_mode(model), torch.enable_grad(), ExitStack() as stack:
+        mixed: list[Tensor] = []  # the gradient of the first mixture's router is enough
 
         def note(layer: Any, given: Any, out: Tensor) -> None:
             found.values.append((f"the output of {names[layer]}", host_array(out)))
@@ -85,7 +86,7 @@ def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
             stack.callback(layer.register_forward_hook(note).remove)
         if wholes:
             stack.enter_context(
-                replaced(MoE, "mixed", lambda layer, *given: _dense(layer, wholes[names[layer]], *given))
+                replace_attribute(MoE, "mixed", lambda layer, *given: _run_dense(layer, wholes[names[layer]], *given))
             )
         outputs = tensors_in(model(*args, **options))
         loss = torch.zeros((), dtype=torch.float64)
@@ -101,7 +102,7 @@ def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
         stacks = {id(weight) for layer in layers.values() for weight in layer.experts.parameters()}
         others = {f"input {at}": tensor for at, tensor in enumerate(fresh.inputs)}
         others |= {
-            _named(model, name): weight
+            _named_mixtures(model, name): weight
             for name, weight in model.named_parameters()
             if weight.requires_grad and id(weight) not in stacks
         }
@@ -119,12 +120,12 @@ def _ran(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
     return found
 
 
-def _named(model: nn.Module, name: str) -> str:
+def _named_mixtures(model: nn.Module, name: str) -> str:
     return f"MoE.{name}" if isinstance(model, MoE) else name
 
 
-def _dense(layer: MoE, whole: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
-    """Return the outputs of a mixture all of whose experts are here, of the same routing. The gates are made anew."""
+def _run_dense(layer: MoE, whole: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
+    """Return the outputs of a mixture with all experts here, for the same routing. The gates are recomputed."""
     options, bias = layer.options, layer.expert_bias
     logits = layer.logits(tokens)
     routing = layer.mixture.route(

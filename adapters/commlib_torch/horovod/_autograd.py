@@ -1,6 +1,6 @@
-"""Backward of every verb by name: an operation by name itself, which can be differentiated in turn.
+"""Backward of the named verbs: each is a named operation itself, and differentiable in turn.
 
-What runs on gradients, and by what they are multiplied, `commlib.autodiff` says for both adapters.
+`commlib.autodiff` defines the operation on gradients and its factor, for both adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
-from commlib_torch.horovod._start import (
+from commlib_torch.horovod._named_operations import (
     ProcessSets,
     Splits,
     first,
@@ -63,7 +63,7 @@ def allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessS
         rows = [len(tensor) for tensor in tensors]
 
         def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-            # Where this rank's rows are depends on the lengths that the ranks before it have.
+            # The offset of this rank's rows depends on the lengths of earlier ranks.
             lengths = start_allgather([torch.tensor([rows])], None if name is None else f"{name}.rows", process_set)
             means = allreduce(gradients, Reduction.of_gradients("all_gather_v", gradient_name(name), process_set))
             before = first(lengths.wait())[: core.process_set_of(process_set).rank()].sum(0).tolist()
@@ -99,7 +99,7 @@ def alltoall(
 
         def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
             back, _ = alltoall(gradients[0], received, gradient_name(name), process_set)
-            if unsent:  # splits may leave out rows at the end; those had no part in the result
+            if unsent:  # splits may omit rows at the end, which do not contribute to the result
                 back = torch.cat([back, back.new_zeros(unsent, *back.shape[1:])])
             return [back]
 
@@ -110,7 +110,7 @@ def alltoall(
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Return the name of the operation that backward runs: derived, so that it fits whatever order ranks are in."""
+    """Return the name of the backward's operation: derived from the forward's, so that ranks may run in any order."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -119,9 +119,9 @@ def _differentiable(forward: Forward, tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 class _Operation(torch.autograd.Function):
-    """What `forward` makes of tensors; with the results it returns what makes of their gradients those of the tensors.
+    """Runs `forward` on tensors. It returns results, and a function from their gradients to those of the tensors.
 
-    Results of whole numbers, such as counts of rows, have no gradient: autograd sees that by their dtype.
+    Integer results, such as row counts, have no gradient: autograd sees that by their dtype.
     """
 
     @staticmethod

@@ -5,7 +5,7 @@
     @commlib_torch.elastic.run
     def train(state): ...
 
-The ranks of a job stay the same; what is restored from is a failed operation.
+The ranks of a job stay the same; the state is restored after a failed operation.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class ElasticSampler(sampler.ElasticSampler, Sampler[int]):
 
 
 class TorchState(ObjectState):
-    """Models, optimizers, schedulers, samplers and picklable values: what a training loop goes on from.
+    """Models, optimizers, schedulers, samplers and picklable values: the state from which a training loop continues.
 
     `model`, `optimizer` and every other argument become attributes. `commit()` keeps a copy in memory, `restore()` goes
-    back to it, `sync()` gives all ranks what rank 0 has. `commit` and `sync` are collective: what the ranks have
-    processed of a sampler's indices is put together.
+    back to it, `sync()` gives all ranks the state of rank 0. `commit` and `sync` are collective: they join the
+    processed sampler indices of all ranks.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def keeper_of(self, value: Any) -> Keeper | None:
-        """Return what keeps a model, optimizer, sampler, scheduler or scaler; None for a picklable value."""
+        """Return the keeper of a model, optimizer, sampler, scheduler or scaler; None for a picklable value."""
         if isinstance(value, torch.nn.Module):
             return _ModelKeeper(value)
         if isinstance(value, torch.optim.Optimizer):
@@ -56,7 +56,7 @@ class TorchState(ObjectState):
         return None
 
     def between_passes(self) -> bool:
-        """Tell whether gradients have accumulated that no reduction has seen, also of what is not in the state."""
+        """Return whether unreduced gradients have accumulated, including those outside of the state."""
         return any(member.holds_passes for member in backward_passes.members)
 
 
@@ -80,7 +80,7 @@ class _ModelKeeper(StateKeeper):
 class _OptimizerKeeper(StateKeeper):
     def restore(self) -> None:
         super().restore()
-        self.value.zero_grad()  # what a pass that failed has left is no part of what was committed
+        self.value.zero_grad()  # leftovers of a failed pass are not part of the committed state
 
     def give(self) -> None:
         broadcast_optimizer_state(self.value, 0)
@@ -92,6 +92,6 @@ class _ScalerKeeper(StateKeeper):
         self.reset()
 
     def reset(self) -> None:
-        # Which optimizers it has unscaled, or let step, since its last update: a step that failed has left that, and
-        # `load_state_dict` leaves it. The gradients of the next step would be taken for unscaled.
+        # A failed step leaves a record of optimizers that it has unscaled or stepped since the last update, and
+        # `load_state_dict` does not clear it. The next step's gradients would count as unscaled.
         self.value._per_optimizer_states.clear()

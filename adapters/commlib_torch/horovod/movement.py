@@ -1,8 +1,8 @@
 """allgather, broadcast, alltoall, barrier and objects by name, with Horovod's arguments: see `reductions`.
 
-Verbs whose name the ordered verbs of `collectives` have, too, take `comm=`: with it they are the ordered verb among
-that group's ranks, whose numbers `root` then is; without it they are operations by name, and `root_rank` is a number
-among all ranks, whatever the process set.
+Verbs that also exist as ordered verbs in `collectives` accept `comm=`: with it they are the ordered verb among that
+group's ranks, and `root` is a rank of the group. Without it they are named operations, and `root_rank` is a global
+rank, for every process set.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from commlib.tensor_verbs import Startable, check_ordered, choose_root
 from commlib_torch._call import Work, verb_maker
 from commlib_torch.collectives import ordered, writing
 from commlib_torch.horovod import _autograd
-from commlib_torch.horovod._start import (
-    Named,
+from commlib_torch.horovod._named_operations import (
+    NamedOperation,
     ProcessSets,
     Splits,
     first,
@@ -39,9 +39,9 @@ __all__ = (
 _verb = verb_maker(__name__)
 
 
-def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> Named[Tensor]:
-    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable."""
-    return Named(
+def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
+    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable."""
+    return NamedOperation(
         lambda blocking: start_allgather([tensor], name, process_set, blocking=blocking).then(first),
         lambda: first(_autograd.allgather([tensor], name, process_set)),
     )
@@ -49,9 +49,9 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets
 
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSets = None
-) -> Named[list[Tensor]]:
-    """Return each of `tensors` of all ranks, one after another along dimension 0. Differentiable."""
-    return Named(
+) -> NamedOperation[list[Tensor]]:
+    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable."""
+    return NamedOperation(
         lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
         lambda: _autograd.allgather(tensors, name, process_set),
     )
@@ -66,12 +66,12 @@ def _broadcast(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`'s. Differentiable, unless `comm` is given."""
+    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `comm` is given."""
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
         return ordered.broadcast(tensor, source, comm=comm)
-    return Named(
+    return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
     )
@@ -86,24 +86,24 @@ def _broadcast_(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Startable[Tensor]:
-    """Overwrite `tensor` on every rank by that of rank `root_rank`, and return it."""
+    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it."""
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
         return writing.broadcast_(tensor, source, comm=comm)
-    return Named(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
+    return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
 def _alltoall(
     tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSets = None
-) -> Named[Any]:
-    """Send rows to every rank; return the rows that arrived here, in rank order. Differentiable.
+) -> NamedOperation[Any]:
+    """Send rows to every rank; return the received rows, in rank order. Differentiable.
 
-    Rank i gets `splits[i]` rows, and the result is (rows, how many came from each rank); without splits the rows are
-    dealt out equally, and the result is the rows alone.
+    Rank i gets `splits[i]` rows, and the result is (rows, number of rows from each rank); without splits the rows are
+    divided evenly, and the result is the rows only.
     """
     finish: Callable[[Any], Any] = first if splits is None else tuple
-    return Named(
+    return NamedOperation(
         lambda blocking: start_alltoall(tensor, splits, name, process_set, blocking=blocking).then(finish),
         lambda: finish(_autograd.alltoall(tensor, splits, name, process_set)),
     )
@@ -117,7 +117,7 @@ alltoall, alltoall_async = _verb(_alltoall)
 
 
 def barrier(process_set: ProcessSets = None, *, comm: Communicator | None = None) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     if comm is not None:
         check_ordered(None, process_set)
         ordered.barrier(comm=comm).run()
@@ -148,13 +148,13 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets
 
 
 def poll(handle: Work[Any]) -> bool:
-    """Return whether the operation of `handle` has ended, so that `synchronize` will not wait."""
+    """Return whether the operation of `handle` is done, so `synchronize` will not wait."""
     return _handle("poll", handle).done()
 
 
 def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
     """Wait for the operation of `handle` and return its result. Raises what the operation raised."""
-    if inspect.isfunction(handle):  # of sparse_allreduce_async
+    if inspect.isfunction(handle):  # from sparse_allreduce_async
         return handle()
     return _handle("synchronize", handle).wait()
 

@@ -1,15 +1,15 @@
 """allreduce and reducescatter by name, with Horovod's arguments: in any order on any rank.
 
-An operation is known by its `name` (by default a number that is counted per verb) and runs when every rank of its
-process set has submitted it. `op` is Average, Sum, Min, Max, Product or Adasum; `average=` is its old form. Values are
-multiplied by `prescale_factor` before and by `postscale_factor` after. `process_set=None` is all ranks.
+An operation is identified by its `name` (by default a counter per verb) and runs when every rank of its process set has
+submitted it. `op` is Average, Sum, Min, Max, Product or Adasum; `average=` is its old form. Values are multiplied by
+`prescale_factor` before and by `postscale_factor` after. `process_set=None` is all ranks.
 
-`_async` verbs return a handle for `synchronize` and `poll`; their tensors must not be touched until it is done. Verbs
-that end in an underscore write to their tensors, others return new ones; those that do neither and wait can be
-differentiated. A grouped verb runs on all its tensors at once or on none.
+`_async` verbs return a handle for `synchronize` and `poll`; do not touch their tensors until it is done. Verbs that end
+in an underscore write to their tensors, others return new ones; blocking verbs without an underscore are
+differentiable. A grouped verb runs on all its tensors at once or on none.
 
-All raise UsageError for what is wrong on this rank, such as a name that is pending already; MismatchError on every rank
-where ranks submit different things under one name, after which the job goes on.
+All raise UsageError for errors of this rank, such as a name that is already pending; MismatchError on every rank if
+ranks submit different operations under one name, after which the job continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from commlib_torch._bridge import check_dense
 from commlib_torch._call import verb_maker
 from commlib_torch.compression import Compression
 from commlib_torch.horovod import _autograd
-from commlib_torch.horovod._start import Named, ProcessSets, Reducing, first, in_place, start_reducescatter
+from commlib_torch.horovod._named_operations import (
+    NamedAllreduce,
+    NamedOperation,
+    ProcessSets,
+    first,
+    make_in_place,
+    start_reducescatter,
+)
 
 __all__ = (
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_",
@@ -47,7 +54,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> Tensor:
-    """Return a new tensor: `tensor` of all ranks combined, by default averaged. Differentiable for Average and Sum."""
+    """Return a new tensor: `tensor` of all ranks combined, averaged by default. Differentiable for Average and Sum."""
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
 
@@ -60,14 +67,14 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> Reducing[Tensor]:
+) -> NamedAllreduce[Tensor]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return Reducing([tensor], how, first)
+    return NamedAllreduce([tensor], how, first)
 
 
 allreduce_async = _verb.starting(_allreduce)
 allreduce_, allreduce_async_ = _verb(
-    in_place(_allreduce, "Combine `tensor` of all ranks in place, by default averaging, and return it.")
+    make_in_place(_allreduce, "Combine `tensor` of all ranks in place, averaging by default, and return it.")
 )
 
 
@@ -94,14 +101,14 @@ def _grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> Reducing[list[Tensor]]:
+) -> NamedAllreduce[list[Tensor]]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return Reducing(tensors, how, lambda results: results)
+    return NamedAllreduce(tensors, how, lambda results: results)
 
 
 grouped_allreduce_async = _verb.starting(_grouped_allreduce)
 grouped_allreduce_, grouped_allreduce_async_ = _verb(
-    in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
+    make_in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
 )
 
 
@@ -116,7 +123,7 @@ def reducescatter(
 ) -> Tensor:
     """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable.
 
-    If the length of dimension 0 is no multiple of the number of ranks, the first ranks get one row more.
+    If the length of dimension 0 is not a multiple of the number of ranks, the first ranks get one row more.
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.reducescatter(tensors, how)))
@@ -129,9 +136,9 @@ def _reducescatter(
     process_set: ProcessSets = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Named[Tensor]:
+) -> NamedOperation[Tensor]:
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return Named(lambda blocking: start_reducescatter([tensor], how, blocking=blocking).then(first))
+    return NamedOperation(lambda blocking: start_reducescatter([tensor], how, blocking=blocking).then(first))
 
 
 reducescatter_async = _verb.starting(_reducescatter)
@@ -158,9 +165,9 @@ def _grouped_reducescatter(
     process_set: ProcessSets = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Named[list[Tensor]]:
+) -> NamedOperation[list[Tensor]]:
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return Named(lambda blocking: start_reducescatter(tensors, how, blocking=blocking))
+    return NamedOperation(lambda blocking: start_reducescatter(tensors, how, blocking=blocking))
 
 
 grouped_reducescatter_async = _verb.starting(_grouped_reducescatter)

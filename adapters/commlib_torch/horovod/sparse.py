@@ -1,4 +1,4 @@
-"""Sparse tensors reduced by gathering what is in them."""
+"""Reduction of sparse tensors by gathering their indices and values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib_torch.horovod._start import ProcessSets, start_allgather
+from commlib_torch.horovod._named_operations import ProcessSets, start_allgather
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: Any = core.Average, process_set: ProcessSets = None
 ) -> Callable[[], Tensor]:
-    """Start to add up (or average) a sparse COO tensor over the ranks. Returns a callable that waits for the result.
+    """Start to sum (or average) a sparse COO tensor over the ranks. Returns a callable that waits for the result.
 
     Elements of the result may occur several times: it is not coalesced. Raises UsageError for other layouts and
-    operations; the callable raises MismatchError on every rank where shapes differ.
+    operations; the callable raises MismatchError on every rank if shapes differ.
     """
     operation = core.resolve_op(op)
     if operation not in (core.Average, core.Sum):
@@ -28,7 +28,7 @@ def sparse_allreduce_async(
         raise UsageError(f"sparse_allreduce_async: expected a sparse COO tensor, got layout {tensor.layout}")
     local = tensor.detach().coalesce()
     shape = torch.tensor([[*local.shape]], device=local.device)
-    # One group, so that all of it arrives together; the shape to compare, since elements alone would always fit.
+    # One group, which arrives together; the shape is sent for comparison, because indices and values alone always fit.
     work = start_allgather([local.indices().t(), local.values(), shape], name, process_set)
     size = core.process_set_of(process_set).size()
     assert size is not None

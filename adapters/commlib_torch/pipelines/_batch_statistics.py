@@ -1,4 +1,4 @@
-"""Batch statistics: let running statistics be those of whole batches, though layers see microbatches."""
+"""Batch statistics: running statistics of whole batches, though layers process microbatches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What a layer has seen of the batch, and its statistics before: added up in float64."""
+class _BatchMoments:
+    """Sums over the microbatches of a batch, in float64, and the layer's running statistics before it."""
 
     layer: _BatchNorm
     before: tuple[Tensor, Tensor]
@@ -25,26 +25,26 @@ class _Seen:
 
 
 class WholeBatchStatistics:
-    """Update the running statistics of batch norm layers once in a step, by mean and variance of the whole batch.
+    """Update the running statistics of batch norm layers once per step, by mean and variance of the whole batch.
 
-    A layer still normalises a microbatch by that microbatch's own: it cannot see the others yet. So it is in GPipe, and
-    in torchgpipe's DeferredBatchNorm.
+    A layer still normalises a microbatch by the microbatch's own statistics, because the others are not available yet.
+    GPipe and torchgpipe's DeferredBatchNorm do the same.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        modules = {id(layer): layer for part in parts for layer in part.modules()}.values()  # stages may share one
+        modules = {id(layer): layer for part in parts for layer in part.modules()}.values()  # stages may share a layer
         self._layers = [layer for layer in modules if isinstance(layer, _BatchNorm) and layer.track_running_stats]
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _BatchMoments] = {}
         for layer in self._layers:
             layer.register_forward_pre_hook(self._note)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Collect statistics within, and update the layers at the end; leave them as they were if it fails."""
+        """Collect statistics within the context, and update the layers at its end; restore them if it fails."""
         for layer in self._layers:
             assert layer.running_mean is not None and layer.running_var is not None
             before = layer.running_mean.clone(), layer.running_var.clone()
-            self._seen[id(layer)] = _Seen(layer, before, int(layer.num_batches_tracked or 0))
+            self._seen[id(layer)] = _BatchMoments(layer, before, int(layer.num_batches_tracked or 0))
         try:
             yield
             for seen in self._seen.values():
@@ -65,7 +65,7 @@ class WholeBatchStatistics:
 
 
 @torch.no_grad()
-def _update(seen: _Seen) -> None:
+def _update(seen: _BatchMoments) -> None:
     layer = seen.layer
     mean, variance = layer.running_mean, layer.running_var
     assert mean is not None and variance is not None
@@ -83,13 +83,13 @@ def _update(seen: _Seen) -> None:
 
 
 def _is_recomputing() -> bool:
-    """Return whether a backward is running: a layer then sees again what it has seen."""
+    """Return whether a backward is running: its forward recomputations must not be counted again."""
     return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
-def kept_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave buffers as they are, whatever is computed again within."""
+def preserve_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore buffers at the end of the context, because recomputation changes them."""
     before = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield

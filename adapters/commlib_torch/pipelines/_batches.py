@@ -1,4 +1,4 @@
-"""Batches: cut what a user gives a pipeline into microbatches, and put together what comes out of it."""
+"""Microbatches: cut a user's batch into microbatches, and join their results."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
-from commlib.pipeline.batch import NONE, by_key, rows_of
+from commlib.pipeline.batch import NONE, rows_of, sort_by_key
 from commlib.pipeline.batch import digest as digest_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_torch._bridge import host_array
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with: a dict by name, several one after another, else the one."""
+    """Return the arguments of a model: a dict becomes keyword arguments, a tuple several, other values one."""
     if isinstance(x, dict):
         return (), x
     return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
 
 
 def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
-    """Return the microbatches of a batch, and the rows of each. where: its rows are, as `Rows` says it.
+    """Return the microbatches of a batch, and the rows of each. where: the dimension of rows, in the form of `Rows`.
 
-    Raises UsageError if tensors have different numbers of rows, or none has.
+    Raises UsageError if tensors have different numbers of rows, or if none has rows.
     """
     if not isinstance(value, Tensor) or not _is_plain(value):
         _refuse_uncut(value, what, where)
     parts = rows_of(count_rows(value, what, where), microbatches)
-    return [taken(value, part, where) for part in parts], [part.stop - part.start for part in parts]
+    return [take_rows(value, part, where) for part in parts], [part.stop - part.start for part in parts]
 
 
 def kind_of(tensor: Tensor) -> tuple[str, str] | None:
-    """Return what a tensor is whose elements do not lie in rows, and how it becomes one that has them so."""
+    """Describe a tensor that cannot be cut by rows, and name its conversion to one that can."""
     if tensor.is_nested:
         return "nested tensor", "tensor.to_padded_tensor(0.0)"
     if tensor.layout is not torch.strided:
@@ -49,7 +49,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _refuse_uncut(value: Any, what: str, where: Any) -> None:
-    """Raise UsageError for arrays of numpy, which nobody would cut beside tensors, and for tensors without rows."""
+    """Raise UsageError for numpy arrays, which would not be cut with the tensors, and for tensors without rows."""
 
     def look(place: Any, leaf: Any) -> None:
         found = None
@@ -59,8 +59,8 @@ def _refuse_uncut(value: Any, what: str, where: Any) -> None:
             found = kind_of(leaf)
         if found is not None and place != WHOLE:
             raise UsageError(
-                f"pipeline: {what} has a {found[0]}, of which microbatches would get no rows of their own: give "
-                f"{found[1]}; or, where it is for all microbatches, {REMEDY}"
+                f"pipeline: {what} has a {found[0]}, which cannot be cut into the rows of microbatches: pass "
+                f"{found[1]}; or, if it is for all microbatches, {REMEDY}"
             )
 
     if where == 0:
@@ -71,9 +71,9 @@ def _refuse_uncut(value: Any, what: str, where: Any) -> None:
 
 
 def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
-    """Return microbatches that a user has cut, and the rows of each; those that are missing at the end have none.
+    """Return microbatches that a user has cut, and the rows of each; missing ones at the end have none.
 
-    Raises UsageError if they are no list, or too many.
+    Raises UsageError if they are not a list, or too many.
     """
     if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
         got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
@@ -86,7 +86,7 @@ def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tup
 
 
 def count_rows(value: Any, what: str, where: Any = 0) -> int:
-    """Return how many rows tensors have. Raises UsageError if they have different numbers, or none has any."""
+    """Return the number of rows of the tensors. Raises UsageError if numbers differ, or if no tensor has rows."""
     if isinstance(value, Tensor) and value.ndim and where == 0:
         return value.shape[0]
     counts: set[int] = set()
@@ -94,7 +94,9 @@ def count_rows(value: Any, what: str, where: Any = 0) -> int:
     def count(place: Any, leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf.ndim and place != WHOLE:
             if place >= leaf.ndim:
-                raise UsageError(f"pipeline: {what}: rows says {place} of a tensor of shape {tuple(leaf.shape)}")
+                raise UsageError(
+                    f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(leaf.shape)}"
+                )
             counts.add(leaf.shape[place])
 
     if where == 0:
@@ -104,38 +106,40 @@ def count_rows(value: Any, what: str, where: Any = 0) -> int:
         each(count, where, value)
     if len(counts) != 1:
         got = (
-            f"{len(counts)} different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
+            f"{len(counts)} different numbers: {', '.join(map(str, sorted(counts)))}"
+            if counts
+            else "no tensor with rows"
         )
         raise UsageError(
-            f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}; where rows are in "
-            f"another dimension, or a tensor is for all microbatches, {REMEDY}"
+            f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows are "
+            f"in another dimension, or a tensor is for all microbatches, {REMEDY}"
         )
     return counts.pop()
 
 
-def taken(value: Any, rows: slice, where: Any = 0) -> Any:
-    """Return the rows of a tensor, or of those in a nest of containers; what has no rows is for all."""
+def take_rows(value: Any, rows: slice, where: Any = 0) -> Any:
+    """Return some rows of a tensor, or of all tensors in a nest of containers; values without rows are shared."""
     if where != 0:
-        return each(lambda place, leaf: _taken(place, leaf, rows), where, value)
+        return each(lambda place, leaf: _take_rows(place, leaf, rows), where, value)
     if isinstance(value, Tensor):
         return value[rows] if value.ndim else value
     if type(value) is tuple:
-        return tuple(taken(one, rows) for one in value)
+        return tuple(take_rows(one, rows) for one in value)
     if not value:
         return value
     return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf, value)
 
 
-def _taken(place: Any, leaf: Any, rows: slice) -> Any:
+def _take_rows(place: Any, leaf: Any, rows: slice) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.ndim or place == WHOLE:
         return leaf
     return leaf.narrow(place, rows.start, rows.stop - rows.start)
 
 
-def together(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what: str = "output") -> Any:
-    """Return values of microbatches of so many rows as those of the batch. What is no tensor is that of the first.
+def join_microbatches(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what: str = "output") -> Any:
+    """Join the values of microbatches into those of the batch. Values other than tensors are taken from the first.
 
-    Raises UsageError for a tensor that has other rows than its microbatch.
+    Raises UsageError for a tensor whose rows are not those of its microbatch.
     """
 
     def one(place: Any, *leaves: Any) -> Any:
@@ -150,9 +154,8 @@ def together(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what:
         lengths = [[size for at, size in enumerate(leaf.shape) if at != place] for leaf in leaves]
         if other := next((number for number, sizes in enumerate(lengths) if sizes != lengths[0]), 0):
             raise UsageError(
-                f"pipeline: microbatches have {what}s of other lengths, {tuple(leaves[0].shape)} and "
-                f"{tuple(leaves[other].shape)}, which are no one batch: pad them to one length, or give each to a call "
-                "of its own"
+                f"pipeline: the {what}s of microbatches have different lengths, {tuple(leaves[0].shape)} and "
+                f"{tuple(leaves[other].shape)}, and cannot be joined: pad them to one length, or use separate calls"
             )
         return torch.cat(leaves, place)
 
@@ -162,10 +165,10 @@ def together(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what:
 
 
 def digest(value: Any) -> int:
-    """Return a number that tells nests of tensors apart, but for sparse and nested ones; NONE for None."""
+    """Return a digest of the tensors in a nest, except sparse and nested ones; NONE for None."""
     if value is None:
         return NONE
-    tensors = [leaf.detach() for leaf in pytree.tree_leaves(by_key(value)) if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in pytree.tree_leaves(sort_by_key(value)) if isinstance(leaf, Tensor)]
     plain = [one for one in tensors if one.layout is torch.strided and not one.is_nested]
     flat = [one.resolve_conj().resolve_neg().reshape(-1) for one in plain]
     return digest_of(host_array(one.view(torch.uint8)) for one in flat)

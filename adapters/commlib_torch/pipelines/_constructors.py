@@ -1,4 +1,4 @@
-"""Constructors: build the layers of this rank's stages alone, from a list of functions that make one each."""
+"""Constructors: build only the layers of this rank's stages, from a list of functions that make one layer each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from commlib.errors import UsageError
-from commlib_torch.pipelines._parts import Cut
+from commlib_torch.pipelines._parts import SplitModel
 
 Constructors = Sequence[Callable[[], nn.Module]]
 
 
 def are_constructors(model: Any) -> bool:
-    """Return whether a model is a list of functions, or classes, that return a layer when they are called."""
+    """Return whether a model is a list of functions or classes that return a layer."""
     if not isinstance(model, list | tuple) or not model:
         return False
     return all(callable(one) and not isinstance(one, nn.Module) for one in model)
 
 
 def outline(constructors: Constructors) -> list[nn.Module]:
-    """Return all layers without their memory, on the meta device. Raises UsageError for what returns no new layer."""
+    """Build all layers on the meta device, without memory. Raises UsageError if a function returns no new layer."""
     with torch.device("meta"):
         layers = [make() for make in constructors]
     for place, layer in enumerate(layers):
@@ -34,8 +34,8 @@ def outline(constructors: Constructors) -> list[nn.Module]:
     return layers
 
 
-def build(constructors: Constructors, pieces: Cut, stages: Sequence[int], seed: int) -> None:
-    """Put real layers into some stages of a cut outline. Each has a seed of its own, whatever other ranks build."""
+def build(constructors: Constructors, pieces: SplitModel, stages: Sequence[int], seed: int) -> None:
+    """Build real layers for some stages of an outline. Each layer has its own seed, independent of the rank."""
     places = list(pairwise((0, *accumulate(pieces.counts))))
     with torch.random.fork_rng():
         for stage in stages:

@@ -1,4 +1,4 @@
-"""Containers: which modules are nothing but their layers, one after another."""
+"""Containers: modules that only call their layers in sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from commlib_torch._tracer import hooks_of
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether calling a module is calling its layers one after another, and nothing else."""
+    """Return whether a module only calls its layers in sequence."""
     if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__ or hooks_of(module):
         return False
     for kind in (nn.Sequential, nn.ModuleList):
-        if isinstance(module, kind):  # whose forward goes through its layers by iter
+        if isinstance(module, kind):  # their forward iterates over the layers
             own: Any = type(module)
             return own.forward is kind.forward and own.__iter__ is kind.__iter__
     return False

@@ -1,4 +1,4 @@
-"""First comparison: hold the first batch of a traced model against the whole one, on all ranks, until one has run."""
+"""First comparison: compare the first batch of a traced model with the whole model, on all ranks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import nn
 from commlib.pipeline.pipe import Pipe
 from commlib_torch.pipelines._containers import is_container
 from commlib_torch.pipelines._first_batch import FirstBatch
-from commlib_torch.pipelines._parts import Cut
+from commlib_torch.pipelines._parts import SplitModel
 from commlib_torch.pipelines._shared_objects import SharedObjects
 
 
 class FirstComparison:
-    """Whether a batch is still to be compared with what the whole model makes of it. The same on all ranks.
+    """The pending comparison of a batch with the whole model. The same on all ranks.
 
-    model: a module or a list of layers, kept until then where the first stage is. shared: what stages on several ranks
-    share. warns: if nothing could be compared.
+    model: a module or a list of layers, kept until the comparison on the rank of the first stage. shared: objects that
+    stages on several ranks share. warns: if nothing could be compared.
     """
 
     def __init__(
-        self, pipe: Pipe, model: Any, pieces: Cut, own: Sequence[int], *, shared: SharedObjects, warns: bool
+        self, pipe: Pipe, model: Any, pieces: SplitModel, own: Sequence[int], *, shared: SharedObjects, warns: bool
     ) -> None:
         self._pipe, self._shared, self._warns = pipe, shared, warns
         self._first_batch: FirstBatch | None = None
         if pipe.comm.rank == pipe.first:
             whole = nn.ModuleList(model) if isinstance(model, list | tuple) else model
-            self._first_batch = _OfRanks(whole, pieces, list(own), shared)
+            self._first_batch = _RankFirstBatch(whole, pieces, list(own), shared)
 
     def compare(self, inputs: Sequence[Any], rows: Sequence[int]) -> bool:
-        """Return whether there was anything to compare. Raises UsageError on all ranks for a difference. Collective.
+        """Return whether a comparison took place. Raises UsageError on all ranks for a difference. Collective.
 
-        inputs: of each microbatch, of so many rows, where the first stage is.
+        inputs: of each microbatch, with its rows, on the rank of the first stage.
         """
         fault = ""
         call = next((one for one, count in zip(inputs, rows, strict=False) if count), None)
@@ -46,15 +46,15 @@ class FirstComparison:
         return bool(has_any)
 
     def end(self) -> None:
-        """Warn, once a batch has run, if nothing could be compared."""
+        """After a batch has run, warn if nothing could be compared."""
         if self._first_batch is not None and self._warns:
             self._first_batch.warn()
 
 
-class _OfRanks(FirstBatch):
-    """A first batch that runs copies of stages which share with each other only what they do on their ranks."""
+class _RankFirstBatch(FirstBatch):
+    """A first batch on copies of stages that share only the objects that they share on their ranks."""
 
-    def __init__(self, model: nn.Module, cut: Cut, own: list[int], shared: SharedObjects) -> None:
+    def __init__(self, model: nn.Module, cut: SplitModel, own: list[int], shared: SharedObjects) -> None:
         super().__init__(model, cut, own, spreads=is_container(model) and isinstance(model, nn.ModuleList))
         self._shared = shared
 

@@ -1,4 +1,4 @@
-"""Graphs: let gradients of a batch go on, once, into what its x and y were computed of outside of the pipeline."""
+"""Outer graphs: continue the backward of a batch, once, into the graphs that computed x and y outside the pipeline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class Graphs:
-    """The tensors of a batch that want gradients, and leaves that take their places while it runs.
+class OuterGraphs:
+    """The tensors of a batch that require gradients, and the leaves that replace them while it runs.
 
-    Each microbatch goes back through what is its own; a graph that all have in common can be gone through once only.
+    Each microbatch has a backward through its own part; a graph common to all can be traversed only once.
 
         graphs = Graphs()
         x = graphs.apart(x); ...; graphs.go_on()
@@ -20,11 +20,11 @@ class Graphs:
 
     def __init__(self) -> None:
         self.origins: list[Tensor] = []
-        """What was given."""
+        """The original tensors."""
         self._leaves: list[Tensor] = []
 
     def apart(self, value: Any) -> Any:
-        """Return a value, or a nest of containers, whose tensors that want gradients are leaves."""
+        """Return a value, or a nest of containers, with leaves in place of tensors that require gradients."""
         if isinstance(value, Tensor):
             return self._leaf(value)
         if value is None or not any(isinstance(one, Tensor) and one.requires_grad for one in pytree.tree_leaves(value)):
@@ -40,7 +40,7 @@ class Graphs:
         return leaf
 
     def go_on(self) -> None:
-        """Give what was given the gradients that the microbatches have added up."""
+        """Run the backward of the original tensors with the gradients that the microbatches have accumulated."""
         found = [
             (one, leaf.grad) for one, leaf in zip(self.origins, self._leaves, strict=True) if leaf.grad is not None
         ]

@@ -1,4 +1,4 @@
-"""Hooks: tell whether a forward has registered something that its backward calls, and that must be called once."""
+"""Hooks: find out whether a forward has registered hooks that its backward must call exactly once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from commlib.tensor_parallel.recording import replaced
+from commlib.tensor_parallel.recording import replace_attribute
 
 
-class Registrations:
-    """Counts what is registered with autograd's graphs within `counting`, but for what this package registers.
+class HookCounter:
+    """Counts registrations with autograd graphs within `counting`, except those of this package.
 
-    Autograd does not tell which hooks a graph has. But it numbers all of tensors, of modules and of nodes as they are
-    registered; those that keep a gradient (`retain_grad`), or change what is saved for backward as checkpointing does,
-    have no number, and are counted here.
+    Autograd does not list the hooks of a graph. But it numbers all hooks of tensors, modules and nodes at their
+    registration. Two kinds have no number and are counted here: those that keep a gradient (`retain_grad`), and those
+    that change values saved for backward, as checkpointing does.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class Registrations:
 
     @property
     def count(self) -> int:
-        """How many there have been so far."""
+        """The number of registrations so far."""
         return RemovableHandle.next_id + self._others - self._own
 
     def register(self, register: Callable[[Any], Any], hook: Any) -> Any:
-        """Register a hook of this package's own, which does not count."""
+        """Register a hook of this package, which does not count."""
         self._own += 1
         return register(hook)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what has no number, too."""
+        """Also count the registrations without a number."""
         with (
-            replaced(Tensor, "retain_grad", self._counted(Tensor.retain_grad)),
-            replaced(saved_tensors_hooks, "__enter__", self._counted(saved_tensors_hooks.__enter__)),
+            replace_attribute(Tensor, "retain_grad", self._counted(Tensor.retain_grad)),
+            replace_attribute(saved_tensors_hooks, "__enter__", self._counted(saved_tensors_hooks.__enter__)),
         ):
             yield
 
@@ -55,14 +55,14 @@ class Registrations:
         return call
 
 
-registrations = Registrations()
-"""torch numbers the hooks of a process, so this is one per process too."""
+registrations = HookCounter()
+"""One per process: torch numbers the hooks of a process."""
 
 
 def have_hooks(parameters: Iterable[Tensor], *, but_of: str) -> bool:
-    """Return whether some have hooks: one of several parameters at once is called once in a backward.
+    """Return whether parameters have hooks: a backward of several parameters calls their hooks only once.
 
-    but_of: the module whose own are none.
+    but_of: ignore the hooks of this module.
     """
     return any(
         getattr(hook, "__module__", "") != but_of
@@ -72,5 +72,5 @@ def have_hooks(parameters: Iterable[Tensor], *, but_of: str) -> bool:
 
 
 def calls_backward(node: Any) -> bool:
-    """Return whether a node of a graph runs a backward of its own: re-entrant checkpointing, which takes no inputs=."""
+    """Return whether a graph node runs a nested backward: re-entrant checkpointing, which does not support inputs=."""
     return isinstance(node, torch.autograd.function.BackwardCFunction) and "CheckpointFunction" in type(node).__name__

@@ -1,4 +1,4 @@
-"""Loading: hold a state against the names and shapes of all stages, on every rank alike, before a weight changes."""
+"""Loading: compare a state with the names and shapes of all stages, equally on every rank, before a weight changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from commlib.errors import UsageError
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of the values that a state must have, by their names."""
+"""Shapes of the values that a state must have, by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage of some rank, as it was when the model was cut: its own rank may have changed it since."""
+class _StageSnapshot:
+    """A stage of some rank at the time of the split; its rank may have changed it since."""
 
     number: int
     rank: int
@@ -32,9 +32,9 @@ class _Stage:
 
 
 class Loading:
-    """Says what of a whole model a state lacks, and what does not fit.
+    """Checks a state of the whole model: missing values and other shapes.
 
-    parts: the modules of all stages, by number; placement: the rank of each. loss: with the last stage, if it has
+    parts: the modules of all stages, by number; placement: the rank of each. loss: part of the last stage, if it has
     parameters; its names begin with `prefix`.
     """
 
@@ -49,10 +49,10 @@ class Loading:
         self._others = [_stage(number, placement[number], before, part) for number, before, part in others]
 
     def check(self, state: Mapping[str, Any], known: Collection[str], *, strict: bool) -> list[str]:
-        """Return the names that a state lacks. Raises UsageError, in torch's words, if they must be there, or what is.
+        """Return the missing names of a state. Raises UsageError, in torch's words, for an error in any stage.
 
-        A state that has anything that only other ranks' stages have is one of the whole model, and must have all of it:
-        so all ranks that are given it say the same. known: all names of the model.
+        A state with a value of another rank's stage is one of the whole model and must be complete: all ranks that load
+        it raise the same error. known: all names of the model.
         """
         stages = [_stage(number, self._rank, before, part) for number, before, part in self._own]
         mine = {name for stage in stages for name in stage.names}
@@ -77,13 +77,13 @@ class Loading:
         return list(missing)
 
 
-def _stage(number: int, rank: int, prefix: str, part: nn.Module) -> _Stage:
+def _stage(number: int, rank: int, prefix: str, part: nn.Module) -> _StageSnapshot:
     shapes = {prefix + name: shape for name, shape in _shapes(part).items()}
-    return _Stage(number, rank, frozenset(prefix + name for name in part.state_dict()), shapes)
+    return _StageSnapshot(number, rank, frozenset(prefix + name for name in part.state_dict()), shapes)
 
 
 def _differs(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return given != expected and not (expected == () and given == (1,))  # which torch takes, from its first versions
+    return given != expected and not (expected == () and given == (1,))  # torch accepts them, as in its first versions
 
 
 def _misfit(name: str, value: Tensor, shape: tuple[int, ...], where: str) -> str:
@@ -94,18 +94,18 @@ def _misfit(name: str, value: Tensor, shape: tuple[int, ...], where: str) -> str
 
 
 def _shapes(part: nn.Module) -> Shapes:
-    """Return the shapes of what a stage loads as it is: modules with a way of their own to load say it themselves."""
+    """Return the shapes that a stage loads; modules that customise loading check their values themselves."""
     return {
         f"{path}.{name}".removeprefix("."): tuple(value.shape)
         for path, module in _plain(part, "")
         for name, value in (*module._parameters.items(), *module._buffers.items())
         if value is not None and name not in module._non_persistent_buffers_set and not is_lazy(value)
-        if name != "num_batches_tracked"  # which states of old versions have not
+        if name != "num_batches_tracked"  # older states lack them
     }
 
 
 def _plain(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that load as torch's own do, as do all within which they are, with their paths."""
+    """Yield the modules that load by torch's default method and whose parents do so, too, with their paths."""
     loads = type(module)._load_from_state_dict
     if loads not in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict):
         return

@@ -1,4 +1,4 @@
-"""Loss calls: see which of torch's losses a function calls, and count the terms that each is the mean of."""
+"""Loss calls: record the calls of torch's losses in a function, and count the terms of each mean."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Count = float | Tensor
-"""A number of terms; a tensor where the host would have to wait for it."""
+"""A number of terms; a tensor if reading it would make the host wait for a device."""
 
 Manner = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
-"""How one of torch's losses is called: the function, what it is given beside the output and the target, their kinds."""
+"""A call of one of torch's losses: the function, its options, the types of its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """A call of one of torch's losses. count: of the terms, None if that is not known. target: None if it has none.
+    """A call of one of torch's losses. count: its terms, None if unknown. target: None if it has none.
 
-    classes: (ignore_index, weight) where a class's terms may count less, else None. has_weights: the sum of a weight of
-    each element is the count, and target is these weights.
+    classes: (ignore_index, weight) if terms of a class may count less, otherwise None. has_weights: the count is the
+    sum of elementwise weights, and target is these weights.
     """
 
     reduction: str
@@ -43,14 +43,14 @@ class LossCall:
 
 
 class LossCalls(TorchFunctionMode):
-    """Notes the calls of torch's losses within: the outermost, such as that of a module."""
+    """Records the calls of torch's losses within the context: outermost calls only, such as a module's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._found: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, and note it if it is a loss."""
+        """Call a function of torch, and record it if it is a loss."""
         if function is F.l1_loss:
             kwargs = {**_weight_left_out(inspect.currentframe()), **(kwargs or {})}
         result = function(*args, **(kwargs or {}))
@@ -60,11 +60,11 @@ class LossCalls(TorchFunctionMode):
 
     @property
     def found(self) -> list[LossCall]:
-        """The calls, in order."""
+        """The recorded calls, in order."""
         return [_read(*call) for call in self._found]
 
     def alone(self, output: Any, target: Any, loss: Any) -> Manner | None:
-        """Return how the only call was made, if it was of the output and the target, and gave the loss; else None."""
+        """Return the only call if it took the output and the target and returned the loss, otherwise None."""
         if len(self._found) != 1:
             return None
         function, args, kwargs, result = self._found[0]
@@ -75,7 +75,7 @@ class LossCalls(TorchFunctionMode):
 
 
 def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
-    """Return the sum of the weights of those classes that are not ignored, as cross entropy divides by it."""
+    """Return the sum of the weights of the classes that are not ignored, the divisor of cross entropy."""
     counted = target != ignore_index
     if weight is None:
         return counted.sum()
@@ -84,7 +84,7 @@ def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -
 
 
 def is_same(one: Manner | None, other: Manner | None) -> bool:
-    """Return whether two calls of torch's losses were made alike: with the very same options, of values of a kind."""
+    """Return whether two calls of torch's losses have identical options and values of the same types."""
     if one is None or other is None or one[0] is not other[0] or one[3] != other[3]:
         return False
     options, others = (*one[1], *one[2], *one[2].values()), (*other[1], *other[2], *other[2].values())
@@ -103,7 +103,7 @@ def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     try:
         with torch.no_grad():
             count, classes = _READ[function](given, first, target)
-    except (RuntimeError, IndexError):  # of shapes that only the loss itself understands
+    except (RuntimeError, IndexError):  # of shapes that only the loss itself handles
         count, classes = None, None
     if has_weights := count is not None and _is_over_weights(function, given):
         target = given["weight"]
@@ -111,7 +111,7 @@ def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 
 def _weight_left_out(frame: FrameType | None) -> dict[str, Any]:
-    """Return the weight that F.l1_loss was called with, and which torch 2.13 leaves out where calls are watched."""
+    """Return the weight of a F.l1_loss call; torch 2.13 omits it from the intercepted call."""
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
     return {} if frame is None or frame.f_locals.get("weight") is None else {"weight": frame.f_locals["weight"]}
@@ -119,7 +119,7 @@ def _weight_left_out(frame: FrameType | None) -> dict[str, Any]:
 
 @cache
 def _defaults(function: Any) -> dict[str, Any]:
-    """Return a function's parameters, in order, each with its default. The function has taken its arguments before."""
+    """Return a function's parameters in order, with their defaults. The function has accepted its arguments before."""
     return {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 
@@ -127,7 +127,7 @@ _Counted = tuple[Count | None, tuple[int, Tensor | None] | None]
 
 
 def _classes(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
-    """Of class numbers; of probabilities of classes the elements, whose number of classes is the same everywhere."""
+    """Count class indices; for class probabilities count elements, because the number of classes is constant."""
     if target.is_floating_point():
         return float(target.numel()), None
     classes = given["ignore_index"], given["weight"]
@@ -136,13 +136,13 @@ def _classes(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
 
 def _elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
     shapes = {one.shape for one in given.values() if isinstance(one, Tensor)}
-    # torch's function for it takes as long as a small layer
+    # torch's function for it costs as much as a small layer
     shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     return float(math.prod(shape)), None
 
 
 def _weighted_elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
-    """Of those whose mean is over the sum of `weight`, if there is any, as torch divides by it."""
+    """Count elements; with `weight`, the sum of weights, which is torch's divisor."""
     weight = given["weight"]
     if weight is None or given["reduction"] != "mean":
         return _elements(given, value, target)
@@ -174,7 +174,7 @@ _READ: dict[Any, Callable[[dict[str, Any], Any, Any], _Counted]] = {
     F.kl_div: _divergences,
     F.ctc_loss: _sequences,
     **dict.fromkeys((F.mse_loss, F.l1_loss), _weighted_elements),
-    **dict.fromkeys((F.smooth_l1_loss, F.huber_loss), _elements),  # a weight of huber_loss is not divided by
+    **dict.fromkeys((F.smooth_l1_loss, F.huber_loss), _elements),  # huber_loss does not divide by the weights
     **dict.fromkeys(
         (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss), _elements
     ),
@@ -186,16 +186,16 @@ _READ: dict[Any, Callable[[dict[str, Any], Any, Any], _Counted]] = {
 }
 
 
-# What is known of all microbatches, once one's loss was seen
+# Counting the terms of all microbatches, after the first loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rule:
-    """How the terms of a microbatch are counted in its target, before its loss is there.
+class CountRule:
+    """Counts the terms of a microbatch in its target, before its loss is computed.
 
-    leaf: which of the target's tensors has them; shifted: without the first column of it, as the next words of a text
-    are. classes: as in `LossCall`; None: its elements count, or, by_rows, its rows, or, by_weights, their
-    sum. is_sum: the losses are sums.
+    leaf: the target's tensor with the terms; shifted: without its first column, as for next-token targets. classes: as
+    in `LossCall`; None: the terms are elements, or rows (by_rows), or the sum of elements (by_weights). is_sum: the
+    losses are sums.
     """
 
     leaf: int
@@ -205,8 +205,8 @@ class Rule:
     is_sum: bool
     by_weights: bool = False
 
-    def is_as(self, other: Rule | None) -> bool:
-        """Return whether another one counts the same."""
+    def equals(self, other: CountRule | None) -> bool:
+        """Return whether another rule gives the same counts."""
         if other is None or self._simple() != other._simple():
             return False
         if self.classes is None or other.classes is None:
@@ -232,21 +232,21 @@ class Rule:
 
 
 def as_numbers(counts: Sequence[Count]) -> list[float]:
-    """Return numbers of terms on the host, which waits for a device once."""
+    """Return numbers of terms on the host; the host waits for a device once."""
     tensors = [count.to(torch.float64) for count in counts if isinstance(count, Tensor)]
     told = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(told) if isinstance(count, Tensor) else count for count in counts]
 
 
-def rules_of(call: LossCall, target: Any) -> tuple[list[Rule], bool]:
-    """Return how the terms of a loss that was called are counted in the target, and whether that is certain.
+def rules_of(call: LossCall, target: Any) -> tuple[list[CountRule], bool]:
+    """Return the rules that count the terms of a called loss in the target, and whether they are certain.
 
-    It is where the loss was given a tensor of the target, or a view of all of it. Else those that have the same values,
-    of which one lies where these do if it was expanded.
+    They are certain only if the loss took a tensor of the target, or a view of all of it. Otherwise the rules are those
+    of the tensors with the same values, possibly expanded: of one that shares memory with the loss's target, or of all.
     """
     if call.target is None or call.count is None:
         return [], False
-    found: list[tuple[Rule, Tensor]] = []
+    found: list[tuple[CountRule, Tensor]] = []
     for place, leaf in enumerate(_leaves(target)):
         if not leaf.ndim:
             continue
@@ -259,8 +259,8 @@ def rules_of(call: LossCall, target: Any) -> tuple[list[Rule], bool]:
                 continue
             by_rows = call.classes is None and not call.has_weights and float(call.count) != tensor.numel()
             if by_rows and call.count != tensor.shape[0]:
-                continue  # such as of (8, 1) and (8), which are 64 terms
-            rule = Rule(place, shifted, call.classes, by_rows, call.reduction == "sum", call.has_weights)
+                continue  # for example of (8, 1) and (8), which are 64 terms
+            rule = CountRule(place, shifted, call.classes, by_rows, call.reduction == "sum", call.has_weights)
             if is_view(call.target, tensor):
                 return [rule], True
             found.append((rule, tensor))
@@ -270,13 +270,13 @@ def rules_of(call: LossCall, target: Any) -> tuple[list[Rule], bool]:
 
 
 def _is_expanded(one: Tensor, other: Tensor) -> bool:
-    """Return whether a tensor has the elements of another, each as often."""
+    """Return whether a tensor repeats each element of another equally often."""
     times = other.numel() // one.numel()
     return torch.equal(one.to(other.dtype).reshape(-1, 1).expand(-1, times), other.reshape(-1, times))
 
 
 def is_view(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements in the same order."""
+    """Return whether two tensors have the same elements in the same order."""
     if one is other:
         return True
     same = one.dtype == other.dtype and one.numel() == other.numel() and one.data_ptr() == other.data_ptr()

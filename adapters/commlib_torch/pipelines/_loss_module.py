@@ -1,4 +1,4 @@
-"""Loss module: the parameters of a loss are part of the last stage; others that it uses are found out."""
+"""Loss module: the parameters of a loss belong to the last stage; others that it uses are found and refused."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib_torch._autograd import backward_passes
-from commlib_torch._uncompiled import original
+from commlib_torch._graph_breaks import unwrap_compiled
 
 NAME = "loss"
-"""Where its parameters and buffers are: `loss.temperature`."""
+"""Prefix of its parameters and buffers: `loss.temperature`."""
 
 
 def loss_module(loss: Any, parts: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the module that a loss is, or of which it is a method, if it has parameters that the stages have not."""
+    """Return the loss, or the module of a loss that is a method, if it has parameters that the stages do not have."""
     while isinstance(loss, partial):
         loss = loss.func
     is_method = hasattr(loss, "__self__")
-    owner = loss.__self__ if is_method else original(loss)
+    owner = loss.__self__ if is_method else unwrap_compiled(loss)
     if not isinstance(owner, nn.Module):
         return None
     own = {id(parameter) for parameter in owner.parameters()}
     of_stages = {id(parameter) for part in parts for parameter in part.parameters()}
-    if not own - of_stages or (is_method and own & of_stages):  # the model's own method
+    if not own - of_stages or (is_method and own & of_stages):  # a method of the model
         return None
     if taken := next((name for part in parts for name in part.state_dict() if name.startswith(f"{NAME}.")), None):
         raise UsageError(
-            f"pipeline: the loss has parameters, whose names would begin with {NAME!r}, as that of {taken} of the "
-            "model does: call that layer something else"
+            f"pipeline: the loss has parameters, whose names would begin with {NAME!r}, like {taken} of the model: "
+            "rename that layer"
         )
     return owner
 
 
 class UsedParameters:
-    """Looks, once, which parameters a stage of this rank depends on, in what it passes on or in the loss.
+    """Checks once which parameters a stage of this rank uses, for its outputs or for the loss.
 
-    stage: its number. own: returns those that this rank trains. others: by name, those of all stages of the model.
+    stage: its number. own: returns the parameters that this rank trains. others: those of all stages of the model, by
+    name.
     """
 
     def __init__(
         self, stage: int, own: Callable[[], Iterable[Tensor]], others: Mapping[str, Tensor], rank: int
     ) -> None:
         self._stage, self._own, self._rank = stage, own, rank
-        # Whoever has no weight of theirs need not keep them; but an id alone may be another tensor's later.
+        # Ranks without weights of others need not keep them; an id alone may later belong to another tensor.
         self._others = {id(tensor): (name, ref(tensor)) for name, tensor in others.items()}
 
     def check(
@@ -60,18 +61,18 @@ class UsedParameters:
         y: Sequence[Tensor],
         loss: Sequence[Tensor],
     ) -> None:
-        """Look at what a stage gives, computed of inputs, at its loss if it has one, and at what x and y came out of.
+        """Check the outputs of a stage for given inputs, its loss if it has one, and the graphs behind x and y.
 
-        Warns of parameters that nobody trains, nor reduces the gradients of. Raises UsageError for one that another
-        rank has.
+        Warns of parameters that no rank trains, and whose gradients are not reduced. Raises UsageError for parameters
+        of another rank.
         """
         known = {id(tensor) for tensor in (*self._own(), *inputs)}
         layer = f"a layer of stage {self._stage} uses"
         for roots, who, how in (
-            (x, "x was computed of", "let the model compute it of what x was computed of"),
-            (given, layer, "let the layer have it"),
-            (y, "y was computed of", "let the loss compute it of what y was computed of, as an nn.Module that has it"),
-            (loss, "the loss uses", "give loss= as an nn.Module that has it"),
+            (x, "x was computed of", "let the model compute it from the source of x"),
+            (given, layer, "make it a parameter of the layer"),
+            (y, "y was computed of", "let the loss compute it from the source of y, as an nn.Module that has it"),
+            (loss, "the loss uses", "pass loss= as an nn.Module that has it"),
         ):
             for leaf in _leaves(roots):
                 if id(leaf) in known:
@@ -80,34 +81,33 @@ class UsedParameters:
                     self._refuse(name, who, is_layer=who == layer)
                 if isinstance(leaf, nn.Parameter) and not any(leaf in member for member in backward_passes.members):
                     warnings.warn(
-                        f"commlib: {who} a parameter of shape {tuple(leaf.shape)} that is none of pipe.parameters(): "
-                        f"its gradient is on rank {self._rank} alone. To train and save it with the model, {how}",
+                        f"commlib: {who} a parameter of shape {tuple(leaf.shape)} that is not in pipe.parameters(): "
+                        f"its gradient is on rank {self._rank} only. To train and save it with the model, {how}",
                         stacklevel=2,
                     )
                     return
 
     def _refuse(self, name: str, who: str, *, is_layer: bool) -> None:
-        """Raise UsageError: something depends on a weight of the model that another rank has."""
+        """Raise UsageError: a stage or the loss uses a weight of the model that another rank has."""
         if is_layer:
             raise UsageError(
-                f"pipeline: {who} {name}, which stages on other ranks have, without having it as a parameter: its copy "
-                f"on rank {self._rank} would not be trained. Let the layer have it as a parameter or a submodule (then "
-                "stages share it), or let split= put both into one stage"
+                f"pipeline: {who} {name}, which stages on other ranks have, but does not have it as a parameter: its "
+                f"copy on rank {self._rank} would not be trained. Make it a parameter or a submodule of the layer "
+                "(then stages share it), or use split= to put both into one stage"
             )
         raise UsageError(
-            f"pipeline: {who} {name}, which stages on other ranks have, so that its copy on rank {self._rank} would "
-            "not change: let the model compute what is needed of it, or give loss= as an nn.Module that has it as a "
-            "parameter"
+            f"pipeline: {who} {name}, which stages on other ranks have, so its copy on rank {self._rank} would not "
+            "change: let the model compute the value, or pass loss= as an nn.Module that has it as a parameter"
         )
 
     def _name_of(self, leaf: Tensor) -> str:
-        """Return the name of a weight of the model, "" if it is none."""
+        """Return the name of a weight of the model; "" for other tensors."""
         name, weight = self._others.get(id(leaf), ("", lambda: None))
         return name if weight() is leaf else ""
 
 
 def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that a backward of some others would give gradients to."""
+    """Return the leaves to which a backward of some tensors would give gradients."""
     found: list[Tensor] = []
     todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()

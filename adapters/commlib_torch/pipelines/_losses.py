@@ -1,4 +1,4 @@
-"""Losses: call the loss of a pipeline's microbatches, and find out what each counts in that of the batch."""
+"""Losses: call the loss of a pipeline's microbatches, and find out the weight of each in the loss of the batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
-from commlib.pipeline.apart import apart
 from commlib.pipeline.batch import shares
-from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
+from commlib.pipeline.isolate import isolate
+from commlib.pipeline.losses import (
+    REMEDY,
+    CheckSchedule,
+    MicrobatchWeights,
+    Weigher,
+    fault_in_sum,
+    fault_in_terms,
+    is_close,
+    weights_of,
+)
 from commlib.pipeline.rows import Rows
-from commlib_torch._uncompiled import original
-from commlib_torch.pipelines._batches import taken, together
+from commlib_torch._graph_breaks import unwrap_compiled
+from commlib_torch.pipelines._batches import join_microbatches, take_rows
 from commlib_torch.pipelines._loss_calls import (
     Count,
+    CountRule,
     LossCall,
     LossCalls,
     Manner,
-    Rule,
     as_numbers,
     is_same,
     is_view,
@@ -34,43 +43,44 @@ from commlib_torch.pipelines._loss_calls import (
 from commlib_torch.pipelines._parts import OUTPUT
 
 Loss = Callable[..., Any]
-"""Of (output, target): a loss, a dict of its summands, or (either, metrics)."""
+"""A function of (output, target) that returns a loss, a dict of summands, or (either of these, metrics)."""
 
 KEPT = 256 << 20
-"""Bytes of outputs that are kept at most to look at the loss of several microbatches; two are kept in any case."""
+"""Upper limit of the bytes of kept outputs for comparing the loss of several microbatches; two are always kept."""
 
 
 OF_SUMMANDS = (
-    "A loss of several summands that are means of different things returns a dict of them, and weigh= is one, too: "
+    "A loss with several summands, means over different numbers of terms, returns a dict of them; weigh= is one, too: "
     'weigh={"words": lambda target: (target != -100).sum(), "penalty": "rows"}'
 )
 
 
 @dataclass(slots=True)
 class Losses:
-    """The losses of a batch's microbatches, where the last stage is.
+    """The losses of a batch's microbatches, on the rank of the last stage.
 
-    rows: of each microbatch. weights: what they count; unknown until the first loss is there, if nobody says it.
+    rows: of each microbatch. weights: their weights in the batch; unknown until the first loss, unless the user gives
+    them.
     """
 
     rows: Sequence[int]
     targets: Sequence[Any]
     every: int
-    weights: Weights | None = None
+    weights: MicrobatchWeights | None = None
     values: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     calls: dict[int, list[Count | None]] = field(default_factory=dict)
-    """The terms of torch's losses that were called, where it is not certain what they count."""
+    """The terms of torch's losses that were called, if their weights are uncertain."""
     in_model: dict[int, list[Count | None]] = field(default_factory=dict)
-    """The same of those that the last stage calls."""
+    """The same for losses called by the last stage."""
     sums: list[Tensor] = field(default_factory=list)
-    """Those of torch's losses in the first microbatch's call of the last stage that are sums."""
-    summands: dict[str, Weights] = field(default_factory=dict)
-    """What each summand counts, of a loss that is a dict of them."""
+    """Calls of torch's losses with reduction="sum" in the first microbatch of the last stage."""
+    summands: dict[str, MicrobatchWeights] = field(default_factory=dict)
+    """The weights of each summand, for a loss that is a dict of summands."""
     of_summands: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """Their values in microbatches."""
+    """Their values by microbatch."""
     outputs: dict[int, Any] = field(default_factory=dict)
-    """Of the first microbatches, where they are looked at."""
+    """The outputs of the first microbatches, if they are compared."""
     looks: bool = False
     is_single: bool = field(init=False)
     """Whether at most one microbatch has rows: its loss is that of the batch."""
@@ -82,74 +92,75 @@ class Losses:
 
     @property
     def shares(self) -> list[float]:
-        """What each loss counts in its update, once there is one."""
+        """The weight of each loss in its update, once there is a loss."""
         if not self._shares and self.weights is not None:
             self._shares = self.weights.in_updates(self.every)
         return self._shares
 
     def mean(self, values: Mapping[int, Any]) -> Any:
-        """Return what is of each microbatch, weighted as its loss is in that of the batch; 0 of none."""
+        """Return the mean of values of microbatches, weighted like their losses; 0 for no values."""
         return self._weighted(values, self.weights)
 
     def mean_metric(self, values: Mapping[int, Any]) -> Any:
-        """Return a metric of each microbatch, weighted as losses are; where these have summands, by rows."""
+        """Return the mean of a metric, weighted like the losses; if losses have summands, by rows."""
         return self._weighted(values, weights_of(self.rows, self.rows) if self.summands else self.weights)
 
-    def _weighted(self, values: Mapping[int, Any], weights: Weights | None) -> Any:
+    def _weighted(self, values: Mapping[int, Any], weights: MicrobatchWeights | None) -> Any:
         counts = weights.in_batch() if weights is not None else []
         return sum(value * counts[number] for number, value in sorted(values.items()) if counts[number])
 
 
 class LossWeights:
-    """Finds out what microbatches' losses count, from batch to batch.
+    """Finds the weights of microbatches' losses in the batch, across batches.
 
-    What a user says is taken. Else the first microbatch's call is watched: one of torch's losses, of a tensor of the
-    target, says how the terms of all are counted. For others it is their rows; then all calls of torch's losses are
-    watched, and the loss of several microbatches together is compared with their own in some batches.
+    Weights given by the user are used as they are. Otherwise the first microbatch's call is recorded: if it is one of
+    torch's losses of a tensor of the target, the target says how to count the terms of all microbatches. All other
+    losses are weighted by rows; then all calls of torch's losses are recorded, and in some batches the loss of several
+    microbatches together is compared with their own losses.
     """
 
     def __init__(self, loss: Loss | None, weigher: Weigher, rows: Rows) -> None:
         self.loss, self.weigher, self.rows = loss, weigher, rows
-        self._looks = Looks()
-        self._rule: Rule | None = None
+        self._looks = CheckSchedule()
+        self._rule: CountRule | None = None
         self._manner: Manner | None = None
-        """How the loss was called of which this is the rule: as long as it is called alike, the rule holds."""
+        """The loss call from which the rule was learned: the rule holds while later calls are the same."""
         self._may_look, self._may_count = True, True
         self._gives_number: bool | None = None
         self._has_told = False
-        # A compiled function is not watched, but what it was made of is, once, beside it.
+        # A compiled function cannot be recorded; its original is, once, in an additional call.
         self._original: Loss | None = getattr(loss, "_torchdynamo_orig_callable", None)
-        if original(loss) is not loss:
-            self._original = original(loss)
+        if unwrap_compiled(loss) is not loss:
+            self._original = unwrap_compiled(loss)
 
     def begin(self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], every: int = 0) -> Losses:
-        """Begin a batch. inputs: if they are known here. every: microbatches between updates, as schedules say it."""
+        """Begin a batch. inputs: if they are known here. every: microbatches between updates, as in schedules."""
         losses = Losses(rows, targets, every)
         if self.weigher.says:
             losses.weights = self.weigher.weights(rows, targets, inputs)
             losses.summands = {name: one.weights(rows, targets, inputs) for name, one in self.weigher.summands.items()}
         elif losses.is_single:
             losses.weights = weights_of(rows, rows)
-        elif self._rule is not None:  # so that the host waits for a GPU before the first microbatch, and not behind it
+        elif self._rule is not None:  # the host waits for a GPU before the first microbatch instead of after it
             try:
-                losses.weights = self._by_rule(losses, self._rule)
-            except Exception:  # of a target that is unlike the last one
+                losses.weights = self._apply_rule(losses, self._rule)
+            except Exception:  # of a target that differs from the last one
                 self._rule = None
         return losses
 
     def call(self, losses: Losses, microbatch: int, output: Any) -> Tensor | None:
-        """Return the loss of a microbatch, None if it counts nothing."""
+        """Return the loss of a microbatch; None if its weight is zero."""
         is_first = not losses.values
         watches = not losses.is_single and not self.weigher.says and (is_first or bool(losses.calls))
         if not watches:
-            loss = self._called(losses, microbatch, output)
+            loss = self._call_loss(losses, microbatch, output)
             if is_first and self.weigher.is_checked:
                 self._look(losses, microbatch, output)
         elif self._original is None:
             target = losses.targets[microbatch]
             before = _versions(target)
             with LossCalls() as calls:
-                loss = self._called(losses, microbatch, output)
+                loss = self._call_loss(losses, microbatch, output)
             if before == _versions(target):
                 manner = calls.alone(output, target, loss)
                 if not is_first or losses.weights is None or not is_same(manner, self._manner):
@@ -159,15 +170,15 @@ class LossWeights:
                 self._learn_of_marked(losses, microbatch, output, calls.found, loss)
         else:
             if losses.weights is None:
-                self._learn_beside(self._original, losses, microbatch, output)
-            loss = self._called(losses, microbatch, output)
+                self._learn_from_original(self._original, losses, microbatch, output)
+            loss = self._call_loss(losses, microbatch, output)
         if losses.looks:
             self._keep(losses, microbatch, output)
         losses.values[microbatch] = self._value(losses, microbatch) if losses.summands else loss.detach()
         assert losses.weights is not None
         return loss if losses.weights.terms[microbatch] else None
 
-    def _called(self, losses: Losses, microbatch: int, output: Any) -> Tensor:
+    def _call_loss(self, losses: Losses, microbatch: int, output: Any) -> Tensor:
         assert self.loss is not None
         target = losses.targets[microbatch]
         loss = self.loss(output) if target is None else self.loss(output, target)
@@ -183,39 +194,39 @@ class LossWeights:
         return loss
 
     def _of_summands(self, losses: Losses, microbatch: int, loss: Any) -> Tensor:
-        """Return what a microbatch's summands are together, each weighted by itself."""
+        """Return the weighted sum of a microbatch's summands."""
         if not isinstance(loss, Mapping) or set(loss) != set(losses.summands):
             got = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
             said = f"a dict of {', '.join(losses.summands)}" if losses.summands else "nothing of summands"
             raise UsageError(
-                f"pipeline: the loss is {got}, but weigh= says {said}: give a dict of what each counts, such as "
+                f"pipeline: the loss is {got}, but weigh= says {said}: pass a dict of their terms, such as "
                 'weigh={"words": lambda target: (target != -100).sum(), "penalty": "rows"}'
             )
         parts: list[Tensor] = []
         for name, value in loss.items():
             if not isinstance(value, Tensor) or value.numel() != 1:
-                raise UsageError(f"pipeline: summand {name} of the loss is no tensor with one element")
+                raise UsageError(f"pipeline: summand {name} of the loss is not a tensor with one element")
             losses.of_summands.setdefault(name, {})[microbatch] = value.detach()
-            if share := losses.summands[name].in_updates(losses.every)[microbatch]:  # else it may be 0/0
+            if share := losses.summands[name].in_updates(losses.every)[microbatch]:  # otherwise it may be 0/0
                 parts.append(value.reshape(()) * share)
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def _value(self, losses: Losses, microbatch: int) -> Tensor:
-        """Return what a microbatch's summands are in the loss of the batch."""
+        """Return the contribution of a microbatch's summands to the loss of the batch."""
         shares = {name: weights.in_batch()[microbatch] for name, weights in losses.summands.items()}
         parts = [values[microbatch].reshape(()) * shares[n] for n, values in losses.of_summands.items() if shares[n]]
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
-    # Losses that a model computes itself, so that the user's function takes them from its output
+    # Losses computed by the model: the user's function takes them from the model's output
 
     def is_in_model(self, losses: Losses) -> bool:
-        """Return whether the last stage may compute the loss itself: there is no target, and it gives a number."""
+        """Return whether the last stage may compute the loss itself: there is no target, and its output is a number."""
         if self.weigher.says or losses.is_single or losses.targets[0] is not None:
             return False
         return self._gives_number is not False
 
-    def called_in_model(self, losses: Losses, microbatch: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what a stage gives, and count the terms of torch's losses that it calls."""
+    def call_in_model(self, losses: Losses, microbatch: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the output of a stage, and count the terms of torch's losses that it calls."""
         with LossCalls() as calls:
             results = run()
         if self._gives_number is None:
@@ -229,17 +240,17 @@ class LossWeights:
                 losses.sums = [call.result for call in calls.found if call.reduction == "sum"]
         return results
 
-    # What losses count
+    # Weights of losses
 
     def _learn(
         self, losses: Losses, microbatch: int, output: Any, target: Any, calls: list[LossCall], loss: Tensor
     ) -> None:
-        """Find out from the calls of torch's losses within a microbatch's what each counts."""
+        """Learn the weights from the calls of torch's losses in a microbatch's loss."""
         counts = [call.count if call.reduction not in ("sum", "none") else None for call in calls]
-        if losses.calls:  # it was not certain at the first one
+        if losses.calls:  # uncertain in the first microbatch
             losses.calls[microbatch] = counts
             return
-        rules, is_certain = list[Rule](), False
+        rules, is_certain = list[CountRule](), False
         if calls:
             call = calls[0]
             is_whole = call.result is loss and len(calls) == 1
@@ -252,41 +263,41 @@ class LossWeights:
             is_sum = any(loss is one for one in losses.sums)
             losses.weights, self._rule = weights_of(losses.rows, losses.rows, is_sum=is_sum), None
             if losses.sums and not is_sum:
-                self._tell_of_sums()
+                self._warn_of_sums()
         elif len(rules) > 1 and (told := self._weights_of_several(losses, microbatch, output, rules, counts)):
             losses.weights, self._rule = told, None
-        elif losses.weights is None or not rule.is_as(self._rule):
-            losses.weights, self._rule = self._by_rule(losses, rule), rule
+        elif losses.weights is None or not rule.equals(self._rule):
+            losses.weights, self._rule = self._apply_rule(losses, rule), rule
         if not is_certain:
             if calls and self._may_count:
                 losses.calls[microbatch] = counts
             self._look(losses, microbatch, output)
 
     def _weights_of_several(
-        self, losses: Losses, microbatch: int, output: Any, rules: Sequence[Rule], counts: Sequence[Count | None]
-    ) -> Weights | None:
-        """Return what losses count by which the first one does not tell one of several tensors of the target.
+        self, losses: Losses, microbatch: int, output: Any, rules: Sequence[CountRule], counts: Sequence[Count | None]
+    ) -> MicrobatchWeights | None:
+        """Return weights when the first microbatch cannot tell which of several tensors of the target holds the terms.
 
-        Such as weights and a mask that are all ones there. None if it makes no difference, or cannot be told either.
+        For example weights and a mask that are all ones there. None if it makes no difference, or stays undecided.
         """
-        found = [self._by_rule(losses, rule).in_batch() for rule in rules]
+        found = [self._apply_rule(losses, rule).in_batch() for rule in rules]
         if len(counts) != 1 or counts[0] is None or all(map(partial(_are_close, found[0]), found[1:])):
             return None
         try:
-            return self._weights_apart(losses, microbatch, output, counts[0])
-        except UsageError:  # all calls are held against the first one's
+            return self._weights_of_copies(losses, microbatch, output, counts[0])
+        except UsageError:  # all calls are compared with the first one's
             return None
 
     def _learn_of_marked(
         self, losses: Losses, microbatch: int, output: Any, calls: list[LossCall], loss: Tensor
     ) -> None:
-        """Find out the same of a loss that works in place on its target, such as `y[y == pad] = -100`.
+        """Learn the weights of a loss that changes its target in place, such as `y[y == pad] = -100`.
 
-        The targets of later microbatches are not marked yet, so nothing can be counted in them: the loss is called once
-        on a copy of each, with what the first microbatch gave, and all calls are held against that.
+        The targets of later microbatches are not changed yet, so terms cannot be counted in them: the loss is called
+        once on a copy of each, with the first microbatch's output, and all calls are compared with this result.
         """
         counts = [call.count if call.reduction not in ("sum", "none") else None for call in calls]
-        if losses.calls:  # it was not certain at the first one
+        if losses.calls:  # uncertain in the first microbatch
             losses.calls[microbatch] = counts
             return
         losses.weights, self._rule = weights_of(losses.rows, losses.rows), None
@@ -294,13 +305,13 @@ class LossWeights:
         if is_whole and calls[0].reduction == "sum":
             losses.weights = weights_of(losses.rows, losses.rows, is_sum=True)
         elif is_whole and counts[0] is not None:
-            losses.weights = self._weights_apart(losses, microbatch, output, counts[0])
+            losses.weights = self._weights_of_copies(losses, microbatch, output, counts[0])
         if calls and self._may_count:
             losses.calls[microbatch] = counts
         self._look(losses, microbatch, output)
 
-    def _weights_apart(self, losses: Losses, microbatch: int, output: Any, count: Count) -> Weights:
-        """Return what losses count, each called on a copy of its target. Raises UsageError if nobody can tell."""
+    def _weights_of_copies(self, losses: Losses, microbatch: int, output: Any, count: Count) -> MicrobatchWeights:
+        """Return the weights of losses, each called on a copy of its target. Raises UsageError if undecided."""
         found = {microbatch: count}
         for number, rows in enumerate(losses.rows):
             if rows and number not in found:
@@ -309,14 +320,16 @@ class LossWeights:
         return weights_of([told.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
 
     def _count_of_marked(self, losses: Losses, number: int, output: Any, rows_of_output: int) -> Count:
-        """Return how many terms a microbatch's loss will be the mean of. Raises UsageError if nobody can tell."""
+        """Return the number of terms of a microbatch's loss in advance. Raises UsageError if it is undecided."""
         rows = losses.rows[number]
         try:
             if rows > rows_of_output:
                 raise UsageError("it has more rows than the first microbatch")
-            given = _copied(output if rows == rows_of_output else taken(output, slice(0, rows), self.rows.output))
+            given = _copy_values(
+                output if rows == rows_of_output else take_rows(output, slice(0, rows), self.rows.output)
+            )
             with LossCalls() as calls:
-                self._call_apart(given, losses.targets[number])
+                self._call_on_copy(given, losses.targets[number])
             call: LossCall
             (call,) = calls.found
             if call.count is None:
@@ -324,36 +337,36 @@ class LossWeights:
             return call.count
         except Exception as error:
             raise UsageError(
-                f"pipeline: the loss changes its target in place, and what microbatch {number} counts cannot be told "
-                f"before its turn ({error}): mark targets before they are given to step, or {REMEDY}"
+                f"pipeline: the loss changes its target in place, and the number of terms of microbatch {number} "
+                f"cannot be determined in advance ({error}): change targets before you pass them to step, or {REMEDY}"
             ) from error
 
-    def _call_apart(self, output: Any, target: Any) -> Any:
-        loss: Any = apart(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
+    def _call_on_copy(self, output: Any, target: Any) -> Any:
+        loss: Any = isolate(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
         with torch.no_grad(), _same_random_numbers(output):
-            return loss(output) if target is None else loss(output, _copied(target))
+            return loss(output) if target is None else loss(output, _copy_values(target))
 
-    def _tell_of_sums(self) -> None:
-        """Warn, once, of a loss that is made of a sum within the model: whether it is a sum itself cannot be seen."""
+    def _warn_of_sums(self) -> None:
+        """Warn once of a loss built on a sum within the model: whether it is itself a sum is unknown."""
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                'pipeline: the model computes a loss with reduction="sum", from which its own is made; microbatches\' '
-                'losses are weighted by their rows, as means are: give weigh="sum" to pipeline() if they are sums, '
-                'and weigh="rows" if they are not',
+                'pipeline: the model computes a loss with reduction="sum" and derives its own from it; the losses of '
+                'microbatches are weighted by their rows, like means: pass weigh="sum" to pipeline() if they are '
+                'sums, and weigh="rows" if they are means',
                 stacklevel=2,
             )
 
-    def _learn_beside(self, original: Loss, losses: Losses, microbatch: int, output: Any) -> None:
-        """Learn from what a compiled loss was made of."""
+    def _learn_from_original(self, original: Loss, losses: Losses, microbatch: int, output: Any) -> None:
+        """Learn the weights from the original of a compiled loss."""
         losses.weights = weights_of(losses.rows, losses.rows)
-        given, target = _copied(output), _copied(losses.targets[microbatch])
+        given, target = _copy_values(output), _copy_values(losses.targets[microbatch])
         before = _versions(target)
         try:
-            original = apart(original, _parameters_of(original))
+            original = isolate(original, _parameters_of(original))
             with LossCalls() as calls, torch.no_grad(), _same_random_numbers(given):
                 value = original(given) if target is None else original(given, target)
-        except Exception:  # it is not known then
+        except Exception:  # it is unknown then
             return
         value = value[0] if isinstance(value, tuple) else value
         if before == _versions(target):
@@ -362,37 +375,39 @@ class LossWeights:
             self._learn_of_marked(losses, microbatch, given, calls.found, value)
         losses.calls.clear()
 
-    def _by_rule(self, losses: Losses, rule: Rule) -> Weights:
+    def _apply_rule(self, losses: Losses, rule: CountRule) -> MicrobatchWeights:
         found = iter(rule.counts([target for target, count in zip(losses.targets, losses.rows, strict=True) if count]))
         return weights_of([next(found) if count else 0.0 for count in losses.rows], losses.rows, is_sum=rule.is_sum)
 
-    # Whether they add up
+    # Whether microbatch losses add up
 
     def _look(self, losses: Losses, microbatch: int, output: Any) -> None:
-        """Say whether a batch is looked at, at its first microbatch."""
+        """Decide at the first microbatch of a batch whether the batch is compared."""
         if self._may_look and not losses.is_single:
             is_even = losses.weights is None or _are_by_rows(losses)
-            losses.looks = self._looks.is_due((_kind(output), _kind(losses.targets[microbatch]), is_even))
+            losses.looks = self._looks.is_due(
+                (_structure_key(output), _structure_key(losses.targets[microbatch]), is_even)
+            )
 
     def _keep(self, losses: Losses, microbatch: int, output: Any) -> None:
         kept = losses.outputs
         if len(kept) < 2 or (len(kept) + 1) * _bytes(output) <= KEPT:
-            # What a stage has passed on lies in memory that the next microbatch may use, and a loss may work in place.
-            kept[microbatch] = _copied(output)
+            # A sent output is in memory that the next microbatch may overwrite, and a loss may work in place.
+            kept[microbatch] = _copy_values(output)
 
     def fault(self, losses: Losses) -> str:
-        """Return what is wrong with the losses of a batch that was run; "" if nothing is, or nobody can tell."""
+        """Return the error in the losses of a finished batch; "" if there is none, or it cannot be determined."""
         found = self._fault(losses)
         return f"{found}. {OF_SUMMANDS}" if found and not losses.summands else found
 
     def _fault(self, losses: Losses) -> str:
-        by = "what weigh= says" if self.weigher.says else "what its target says" if self._rule else "their rows"
+        by = "what weigh= says" if self.weigher.says else "the terms of its target" if self._rule else "their rows"
         fault, was_told = self._fault_together(losses, by) if losses.looks else ("", False)
         if fault:
             return fault
         in_calls = self._fault_in_calls(losses, by)
         if in_calls and was_told and len(losses.outputs) == len(losses.values):
-            self._may_count = False  # the whole batch says that these calls do not matter
+            self._may_count = False  # the whole batch shows that these calls do not matter
             return ""
         return in_calls
 
@@ -402,7 +417,7 @@ class LossWeights:
     def _fault_in(self, calls: Mapping[int, list[Count | None]], losses: Losses, by: str) -> str:
         if not calls or not self._may_count or losses.weights is None:
             return ""
-        weights = Weights(tuple(losses.weights.terms[number] for number in calls), losses.weights.is_sum)
+        weights = MicrobatchWeights(tuple(losses.weights.terms[number] for number in calls), losses.weights.is_sum)
         for counts in zip(*calls.values(), strict=False):
             known = [count for count in counts if count is not None]
             if len(known) == len(counts) and (fault := fault_in_terms(as_numbers(known), weights, by=by)):
@@ -410,56 +425,62 @@ class LossWeights:
         return ""
 
     def _fault_together(self, losses: Losses, by: str) -> tuple[str, bool]:
-        """Compare the loss of some microbatches together with their own; return a fault, and whether it was told."""
+        """Compare the loss of several microbatches together with their own; return (error, whether it was decided)."""
         numbers = list(losses.outputs)
         if losses.weights is None or len(numbers) < 2:
             return "", False
         epsilon = torch.finfo(losses.values[numbers[0]].dtype).eps
         try:
             rows, own_targets = [losses.rows[number] for number in numbers], [losses.targets[n] for n in numbers]
-            outputs = together([losses.outputs[number] for number in numbers], rows, self.rows.output)
-            targets = together(own_targets, rows, self.rows.y, what="y") if own_targets[0] is not None else None
+            outputs = join_microbatches([losses.outputs[number] for number in numbers], rows, self.rows.output)
+            targets = (
+                join_microbatches(own_targets, rows, self.rows.y, what="y") if own_targets[0] is not None else None
+            )
             first = losses.outputs[numbers[0]], losses.targets[numbers[0]]
-            again, whole = self._apart(first, (outputs, targets))
-        except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
+            again, whole = self._losses_of_copies(first, (outputs, targets))
+        except Exception:  # a loss that fails for several microbatches cannot be compared
             kinds = {tuple(map(_trailing, pytree.tree_leaves(losses.outputs[number]))) for number in numbers}
             if len(kinds) < 2 or self.weigher.says or self._rule is not None or losses.weights.is_sum:
                 return "", False
-            return f"pipeline: microbatches have outputs of other lengths, and were weighted by {by}: {REMEDY}", True
+            return (
+                f"pipeline: microbatches have outputs of different lengths, and were weighted by {by}: {REMEDY}"
+            ), True
         found = {name: (losses.of_summands[name], one) for name, one in losses.summands.items()}
         for name, (values, weights) in (found or {"": (losses.values, losses.weights)}).items():
             own = [float(values[number]) for number in numbers]
             if math.isfinite(own[0]) and not is_close(again[name], own[0], abs(own[0]), epsilon):
-                self._may_look = False  # it is random, or changes from call to call
+                self._may_look = False  # it is random, or differs between calls
                 return "", False
-            weights = Weights(tuple(weights.terms[number] for number in numbers), weights.is_sum)
+            weights = MicrobatchWeights(tuple(weights.terms[number] for number in numbers), weights.is_sum)
             of = f"{by} of {name}" if name else by
             if fault := fault_in_sum(whole[name], own, weights, epsilon, by=of):
                 return fault, True
         return "", True
 
-    def _apart(self, *batches: tuple[Any, Any]) -> list[dict[str, float]]:
-        """Return the loss of each batch, as if it were not called: on a copy, and random numbers are drawn again."""
-        loss: Any = apart(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
+    def _losses_of_copies(self, *batches: tuple[Any, Any]) -> list[dict[str, float]]:
+        """Return the loss of each batch without side effects: on a copy, with restored random states."""
+        loss: Any = isolate(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
         found = []
         with torch.no_grad(), _same_random_numbers(batches[0]):
             for output, target in batches:
-                found.append(_numbers(loss(_copied(output)) if target is None else loss(_copied(output), target)))
+                found.append(
+                    _numbers(loss(_copy_values(output)) if target is None else loss(_copy_values(output), target))
+                )
         return found
 
 
 def _same_random_numbers(values: Any) -> Any:
-    """Return a context after which random numbers are those that would have been drawn without it."""
+    """Return a context that restores the random states at its end."""
     devices = {leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_cuda}
     return torch.random.fork_rng(devices=list(devices))
 
 
-def _copied(value: Any) -> Any:
+def _copy_values(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def _are_by_rows(losses: Losses) -> bool:
-    """Return whether all counts by rows in a batch: others tell of a loss in which not all counts alike."""
+    """Return whether all weights in a batch equal those by rows: only other batches then reveal different terms."""
     by_rows = shares(losses.rows)
     every = [losses.weights] if not losses.summands else losses.summands.values()
     return all(one is None or one.is_sum or _are_close(one.in_batch(), by_rows) for one in every)
@@ -470,31 +491,31 @@ def _are_close(shares: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def total_of(loss: Any) -> Any:
-    """Return the loss that a function returns: beside metrics, or in summands."""
+    """Return the loss in a function's result: without metrics, or the sum of summands."""
     loss = loss[0] if isinstance(loss, tuple) else loss
     return sum(loss.values()) if isinstance(loss, Mapping) else loss
 
 
 def _numbers(loss: Any) -> dict[str, float]:
-    """Return the summands of a loss that a function returns, or the one."""
+    """Return the summands in a function's result, or the single loss."""
     loss = loss[0] if isinstance(loss, tuple) else loss
     return {name: float(one) for name, one in (loss.items() if isinstance(loss, Mapping) else [("", loss)])}
 
 
 def _versions(value: Any) -> list[int]:
-    """Return how often autograd has seen the tensors of a value change in place."""
+    """Return the autograd versions of the tensors of a value."""
     if isinstance(value, Tensor):
         return [] if value.is_inference() else [value._version]
     return [one._version for one in pytree.tree_leaves(value) if isinstance(one, Tensor) and not one.is_inference()]
 
 
 def _is_of(one: Tensor, output: Any) -> bool:
-    """Return whether a tensor is an output, or a view of all of it."""
+    """Return whether a tensor is an output or a view of all of it."""
     return any(is_view(one, leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _parameters_of(loss: Any) -> dict[int, Any]:
-    """Return what copies of a loss share with it: parameters, which a forward does not change."""
+    """Return the objects that copies of a loss share with it: parameters, which a forward does not change."""
     kept = [loss, *(cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_filled(cell))]
     modules = [value for value in kept if isinstance(value, nn.Module)]
     return {id(parameter): parameter for module in modules for parameter in module.parameters()}
@@ -507,8 +528,8 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _kind(value: Any) -> Hashable:
-    """Return what tells kinds of batches apart: not how large they are."""
+def _structure_key(value: Any) -> Hashable:
+    """Return a key for the structure of a batch, independent of its size."""
     if isinstance(value, Tensor):
         return value.ndim, value.dtype
     leaves, spec = pytree.tree_flatten(value)

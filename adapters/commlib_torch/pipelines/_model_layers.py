@@ -1,4 +1,4 @@
-"""Model layers: those that a model had when it was cut. A pipeline has these, whatever is put into their places."""
+"""Model layers: the layers of a model at the time of the split. A pipeline keeps them if the model replaces them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from commlib.errors import UsageError
 
 
 class ModelLayers:
-    """The children of those modules of a model that no part of it has: of others each call sees what they have then.
+    """The children of modules that no stage contains: replacing one of them does not change the pipeline.
 
-    The model is not kept alive by that: where it is dropped, nobody can change it.
+    The model is not kept alive: once it is dropped, it cannot be changed.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module]) -> None:
@@ -25,26 +25,26 @@ class ModelLayers:
         ]
 
     def check(self) -> None:
-        """Raise UsageError if a layer was put into the place of another one, was added, or taken away."""
+        """Raise UsageError if a layer was replaced, added or removed."""
         for get, path, children in self._owners:
             owner = get()
             if owner is None:
                 continue
             now = _layers(owner)
             for name in {**children, **now}:
-                get_before, before = children.get(name, (_nothing, _kind(None)))
+                get_before, before = children.get(name, (_no_layer, _kind(None)))
                 after = now.get(name)
-                # who has another stage's layer has let it go
-                if get_before() is not after or (after is None and get_before is not _nothing):
+                # This rank has dropped layers of other stages.
+                if get_before() is not after or (after is None and get_before is not _no_layer):
                     layer = f"{path}.{name}" if path else name
                     raise UsageError(
-                        f"pipeline: layer {layer} of the model was {before} when it was cut, and is "
-                        f"{_kind(after)} now: the stages have the layers of then. Change what is within a layer, or "
-                        "make the pipeline of the model as it is now"
+                        f"pipeline: layer {layer} of the model was {before} when it was split, and is {_kind(after)} "
+                        "now: the stages still have the old layers. Change the layer's contents instead, or make a "
+                        "new pipeline of the model"
                     )
 
 
-def _nothing() -> None:
+def _no_layer() -> None:
     return None
 
 

@@ -1,4 +1,4 @@
-"""Operations: a stage that is some of the operations of a traced module, under the names that it has in the model."""
+"""Operations: a stage that runs some operations of a traced module, with the model's names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from commlib_torch._signature import Call
+from commlib_torch._signature import ForwardCall
 from commlib_torch.pipelines._options import options_of
 from commlib_torch.pipelines._parts import INPUTS, Named
 
 
 class Operations(nn.Module):
-    """Some of the operations of a model, over submodules, parameters and buffers under the names that they have there.
+    """Some operations of a model, with the submodules, parameters and buffers they use, under the model's names.
 
-    graph: takes the values `takes` and, of a first stage, those of the call that may differ; gives named values.
-    constants: tensors that the operations need and that are no state. kept: names of parameters and buffers
-    that no operation uses, but which are the model's.
+    graph: takes the values `takes` and, in the first stage, the call's free values; returns named values. constants:
+    tensors that the operations need and that are not state. kept: names of parameters and buffers that belong to the
+    model but are used by no operation.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Operations(nn.Module):
         graph: fx.Graph,
         takes: Sequence[str],
         *,
-        call: Call | None,
+        call: ForwardCall | None,
         constants: dict[str, Any],
         kept: Collection[str] = (),
     ) -> None:
@@ -40,8 +40,8 @@ class Operations(nn.Module):
             self._take_module(model, path)
         for path in [*named, *kept]:
             self._take_value(model, path, constants)
-        # No attributes of a module: a layer of the model may have the same name.
-        vars(self)["_commlib"] = compiled(graph, type(model).__name__), tuple(takes), call, *options_of(graph)
+        # Not attributes of the module: a layer of the model may have the same name.
+        vars(self)["_commlib"] = compile_graph(graph, type(model).__name__), tuple(takes), call, *options_of(graph)
 
     def forward(self, values: Named) -> Named:
         """Run the operations."""
@@ -59,7 +59,7 @@ class Operations(nn.Module):
             holder._modules[name] = model.get_submodule(path)
 
     def _take_value(self, model: nn.Module, path: str, constants: dict[str, Any]) -> None:
-        """Take a parameter, a buffer, or any other attribute, such as a tensor that is no state, or a mode."""
+        """Take a parameter, a buffer, or another attribute, such as a tensor that is not state, or a mode."""
         if path in constants:
             vars(self)[path] = constants[path]
             return
@@ -79,7 +79,7 @@ class Operations(nn.Module):
             vars(holder)[name] = getattr(source, name)
 
     def _holder(self, model: nn.Module, path: Sequence[str]) -> tuple[nn.Module, nn.Module]:
-        """Return what holds a path's values here, and in the model: the same where the whole module is here."""
+        """Return the module that holds a path here, and the model's; they are equal if all of the module is here."""
         here: nn.Module = self
         there = model
         for name in path:
@@ -91,8 +91,8 @@ class Operations(nn.Module):
         return here, there
 
 
-def compiled(graph: fx.Graph, title: str) -> Callable[..., Named]:
-    """Return a graph as a function of a module and of its placeholders, by name."""
+def compile_graph(graph: fx.Graph, title: str) -> Callable[..., Named]:
+    """Compile a graph to a function of a module and of the graph's placeholders, by name."""
     code = graph.python_code("self")
     file = f"<a stage of {title}, {id(code):x}>"
     linecache.cache[file] = len(code.src), None, code.src.splitlines(keepends=True), file  # for tracebacks
@@ -101,13 +101,13 @@ def compiled(graph: fx.Graph, title: str) -> Callable[..., Named]:
     return found["forward"]  # type: ignore[no-any-return]
 
 
-def by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
-    """Return one of two constants: what a module's mode decides is decided when it is called."""
+def choose_by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
+    """Return one of two constants: values that depend on a module's mode are chosen at the call."""
     return in_training if training else in_evaluation
 
 
-def without_gradients(graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) -> None:
-    """Let some nodes of a graph compute without gradients, as given by whether each computes with them."""
+def disable_gradients(graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) -> None:
+    """Run some nodes of a graph without gradients, as recorded for each node."""
     if all(wanted for _, wanted in nodes):
         return
     with graph.inserting_before(nodes[0][0]):
@@ -124,6 +124,6 @@ def without_gradients(graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) ->
 
 
 def state_names(module: nn.Module) -> list[str]:
-    """Return the names of all parameters and buffers, of those that are several times there, too."""
+    """Return the names of all parameters and buffers, including repeated ones."""
     found: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
     return [name for name, _ in (*found, *module.named_buffers(remove_duplicate=False))]

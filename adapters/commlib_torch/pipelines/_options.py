@@ -1,4 +1,4 @@
-"""Options: say of layers and a loss what must be alike on all ranks beside weights, in a line each."""
+"""Options: one line for each property of layers and a loss that must be equal on all ranks, except weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from commlib.comparison.agreement import said
+from commlib.comparison.agreement import describe
 
 _OF_RANK = re.compile(
     r"(?<=\bcuda):\d+|(?<=\bxpu):\d+|, index=\d+(?=\))"
     r"|(?<=<Axis )[^>]*: rank \d+ (?=of)|(?<=ProcessSet\()[^)]*"
 )
-"""The number of a device, the group of an axis and a process set, of which each rank has its own."""
+"""Values that differ among ranks: the index of a device, the group of an axis, a process set."""
 
 
 def options_of_stages(parts: Sequence[nn.Module]) -> list[str]:
@@ -24,20 +24,20 @@ def options_of_stages(parts: Sequence[nn.Module]) -> list[str]:
 
 
 def options_of_loss(loss: Callable[..., Any] | None) -> list[str]:
-    """Return what a loss is: a function's name, or a module's type and options."""
+    """Describe a loss: a function's name, or a module's type and options."""
     while isinstance(loss, partial):
         loss = loss.func
     if isinstance(loss, nn.Module):
         modules = loss.named_modules()
         return [f"{f'layer {name} of the ' if name else ''}loss: {_of_layer(layer)}" for name, layer in modules]
-    return [f"loss: {said(loss)}"]
+    return [f"loss: {describe(loss)}"]
 
 
 def _of_stage(stage: int, part: nn.Module) -> Iterator[str]:
     for name, layer in part.named_modules(remove_duplicate=False):
         if name:
             yield f"layer {name} of stage {stage}: {_of_layer(layer)}"
-    for operation in vars(part).get("_commlib", ())[3:]:  # of what was traced
+    for operation in vars(part).get("_commlib", ())[3:]:  # of a traced model
         yield f"stage {stage}: {operation}"
 
 
@@ -59,5 +59,5 @@ def _of_layer(layer: nn.Module) -> str:
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else said(value)
+    text = value if isinstance(value, str) else describe(value)
     return type(value).__name__ if " at 0x" in text else _OF_RANK.sub("", text)

@@ -1,4 +1,4 @@
-"""Own stages: make those of this rank out of a cut model, and say of all what must be alike on every rank."""
+"""Own stages: build this rank's stages of a split model, and describe all stages for comparison among ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from commlib.pipeline.recompute import Recompute
 from commlib.pipeline.schedule import Schedule
 from commlib_torch.pipelines._loss_module import UsedParameters
 from commlib_torch.pipelines._losses import LossWeights
-from commlib_torch.pipelines._parts import Cut
-from commlib_torch.pipelines._rows_look import RowsLook
+from commlib_torch.pipelines._parts import SplitModel
+from commlib_torch.pipelines._row_check import RowCheck
 from commlib_torch.pipelines._stages import StashedWeights, TorchStage
 
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Makes the optimizer of named parameters, for schedules that update weights themselves."""
 
 
-def stages_of(pieces: Cut, own: Sequence[int], *, losses: LossWeights, recompute: Recompute) -> dict[int, TorchStage]:
-    """Return some of the stages of a cut model, by number."""
+def stages_of(
+    pieces: SplitModel, own: Sequence[int], *, losses: LossWeights, recompute: Recompute
+) -> dict[int, TorchStage]:
+    """Return some stages of a split model, by number."""
     found: dict[int, TorchStage] = {}
     last = len(pieces.parts) - 1
     for stage in own:
@@ -30,13 +32,13 @@ def stages_of(pieces: Cut, own: Sequence[int], *, losses: LossWeights, recompute
         found[stage] = TorchStage(
             pieces.parts[stage], takes, gives,
             is_first=stage == 0, is_last=stage == last, loss=losses, recompute=recompute,
-            look=RowsLook(stage, pieces.parts[stage], where=losses.rows.x, checks=losses.weigher.checks_rows),
+            look=RowCheck(stage, pieces.parts[stage], where=losses.rows.x, checks=losses.weigher.checks_rows),
         )  # fmt: skip
     return found
 
 
 def lines_of(parts: Sequence[nn.Module], *, is_outline: bool) -> list[str]:
-    """Return what must be alike of the weights of all stages. is_outline: all but this rank's are on no real device."""
+    """Describe the weights of all stages, for comparison. is_outline: only this rank's stages have memory."""
     return [
         f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta and not is_outline else ''}"
         for stage, part in enumerate(parts)
@@ -45,7 +47,7 @@ def lines_of(parts: Sequence[nn.Module], *, is_outline: bool) -> list[str]:
 
 
 def names_by_name(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
-    """Return, by each name of a parameter, all that it has in any stage."""
+    """Map each name of a parameter to all its names in any stage."""
     names: dict[int, dict[str, None]] = {}
     for part in parts:
         for name, parameter in part.named_parameters(remove_duplicate=False):
@@ -54,9 +56,9 @@ def names_by_name(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
 
 
 def order_shared(stages: Mapping[int, TorchStage], last_gradients: Mapping[int, int]) -> None:
-    """Let weights that several stages of this rank share be complete with the last of these.
+    """Order the stages of this rank that share weights: gradients are complete after the last of them.
 
-    last_gradients: when each stage's last gradients are made, as the runner says it.
+    last_gradients: the order in which the runner completes the gradients of each stage.
     """
     seen: set[int] = set()
     for stage in sorted(stages, key=lambda number: last_gradients.get(number, -1), reverse=True):
@@ -68,22 +70,22 @@ def order_shared(stages: Mapping[int, TorchStage], last_gradients: Mapping[int, 
 def look_at_weights(
     stages: Mapping[int, TorchStage], own: Callable[[], Iterable[Tensor]], parts: Sequence[nn.Module], rank: int
 ) -> None:
-    """Let stages look, once, which weights they depend on, and the loss. own: returns those of this rank."""
+    """Let stages check once which weights they and the loss use. own: returns the weights of this rank."""
     all_of = {name: weight for part in parts for name, weight in part.named_parameters()}
     for number, stage in stages.items():
         stage.used = UsedParameters(number, own, all_of, rank)
 
 
 def give_optimizers(stages: Mapping[int, TorchStage], schedule: Schedule, make: MakeOptimizer | None) -> None:
-    """Give stages what updates their weights, where the schedule does it. Raises UsageError if it has none to give."""
+    """Give stages their optimizers, if the schedule updates weights. Raises UsageError for one missing or unneeded."""
     if not schedule.every:
         if make is not None:
-            raise UsageError(f"pipeline: schedule {schedule.name} leaves updates to you: it takes no optimizer=")
+            raise UsageError(f"pipeline: schedule {schedule.name} leaves updates to you: do not pass optimizer=")
         return
     if make is None:
         raise UsageError(
-            f"pipeline: schedule {schedule.name} updates weights while it runs: give optimizer=, which makes the "
-            "optimizer of named parameters, such as lambda named: torch.optim.SGD([p for _, p in named])"
+            f"pipeline: schedule {schedule.name} updates weights while it runs: pass optimizer=, a function from "
+            "named parameters to an optimizer, such as lambda named: torch.optim.SGD([p for _, p in named])"
         )
     for stage in stages.values():
         if named := list(stage.part.named_parameters()):
@@ -91,14 +93,14 @@ def give_optimizers(stages: Mapping[int, TorchStage], schedule: Schedule, make: 
 
 
 def check_updates(schedule: Schedule, *, loss_has_parameters: bool, shares_weights: bool) -> None:
-    """Raise UsageError for what no schedule can have that updates each stage by itself."""
+    """Raise UsageError for models that a schedule with separate updates of each stage cannot train."""
     if schedule.every and loss_has_parameters:
         raise UsageError(
-            f"pipeline: the loss has parameters, but schedule {schedule.name} updates each stage by itself: use "
+            f"pipeline: the loss has parameters, but schedule {schedule.name} updates each stage separately: use "
             "another schedule"
         )
     if schedule.every and shares_weights:
         raise UsageError(
-            f"pipeline: stages on several ranks share a weight, but schedule {schedule.name} updates each stage by "
-            "itself, before the gradients of all are there: use another schedule"
+            f"pipeline: stages on several ranks share a weight, but schedule {schedule.name} updates each stage "
+            "separately, before the gradients of all ranks arrive: use another schedule"
         )

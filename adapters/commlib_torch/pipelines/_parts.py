@@ -1,4 +1,4 @@
-"""Parts: cut a model into stages that keep its names, and say which values go from one to another."""
+"""Model splitting: cut a model into stages that keep its names, and list the values of each link."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib.pipeline.schedule import Link
 from commlib.pipeline.split import counts_given, even_counts, unknown_split
 
 INPUTS, OUTPUT = "inputs", "output"
-"""The names of what the first stage is given, as (args, kwargs), and of what the last one returns."""
+"""The names of the first stage's arguments, (args, kwargs), and of the last stage's result."""
 
 Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
@@ -21,8 +21,8 @@ Named = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A model in stages. values: the names of what goes along each link, in order. counts: units in each stage."""
+class SplitModel:
+    """A model split into stages. values: the names of each link's values, in order. counts: units per stage."""
 
     parts: tuple[nn.Module, ...]
     values: Mapping[Link, tuple[str, ...]]
@@ -35,23 +35,23 @@ class Cut:
 
 
 class Units(Protocol):
-    """A model as a sequence of units, between which it can be cut."""
+    """A model as a sequence of units; a split is between units."""
 
     def sizes(self) -> list[float]:
         """Return the bytes of the parameters of each unit."""
         ...
 
     def count_of(self, split: Sequence[Any], stages: int) -> tuple[int, ...]:
-        """Return how many units each stage has, as a user says it. Raises UsageError."""
+        """Return the number of units of each stage from the user's `split`. Raises UsageError."""
         ...
 
-    def cut(self, counts: Sequence[int]) -> Cut:
-        """Return stages of so many units each. A stage maps named values to named values."""
+    def cut(self, counts: Sequence[int]) -> SplitModel:
+        """Return stages with these numbers of units. A stage maps named values to named values."""
         ...
 
 
-def counts_by(units: Units, stages: int, split: Any) -> tuple[int, ...]:
-    """Return how many units each stage has: even in the bytes of parameters if split is "auto". Raises UsageError."""
+def compute_counts(units: Units, stages: int, split: Any) -> tuple[int, ...]:
+    """Return the number of units of each stage: "auto" balances parameter bytes. Raises UsageError."""
     if not isinstance(split, str):
         return units.count_of(list(split), stages)
     if split != "auto":
@@ -60,11 +60,11 @@ def counts_by(units: Units, stages: int, split: Any) -> tuple[int, ...]:
 
 
 class Layers:
-    """A sequence of named modules. What one returns is what the next is called with.
+    """A sequence of named modules: the output of one is the input of the next.
 
-    spreads: a tuple that a layer returns is several arguments of the next, as in a list of layers; else it is one
-    argument, as in nn.Sequential. container: the module that has them, whose own parameters and buffers, which no
-    layer has, are the first stage's.
+    spreads: a tuple returned by a layer becomes several arguments of the next, as in a list of layers; otherwise it is
+    one argument, as in nn.Sequential. container: the module that has the layers; its own parameters and buffers go to
+    the first stage.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Layers:
         self._layers, self._spreads, self._container = list(layers), spreads, container
 
     def sizes(self) -> list[float]:
-        """See `Units`."""
+        """Return the bytes of the parameters of each layer."""
         return [float(parameter_bytes(layer)) for _, layer in self._layers]
 
     def count_of(self, split: Sequence[Any], stages: int) -> tuple[int, ...]:
-        """Return numbers of layers as they are given, or those between the layers that are named."""
+        """Return the numbers of layers as given, or computed from the names of the first layers of stages."""
         return counts_given(split, [name for name, _ in self._layers], stages)
 
-    def cut(self, counts: Sequence[int]) -> Cut:
-        """See `Units`."""
+    def cut(self, counts: Sequence[int]) -> SplitModel:
+        """Return stages with these numbers of layers."""
         last = len(counts) - 1
         parts = tuple(
             _Layers(
@@ -94,22 +94,22 @@ class Layers:
         )
         if self._container is not None:
             _take_state(parts[0], self._container)
-        return Cut(parts, {Link(s, s + 1): (f"after {s}",) for s in range(last)}, tuple(counts))
+        return SplitModel(parts, {Link(s, s + 1): (f"after {s}",) for s in range(last)}, tuple(counts))
 
 
 class _Layers(nn.Module):
-    """Some of the layers of a sequence, under the names that they have there."""
+    """Some of the layers of a sequence, under their names in it."""
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], takes: str, gives: str, *, spreads: bool) -> None:
         super().__init__()
-        self._modules.update(layers)  # whatever their names are
+        self._modules.update(layers)  # independent of their names
         vars(self)["_commlib"] = takes, gives, spreads
 
     def forward(self, values: Named) -> Named:
         """Call the layers one after another."""
         takes, gives, spreads = vars(self)["_commlib"]
         value = values[takes]
-        # children() leaves out a layer that comes again
+        # children() leaves out repeated layers
         layers = (layer for layer in self._modules.values() if layer is not None)
         if takes == INPUTS:
             args, kwargs = value
@@ -120,7 +120,7 @@ class _Layers(nn.Module):
 
 
 def _take_state(part: nn.Module, container: nn.Module) -> None:
-    """Give a part the parameters and buffers of a container itself."""
+    """Give a stage the parameters and buffers of the container."""
     part._parameters.update(container._parameters)
     for name, buffer in container._buffers.items():
         part.register_buffer(name, buffer, persistent=name not in container._non_persistent_buffers_set)

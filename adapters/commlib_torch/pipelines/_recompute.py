@@ -1,4 +1,4 @@
-"""Recompute: call a stage, or single layers of it, so that a backward computes again what is not kept."""
+"""Recomputation: call a stage, or some of its layers, so that a backward recomputes activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from commlib.pipeline.recompute import Checkpoint, Recompute, recompute_of
-from commlib_torch.pipelines import _selective as selective
+from commlib_torch.pipelines import _selective_recompute as selective
 from commlib_torch.pipelines._parts import Named
 
 _CHECKPOINTS = {
@@ -21,8 +21,8 @@ _CHECKPOINTS = {
 }
 
 
-def recompute_in(model: nn.Module | Sequence[nn.Module], how: Checkpoint) -> Recompute:
-    """Return what is computed again of a model, or of a list of layers; a shared layer under each of its names.
+def resolve_recompute(model: nn.Module | Sequence[nn.Module], how: Checkpoint) -> Recompute:
+    """Return the recomputed layers of a model or a list of layers; a shared layer under each of its names.
 
     Raises UsageError as `recompute_of` does.
     """
@@ -40,35 +40,37 @@ def recompute_in(model: nn.Module | Sequence[nn.Module], how: Checkpoint) -> Rec
     return {name: words[id(module)] for name, module in named if id(module) in words}
 
 
-def recomputed(part: nn.Module, how: Recompute) -> list[nn.Module]:
-    """Return what is computed again of a part: itself, or layers of it."""
+def modules_to_recompute(part: nn.Module, how: Recompute) -> list[nn.Module]:
+    """Return the recomputed modules of a stage: the stage, or layers of it."""
     if isinstance(how, str):
         return [] if how == "none" else [part]
     return [module for name, module in part.named_modules() if name in how]
 
 
-def recomputing(call: Callable[[Named], Named], part: nn.Module, how: Recompute) -> Callable[[Named], Named]:
-    """Return what calls a part by `call`, and keeps of its activations, or of those of its layers, what it says."""
-    if not recomputed(part, how):
+def wrap_recompute(call: Callable[[Named], Named], part: nn.Module, how: Recompute) -> Callable[[Named], Named]:
+    """Wrap the call of a stage: it saves and recomputes activations as requested."""
+    if not modules_to_recompute(part, how):
         return call
-    return partial(_CHECKPOINTS[how], call) if isinstance(how, str) else _Layers(part, how).within(call)
+    return partial(_CHECKPOINTS[how], call) if isinstance(how, str) else _RecomputedLayers(part, how).within(call)
 
 
-class _Layers:
-    """Layers of a stage, each of which is computed again as a whole: what is within one is part of it.
+class _RecomputedLayers:
+    """Layers of a stage, each recomputed as a unit with its sublayers.
 
-    Their forwards are others only while the stage's runs, so nothing else sees it: names, states, hooks, copies.
+    Their forwards are replaced only while the stage's forward runs: names, states, hooks and copies do not change.
     """
 
     def __init__(self, part: nn.Module, how: Mapping[str, str]) -> None:
         self._layers = [
-            (module, _Layer(self, _CHECKPOINTS[how[name]])) for name, module in part.named_modules() if name in how
+            (module, _RecomputedLayer(self, _CHECKPOINTS[how[name]]))
+            for name, module in part.named_modules()
+            if name in how
         ]
         self.is_within = False
-        """Whether one of them computes."""
+        """Whether one of them is running."""
 
     def within(self, call: Callable[[Named], Named]) -> Callable[[Named], Named]:
-        """Return what calls it with these forwards."""
+        """Return a call of the stage that uses the replaced forwards."""
 
         def called(named: Named) -> Named:
             with self._forwards():
@@ -81,7 +83,7 @@ class _Layers:
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for module, layer in self._layers:
-                # One that is compiled calls what was compiled instead of its forward.
+                # A compiled layer calls its compiled code instead of its forward.
                 name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
                 before.append((vars(module), name, vars(module).get(name)))
                 vars(module)[name] = partial(layer.call, getattr(module, name))
@@ -94,23 +96,23 @@ class _Layers:
                     own[name] = value
 
 
-class _Layer:
-    """What calls a layer's forward, and calls it again in the backward."""
+class _RecomputedLayer:
+    """Calls a layer's forward, and again in the backward."""
 
-    def __init__(self, layers: _Layers, checkpointed: Callable[..., Any]) -> None:
+    def __init__(self, layers: _RecomputedLayers, checkpointed: Callable[..., Any]) -> None:
         self._layers, self._checkpointed = layers, checkpointed
         self._changes_inputs: bool | None = None
-        """Whether it works in place on what it is given, of which it must have copies then; the first call tells."""
+        """Whether it changes its inputs in place, so that it needs copies; the first call finds out."""
 
     def call(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call the layer with what it is given; again, with copies of that, or with the same tensors."""
+        """Call the layer on its inputs; in recomputation on copies of them, or on the same tensors."""
         if self._layers.is_within:
             return forward(*args, **options)
         leaves, spec = pytree.tree_flatten((args, options))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[place] for place in places]
         for place in places:
-            leaves[place] = None  # kept by autograd alone, which tells if somebody changes them
+            leaves[place] = None  # saved by autograd, which detects changes
         copies = self._changes_inputs is not False
         first = [(args, options)]
 

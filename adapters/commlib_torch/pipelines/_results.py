@@ -1,4 +1,4 @@
-"""Results: bring what a batch came to on the rank of the last stage to all ranks."""
+"""Results: send a batch's results from the rank of the last stage to all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from commlib.pipeline.losses import Details
 from commlib.pipeline.pipe import Pipe
 from commlib_torch._bridge import array_of
-from commlib_torch.pipelines._batches import together
+from commlib_torch.pipelines._batches import join_microbatches
 from commlib_torch.pipelines._losses import LossWeights
 from commlib_torch.pipelines._stages import Batch
 
@@ -21,10 +21,10 @@ from commlib_torch.pipelines._stages import Batch
 def loss_of(
     pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights, fault: str, *, outside: int = 0
 ) -> tuple[Tensor, bool]:
-    """Return the loss of a batch, which the last stage has, on all ranks. Raises UsageError if it is none. Collective.
+    """Return the loss of a batch from the rank of the last stage, on all ranks. Raises UsageError. Collective.
 
-    rows: of each microbatch, where they are known. fault: what is wrong with stages of this rank, if anything is.
-    outside: how many reducers of layers outside have gradients of this batch here; also returned is if any rank has.
+    rows: of each microbatch, if known. fault: the error of this rank's stages, if there is one. outside: the number of
+    reducers of outside layers that have gradients of this batch; the result says whether any rank has some.
     """
     total, dtype = 0.0, torch.float32
     if batch.losses is not None:
@@ -41,7 +41,7 @@ def loss_of(
 
 
 def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: Tensor) -> Details:
-    """Return what is known of a batch beside its loss. where: the rows of outputs are. Collective."""
+    """Return the details of a batch, other than its loss. where: the rows of outputs. Collective."""
     found: tuple[list[float], dict[str, Any]] = [], {}
     if batch.losses is not None:
         own, metrics = batch.losses, batch.losses.metrics
@@ -50,19 +50,19 @@ def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: 
             found[1][name] = own.mean_metric({number: values[name] for number, values in metrics.items()})
     outputs = None
     if batch.keeps_outputs and pipe.comm.rank == pipe.last:
-        outputs = _together(batch, rows, where)
+        outputs = _join_outputs(batch, rows, where)
     losses, averages = pipe.comm.broadcast_object(pytree.tree_map_only(Tensor, Tensor.cpu, found), pipe.last)
     return Details(loss, losses, averages, outputs)
 
 
 def outputs_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, fault: str) -> Any:
-    """Return the outputs of a batch, which the last stage has, on all ranks. fault: as of `loss_of`. Collective."""
+    """Return the outputs of a batch, which the last stage has, on all ranks. fault: as in `loss_of`. Collective."""
     comm, last = pipe.comm, pipe.last
     pipe.tell([0.0], fault=fault)
-    rows = pipe.tell_rows(rows)
-    whole = _together(batch, rows, where) if comm.rank == last else None
+    rows = pipe.broadcast_rows(rows)
+    whole = _join_outputs(batch, rows, where) if comm.rank == last else None
     leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))
-    # Of a tensor its shape and dtype; None, a number or a string itself.
+    # For a tensor its shape and dtype; None, numbers and strings as they are.
     kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
     kinds, shape = comm.broadcast_object((kinds, pytree.treespec_dumps(spec)), last)
     if comm.rank != last:
@@ -73,7 +73,7 @@ def outputs_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, fault:
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape))
 
 
-def _together(batch: Batch, rows: Sequence[int], where: Any) -> Any:
-    """Return the outputs of all microbatches as those of the batch, where the last stage is."""
+def _join_outputs(batch: Batch, rows: Sequence[int], where: Any) -> Any:
+    """Join the outputs of all microbatches, on the rank of the last stage."""
     numbers = sorted(batch.outputs)
-    return together([batch.outputs[n] for n in numbers], [rows[n] for n in numbers], where)
+    return join_microbatches([batch.outputs[n] for n in numbers], [rows[n] for n in numbers], where)

@@ -1,4 +1,4 @@
-"""Shared buffers: find those that stages on several ranks have and change, each a copy of its own."""
+"""Shared buffers: find buffers that stages on several ranks have and change, each in a separate copy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.pipeline.tied import on_several
+from commlib.pipeline.tied_weights import find_owners
 
 
 class SharedBuffers:
-    """The buffers of this rank that other ranks have, too: tables and masks may be such, running statistics not."""
+    """The buffers of this rank that other ranks also have: tables and masks are allowed, running statistics are not."""
 
     def __init__(self, parts: Sequence[nn.Module], placement: Sequence[int], rank: int) -> None:
         names = {id(buffer): name for part in reversed(parts) for name, buffer in part.named_buffers()}
-        shared = on_several([part.buffers() for part in parts], placement)
+        shared = find_owners([part.buffers() for part in parts], placement)
         own = {id(buffer): (names[id(buffer)], ranks) for buffer, ranks in shared if rank in ranks}
         modules = {id(module): module for part in parts for module in part.modules()}.values()
         self._places = [
@@ -26,8 +26,8 @@ class SharedBuffers:
             if id(buffer) in own
         ]
 
-    def unchanged(self) -> AbstractContextManager[None]:
-        """Raise UsageError if one is changed within: what the stages of other ranks do to it is not in it."""
+    def check_unchanged(self) -> AbstractContextManager[None]:
+        """Raise UsageError if one changes within the context: changes by stages of other ranks do not reach it."""
         return self._unchanged() if self._places else nullcontext()
 
     @contextmanager
@@ -43,8 +43,8 @@ class SharedBuffers:
             name, ranks = next(iter(changed.items()))
             raise UsageError(
                 f"pipeline: stages on ranks {', '.join(map(str, ranks))} use the same layer and change its buffers "
-                f"({', '.join(changed)}), of which each rank has its own: one process would change {name} in all of "
-                "these uses. Give each use a layer of its own, or let split= put all uses into one stage"
+                f"({', '.join(changed)}), of which each rank has a copy: one process would change {name} in all of "
+                "these uses. Give each use a separate layer, or use split= to put all uses into one stage"
             )
 
 

@@ -1,4 +1,4 @@
-"""Shared objects: find what layers of stages on several ranks share in Python, of which each rank has its own."""
+"""Shared objects: find Python objects shared by layers of stages on several ranks; each rank has a copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.pipeline.tied import on_several
+from commlib.pipeline.tied_weights import find_owners
 from commlib_torch._copies import copy_of
 
 _DEPTH = 4
-"""How deep objects are looked into: the attributes of a layer, what these have, and so on."""
+"""The depth of the search: the attributes of a layer, their attributes, and so on."""
 
 _OWN = frozenset(("commlib", __package__))
-"""Where nothing is the state of a user's layers."""
+"""Packages whose objects are not state of a user's layers."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "_commlib"))
 _IMMUTABLE = (
@@ -31,36 +31,37 @@ _IMMUTABLE = (
 
 
 class SharedObjects:
-    """Dicts, lists and other objects that layers on several ranks share: what one writes there, no other rank reads.
-    Among them are layers with buffers that another layer has without their being its submodules.
+    """Dicts, lists and other objects shared by layers on several ranks: writes do not reach other ranks.
 
-    They may do no harm, as a configuration and a cache do not; so stages that have some are compared with the whole
-    model, in copies that share nothing with those of other ranks. placement: the rank of each stage.
+    Layers with buffers that another layer refers to without having them as submodules are included.
+
+    Sharing may be harmless, as with a configuration or a cache; so stages with shared objects are compared with the
+    whole model, on copies that share nothing with those of other ranks. placement: the rank of each stage.
     """
 
     def __init__(self, parts: Sequence[nn.Module], placement: Sequence[int]) -> None:
         found = [{id(value): (value, where) for value, where in _objects(part)} for part in parts]
         hidden = {key for own in found for key in own}
-        for own, part in zip(found, parts, strict=True):  # what another stage has by a hidden reference
+        for own, part in zip(found, parts, strict=True):  # buffers that another stage has by a hidden reference
             own |= {id(one): (one, name) for name, one in part.named_modules() if id(one) in hidden}
-        shared = on_several([[value for value, _ in own.values()] for own in found], placement)
+        shared = find_owners([[value for value, _ in own.values()] for own in found], placement)
         self.exist = bool(shared)
         """Whether there are any."""
         self._placement = list(placement)
         self.hint = ""
-        """What to say where the comparison finds a difference."""
+        """The hint for a difference in the comparison."""
         if shared:
             value, ranks = shared[0]
             names = list(dict.fromkeys(own[id(value)][1] for own in found if id(value) in own))
             self.hint = (
                 f". {names[0]} and {names[-1]}, of layers on ranks {', '.join(map(str, ranks))}, are one "
-                f"{type(value).__name__} in one process, but here each rank has its own, and what a layer writes there "
-                "is not seen by those of other ranks: let layers pass it on to the next one, or let split= put them "
-                "into one stage"
+                f"{type(value).__name__} in one process, but here each rank has a copy, and a layer's writes do not "
+                "reach other ranks: let layers pass the values to the next one, or use split= to put them into one "
+                "stage"
             )
 
     def copies(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return copies of the stages, where those of a rank share what they do, and nothing with those of others."""
+        """Return copies of the stages; those of one rank share objects, those of different ranks share nothing."""
         found: dict[int, nn.Module] = {}
         for rank in dict.fromkeys(self._placement):
             numbers = [number for number, at in enumerate(self._placement) if at == rank]
@@ -69,23 +70,23 @@ class SharedObjects:
 
 
 def _objects(part: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield the objects that layers of a stage have, each with where it was found first."""
+    """Yield the objects of a stage's layers, each with the place of its first occurrence."""
     seen: set[int] = set()
     for name, module in part.named_modules():
         for key, value in list(vars(module).items()):
             if key not in _OF_MODULES:
-                for one in _within(value, seen, _DEPTH):
+                for one in _contents_of(value, seen, _DEPTH):
                     yield one, f"{name}.{key}" if name else key
 
 
-def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+def _contents_of(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if value is None or isinstance(value, _IMMUTABLE) or id(value) in seen or not depth:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module):  # one that is no submodule; weights are looked at elsewhere
+    if isinstance(value, nn.Module):  # not a submodule; weights are checked elsewhere
         yield from (module for module in value.modules() if module._buffers)
         return
-    if type(value).__module__.partition(".")[0] in _OWN:  # such as what layers with experts exchange rows by
+    if type(value).__module__.partition(".")[0] in _OWN:  # such as the dispatcher of layers with experts
         return
     inner: list[Any] = []
     if isinstance(value, Mapping):
@@ -99,4 +100,4 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if not isinstance(value, tuple):
         yield value
     for one in inner:
-        yield from _within(one, seen, depth - 1)
+        yield from _contents_of(one, seen, depth - 1)

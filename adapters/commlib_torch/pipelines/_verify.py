@@ -1,4 +1,4 @@
-"""Verify: compare a cut model with the whole one before anything is trained, on copies."""
+"""Verification: compare a split model with the whole one before training, on copies."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.pipeline.whole import Run, compare_with_whole
+from commlib.pipeline.cut_check import ModelRun, compare_with_original
 from commlib_torch._bridge import host_array
-from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
+from commlib_torch._copies import copy_of, force_mode, preserve_random_state
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.pipelines._batches import arguments
 from commlib_torch.pipelines._losses import total_of
-from commlib_torch.pipelines._parts import Cut
-from commlib_torch.pipelines._shared_objects import SharedObjects
-from commlib_torch.pipelines._whole import (
-    called,
-    cut_run,
+from commlib_torch.pipelines._parts import SplitModel
+from commlib_torch.pipelines._reference_run import (
+    call_chain,
     first_names,
     named_modules,
     named_values,
+    reference_run,
+    staged_run,
     tolerance_of,
-    whole_run,
 )
+from commlib_torch.pipelines._shared_objects import SharedObjects
 
 
-class Steps(Protocol):
-    """A pipeline, as far as it is needed here."""
+class VerifiedPipeline(Protocol):
+    """The methods of a pipeline that verification uses."""
 
     @property
     def parts(self) -> list[nn.Module]: ...
@@ -48,102 +48,106 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
-class Alone:
-    """A group of this rank."""
+class SingleRankGroup:
+    """A group of this rank alone."""
 
     rank, size = 0, 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what it was given."""
+        """Return the value."""
         return [value]
 
 
 def check_with_example(
-    comm: Communicator, model: Any, cut: Cut, example: Any, *, shared: SharedObjects, spreads: bool
+    comm: Communicator, model: Any, cut: SplitModel, example: Any, *, shared: SharedObjects, spreads: bool
 ) -> None:
     """Compare stages with the whole model on an example, on rank 0, in training and in evaluation mode.
 
-    Raises UsageError on all ranks if anything differs. Where a mode cannot run with the example, as batch norm cannot
-    train on one row, nothing is said of it. Collective.
+    Raises UsageError on all ranks if anything differs. A mode that cannot run with the example, such as batch norm in
+    training on one row, is skipped silently. Collective.
     """
 
     def check() -> None:
         if comm.rank == 0:
-            errors = [_checked(model, cut, example, shared, spreads, training) for training in (True, False)]
+            errors = [_run_comparison(model, cut, example, shared, spreads, training) for training in (True, False)]
             failed = [error for error in errors if error is not None]
             if len(failed) == 2:
                 warnings.warn(
-                    "pipeline: the cut model is not compared with the whole one, which does not run on a copy with "
+                    "pipeline: the split model is not compared with the whole model, of which a copy does not run with "
                     f"example=: {type(failed[0]).__name__}: {failed[0]}",
                     stacklevel=5,
                 )
 
-    together(comm, check)
+    run_together(comm, check)
 
 
-def _checked(
-    model: Any, cut: Cut, example: Any, shared: SharedObjects, spreads: bool, training: bool
+def _run_comparison(
+    model: Any, cut: SplitModel, example: Any, shared: SharedObjects, spreads: bool, training: bool
 ) -> Exception | None:
-    """Return why the whole model cannot run, if it cannot."""
+    """Return why the whole model cannot run; None if it runs."""
     call = arguments(example)
     try:
-        whole = whole_run(model, call, spreads=spreads, training=training)
+        whole = reference_run(model, call, spreads=spreads, training=training)
     except Exception as error:
         return error
     own = _run_of_cut(model, cut, call, shared, training)
-    how = _how(training)
-    compare_with_whole(Alone(), whole, own, when=how, tolerance=tolerance_of(model), every=False, hint=shared.hint)
+    how = _mode_name(training)
+    compare_with_original(
+        SingleRankGroup(), whole, own, when=how, tolerance=tolerance_of(model), every=False, hint=shared.hint
+    )
     return None
 
 
-def _run_of_cut(model: Any, cut: Cut, call: Any, shared: SharedObjects, training: bool) -> Run:
+def _run_of_cut(model: Any, cut: SplitModel, call: Any, shared: SharedObjects, training: bool) -> ModelRun:
     parts = shared.copies(cut.parts) if shared.exist else copy_of(list(cut.parts))
     try:
-        return cut_run(parts, cut.values, first_names(model), call, training=training)
+        return staged_run(parts, cut.values, first_names(model), call, training=training)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"pipeline: the cut model fails {_how(training)}, and the whole one does not: {said}{shared.hint}"
+            f"pipeline: the split model fails {_mode_name(training)}, and the whole model does not: {said}{shared.hint}"
         ) from error
 
 
-def _how(training: bool) -> str:
+def _mode_name(training: bool) -> str:
     return "in training" if training else "in evaluation"
 
 
 def verify_cut(
     comm: Communicator,
     model: Any,
-    cut: Cut,
+    cut: SplitModel,
     batch: Any,
     *,
     loss: Any,
     updates: bool,
-    make: Callable[[Cut, Any], Steps],
+    make: Callable[[SplitModel, Any], VerifiedPipeline],
     shared: SharedObjects,
     spreads: bool,
 ) -> None:
-    """Compare stages with the whole model on a batch: one after another in both modes, then in a step in evaluation.
+    """Compare stages with the whole model on a batch: sequentially in both modes, then in a step in evaluation mode.
 
-    batch: the arguments of a pipeline's step, the same on all ranks. updates: the schedule updates weights, so that a
-    step has no gradients to compare. make: a pipeline of stages with a loss. Raises UsageError on all ranks if anything
-    differs. Collective.
+    batch: the arguments of a pipeline's step, the same on all ranks. updates: the schedule updates weights, so a step
+    has no gradients to compare. make: makes a pipeline from stages and a loss. Raises UsageError on all ranks if
+    anything differs. Collective.
     """
-    x, y = given(batch)
+    x, y = unpack_batch(batch)
     call, tolerance = arguments(x), tolerance_of(model)
-    check_agreement(comm, "verify", _lines(batch, model))
+    check_agreement(comm, "verify", _describe_batch(batch, model))
     for training in (True, False):
-        whole = together(comm, partial(whole_run, model, call, spreads=spreads, training=training))
-        own = together(comm, partial(_run_of_cut, model, cut, call, shared, training))
-        compare_with_whole(comm, whole, own, when=_how(training), tolerance=tolerance, every=False, hint=shared.hint)
-    has_own_losses = any(keepers_in(part) for part in cut.parts)  # of microbatches, which are not that of the batch
+        whole = run_together(comm, partial(reference_run, model, call, spreads=spreads, training=training))
+        own = run_together(comm, partial(_run_of_cut, model, cut, call, shared, training))
+        compare_with_original(
+            comm, whole, own, when=_mode_name(training), tolerance=tolerance, every=False, hint=shared.hint
+        )
+    has_own_losses = any(keepers_in(part) for part in cut.parts)  # buffers follow microbatches, not the batch
     if loss is None or updates or has_own_losses:
         return
-    expected = together(comm, lambda: _step_alone(model, call, y, loss, spreads))
-    pipe = make(Cut(tuple(copy_of(list(cut.parts))), cut.values, cut.counts), _copy_of_loss(loss))
+    expected = run_together(comm, lambda: _step_in_one_process(model, call, y, loss, spreads))
+    pipe = make(SplitModel(tuple(copy_of(list(cut.parts))), cut.values, cut.counts), _copy_of_loss(loss))
     try:
         everything = [module for part in pipe.parts for module in part.modules()]
-        with in_mode_of_all(everything, training=False), same_random_numbers():
+        with force_mode(everything, training=False), preserve_random_state():
             value = pipe.step(x, y)
         gradients = {
             name: None if weight.grad is None else host_array(weight.grad)
@@ -152,25 +156,25 @@ def verify_cut(
     finally:
         pipe.close()
     stages = {name: stage for stage, part in enumerate(cut.parts) for name, _ in part.named_parameters()}
-    own = Run({"the loss": _number(value)}, gradients, stages=stages)
-    compare_with_whole(comm, expected, own, when="in a step in evaluation mode", tolerance=tolerance)
+    own = ModelRun({"the loss": _number(value)}, gradients, stages=stages)
+    compare_with_original(comm, expected, own, when="in a step in evaluation mode", tolerance=tolerance)
 
 
-def _step_alone(model: Any, call: Any, y: Any, loss: Any, spreads: bool) -> Run:
-    """Run forward and backward as one process does, on a copy."""
+def _step_in_one_process(model: Any, call: Any, y: Any, loss: Any, spreads: bool) -> ModelRun:
+    """Run forward and backward in one process, on a copy."""
     copied, own_loss = copy_of(model), _copy_of_loss(loss)
     modules = [copied] if isinstance(copied, nn.Module) else []
     everything = [*modules, *named_modules(copied).values()]
     fresh = pytree.tree_map_only(Tensor, torch.clone, call)
-    with in_mode_of_all(everything, training=False), same_random_numbers(), torch.enable_grad():
-        output = called(copied, fresh, spreads=spreads)
+    with force_mode(everything, training=False), preserve_random_state(), torch.enable_grad():
+        output = call_chain(copied, fresh, spreads=spreads)
         value = total_of(own_loss(output) if y is None else own_loss(output, y))
         value.backward()
     gradients = {
         name: None if weight.grad is None else host_array(weight.grad)
         for name, weight in named_values(copied, "named_parameters")
     }
-    return Run({"the loss": _number(value)}, gradients)
+    return ModelRun({"the loss": _number(value)}, gradients)
 
 
 def _number(loss: Tensor) -> Any:
@@ -181,20 +185,20 @@ def _copy_of_loss(loss: Any) -> Any:
     return copy_of(loss) if isinstance(loss, nn.Module) else loss
 
 
-def given(batch: Any) -> tuple[Any, Any]:
-    """Return x and y of a batch as `verify=` takes it. Raises UsageError."""
+def unpack_batch(batch: Any) -> tuple[Any, Any]:
+    """Return x and y of the batch given as `verify=`. Raises UsageError."""
     if not isinstance(batch, tuple):
         return batch, None
     if len(batch) > 2 or not batch:
         raise UsageError(
-            f"pipeline: verify= has {len(batch)} values; give the arguments of step: (x, y), where x is a tuple if the "
-            "model has several"
+            f"pipeline: verify= has {len(batch)} values; pass the arguments of step: (x, y), where x is a tuple if "
+            "the model has several"
         )
     return batch if len(batch) == 2 else (batch[0], None)
 
 
-def _lines(batch: Any, model: Any) -> list[str]:
-    """Return what must be alike on all ranks: the batch, and what the model begins with."""
+def _describe_batch(batch: Any, model: Any) -> list[str]:
+    """Return descriptions of the batch and the initial state of the model, which all ranks must agree on."""
     leaves = pytree.tree_leaves(batch)
     values = [_digest(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     begins = [*named_values(model, "named_parameters"), *named_values(model, "named_buffers")]

@@ -1,9 +1,9 @@
-"""Split a backward in two: the gradients of a stage's inputs first, those of its weights later.
+"""Split a backward in two: gradients of a stage's inputs first, gradients of its weights later.
 
-The graph of a stage has a trunk, all that leads to its inputs, and branches off it that lead to weights only. The first
-pass runs the trunk, and notes what comes to each node from which a branch goes. The second pass runs the branches from
-there. A weight at which several branches end would be reached from one of them along the trunk, and counted twice: such
-a graph is not split. Nor is one with hooks, for a node from which a branch goes is run by both passes.
+The graph of a stage has a trunk, all nodes that lead to its inputs, and branches that lead to weights only. The first
+pass runs the trunk, and records the gradients at each node with a branch. The second pass runs the branches from these
+nodes. If several branches ended at one weight, it would be reached from one of them along the trunk and counted twice:
+such a graph is not split. Nor is one with hooks, because both passes run the nodes with branches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Node = Any
 
 @dataclass(slots=True)
 class _Branches:
-    """The weights to which branches off one node of the trunk lead, and what has come to that node."""
+    """The weights of the branches at one node of the trunk, and the gradients that arrived at the node."""
 
     node: Node
     weights: list[Tensor]
@@ -43,9 +43,9 @@ class SplitBackward:
     def split(
         cls, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], *, has_hooks: bool
     ) -> SplitBackward | None:
-        """Return both parts; None if they cannot be told apart, or hooks would be called by both.
+        """Return both parts; None if they cannot be separated, or if both would call hooks.
 
-        Where there are no inputs, or nothing to begin with, the second one does everything.
+        Without inputs or roots, the second part does all the work.
         """
         if not roots or not inputs:
             return cls(roots, gradients, inputs, None)
@@ -53,7 +53,7 @@ class SplitBackward:
         return None if branches is None else cls(roots, gradients, inputs, branches)
 
     def input_gradients(self) -> None:
-        """Add to the gradients of the inputs."""
+        """Compute the gradients of the inputs, and add them."""
         if self._branches is None:
             return
         hooks = [_listen(branches) for branches in self._branches]
@@ -64,7 +64,7 @@ class SplitBackward:
                 hook.remove()
 
     def weight_gradients(self) -> None:
-        """Add to the gradients of the weights."""
+        """Compute the gradients of the weights, and add them."""
         if self._branches is not None:
             branches = self._branches
             while branches:
@@ -85,7 +85,7 @@ def _listen(branches: _Branches) -> Any:
 
 
 def _find_branches(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[_Branches] | None:
-    """Return the branches off the trunk; None if several of them end at one weight, or the graph runs as a whole."""
+    """Return the branches off the trunk; None if several end at one weight, or if the graph must run in one pass."""
     ends = {_accumulator(tensor) for tensor in inputs}
     order = _topological([root.grad_fn for root in roots if root.grad_fn is not None])
     if any(calls_backward(node) for node in order):
@@ -115,7 +115,7 @@ def _accumulator(tensor: Tensor) -> Node:
 
 
 def _topological(starts: Sequence[Node]) -> list[Node]:
-    """Return all nodes that can be reached, each after those it leads to."""
+    """Return all reachable nodes, each after its successors."""
     order: list[Node] = []
     state: dict[Node, bool] = {}
     stack: list[tuple[Node, bool]] = [(node, False) for node in starts]

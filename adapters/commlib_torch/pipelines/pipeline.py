@@ -1,4 +1,4 @@
-"""Pipeline: train a model whose stages are on the ranks of a group, a batch at a time, as one process would."""
+"""Pipeline: train a model with its stages on the ranks of a group, one batch at a time, with one process's results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.comparison.agreement import said
+from commlib.comparison.agreement import describe
 from commlib.errors import UsageError
 from commlib.optim.clipping import (
     check_finite,
@@ -27,14 +27,14 @@ from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
 from commlib.pipeline.schedule import Weights
 from commlib.sharding.shards import world_ranks
-from commlib_torch._before_steps import before_steps
 from commlib_torch._copies import copy_of
-from commlib_torch._optimizer_state import merged
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch._optimizer_state import merge_states
+from commlib_torch._readiness import check_loss, check_ready
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
-from commlib_torch._signature import described
+from commlib_torch._signature import describe_arguments
 from commlib_torch._stage_norms import note_stages
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch._unready import check_loss, check_ready
+from commlib_torch._step_checks import before_steps
 from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.pipelines._batch_statistics import WholeBatchStatistics
@@ -57,20 +57,20 @@ from commlib_torch.pipelines._own_stages import (
     order_shared,
     stages_of,
 )
-from commlib_torch.pipelines._parts import INPUTS, Cut, Layers, Split, counts_by
-from commlib_torch.pipelines._recompute import recompute_in
+from commlib_torch.pipelines._parts import INPUTS, Layers, Split, SplitModel, compute_counts
+from commlib_torch.pipelines._recompute import resolve_recompute
 from commlib_torch.pipelines._shared_buffers import SharedBuffers
 from commlib_torch.pipelines._shared_objects import SharedObjects
-from commlib_torch.pipelines._staged import Staged
+from commlib_torch.pipelines._stage_module import StageModule
 from commlib_torch.pipelines._stages import TorchTensors
-from commlib_torch.pipelines._steps import Steps
-from commlib_torch.pipelines._synchronized import check_batch_norms
-from commlib_torch.pipelines._tied import TiedWeights
-from commlib_torch.pipelines._traced import Traced
+from commlib_torch.pipelines._steps import StepRunner
+from commlib_torch.pipelines._sync_batch_norms import check_batch_norms
+from commlib_torch.pipelines._tied_weights import TiedWeights
+from commlib_torch.pipelines._traced_model import TracedModel
 from commlib_torch.pipelines._units import costs_of, layers_of, units_of
-from commlib_torch.pipelines._verify import check_with_example, given, verify_cut
+from commlib_torch.pipelines._verify import check_with_example, unpack_batch, verify_cut
 from commlib_torch.tensor._norms import watch_norms
-from commlib_torch.tensor.checking import check_stages
+from commlib_torch.tensor.plan_check import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 
@@ -94,46 +94,46 @@ def pipeline(
     memory: int | None = None,
     verify: Any = None,
 ) -> Pipeline:
-    """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank; collective.
+    """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. Collective, with equal arguments.
 
         pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8, loss=loss_fn)
         optimizer = torch.optim.AdamW(pipe.parameters())
         loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
 
-    model: an nn.Sequential, a list of modules (a tuple that one of them returns is several arguments of the next) or of
-    functions that return one each, of which a rank calls those of its stages, or any module that torch.fx can trace;
-    this rank keeps its stages, under the names that they have in the model.
-    Submodules that do what a trace cannot keep are not cut inside. schedule: a name ("gpipe", "1f1b", "interleaved",
-    "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule.
-    microbatches: into how many parts a batch is cut, along the first dimension. loss: of (output, target).
-    split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
-    names of the submodules with which the later stages begin, or a function of the model that returns one of these.
-    stages: in all, where a rank has several.
-    schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
-    activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
-    So does the check of a plan, where `parallelize` has divided the model and was given no example; and a model that
-    asks which of its arguments are there, or for the value of a number: it is cut for those of the example. Where there
-    is an example, rank 0 compares outputs, gradients and buffers of the stages with those of the whole model, in both
-    modes. verify: a batch, the arguments of `step`, as (x, y), whole and the same on every rank: all ranks compare so,
-    and a step of the pipeline in evaluation mode with one of the whole model. Both run copies of the model, without the
-    hooks that users have put on it; nothing of it changes.
-    checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
-    kept) or "full" (only a stage's inputs are); or these by patterns of layers' names, {"blocks.*": "full"}, or a
-    function of a layer's name and the layer that returns one: each is then computed again for itself, with all that is
-    within it, and is not cut. batch_norm: "microbatch" updates running statistics with each
-    microbatch, "batch" once with those of the whole batch.
-    codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
-    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
-    many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
-    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum; or, of a loss that returns a dict of its
-    summands, a dict of these: {"words": lambda y: (y != -100).sum(), "penalty": "rows"}.
-    rows: in which dimension of x, y and output they are, if not in the first: see `commlib.pipeline.rows`; such as
+    model: an nn.Sequential; a list of modules (a tuple returned by one becomes the arguments of the next); a list of
+    functions that return one module each, of which a rank calls those of its stages; or any module that torch.fx can
+    trace. This rank keeps its stages, under their names in the model. A submodule that a trace cannot represent is kept
+    in one stage. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev", "breadth_first",
+    "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: the number of microbatches of a
+    batch, cut along the first dimension. loss: a function of (output, target).
+    split: "auto" (even parameter bytes), "time" (even measured time), the number of layers of each stage, the names of
+    the submodules with which the later stages begin, or a function of the model that returns one of these. stages: the
+    total number, if a rank has several.
+    schedule="auto" chooses by simulated time, from the measured cost of each layer, with at most `memory` bytes of
+    activations per rank; `pipe.why` explains the choice. "auto" and "time" need example=, an x with the rows of one
+    microbatch, on rank 0. So do two other cases: the plan check of a model that `parallelize` has sharded without an
+    example; and a model that branches on the presence of an argument or on the value of a number, which is split for
+    the arguments of the example. With an example, rank 0 compares outputs, gradients and buffers of the stages with
+    those of the whole model, in both modes. verify: a batch, the arguments (x, y) of `step`, uncut and equal on every
+    rank: all ranks make this comparison, and compare a step of the pipeline in evaluation mode with one of the whole
+    model. Both run copies of the model without the user's hooks, and change nothing in it.
+    checkpoint: the activations that are recomputed in the backward: "none", "selective" (all but the results of
+    products) or "full" (all but a stage's inputs). Or a mapping of these by patterns of layer names, {"blocks.*":
+    "full"}, or a function of a layer's name and the layer that returns one: each of these layers is recomputed
+    separately, with its sublayers, and stays in one stage. batch_norm: "microbatch" updates running statistics with
+    each microbatch, "batch" once with those of the whole batch.
+    codec: the compression of activations and their gradients, such as "bf16" or "int8"; or a mapping by link: {(0, 1):
+    "bf16", (1, 0): "int8"}. weigh: the number of terms in a microbatch's mean loss, needed unless the loss is one of
+    torch's: a function of its target and, if it accepts them, `inputs`; or "rows"; or "sum" for a loss that is a sum;
+    or, for a loss that returns a dict of its summands, a dict of these: {"words": lambda y: (y != -100).sum(),
+    "penalty": "rows"}.
+    rows: the dimension of rows in x, y and output, if it is not the first: see `commlib.pipeline.rows`; for example
     {"x": (0, "whole"), "output": 1}.
-    optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
-    microbatches between their updates.
+    optimizer: a function from named parameters to an optimizer, for schedules that update weights themselves; every:
+    the number of microbatches between their updates.
 
-    Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything differs,
-    MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
+    Raises UsageError for arguments that are invalid on this rank, or on all ranks if a comparison finds a difference;
+    MismatchError on all ranks if their arguments differ; ScheduleError for a schedule that cannot run.
     """
     check_batch_norm(batch_norm)
     constructors = model if are_constructors(model) else ()
@@ -141,19 +141,19 @@ def pipeline(
         if verify is not None or example is not None or schedule == "auto" or split == "time":
             raise UsageError(
                 "pipeline: no rank builds all layers of a list of constructors, so nothing can be measured or "
-                "compared: leave out verify= and example=, and say schedule= and split="
+                "compared: leave out verify= and example=, and pass schedule= and split="
             )
         model = outline(constructors)
     check_ready(model)
     check_loss(loss)
-    recompute = recompute_in(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
+    recompute = resolve_recompute(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
     check_batch_norms(comm, model)
-    x = given(verify)[0] if example is None and verify is not None else example
-    told = comm.broadcast_object(None if x is None else described(arguments(x)))
+    x = unpack_batch(verify)[0] if example is None and verify is not None else example
+    told = comm.broadcast_object(None if x is None else describe_arguments(arguments(x)))
     units = units_of(model, comm.size, told, recompute)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
-        memory=memory, measure=lambda: costs_of(units, example, recompute), count=partial(counts_by, units),
+        memory=memory, measure=lambda: costs_of(units, example, recompute), count=partial(compute_counts, units),
     )  # fmt: skip
     check_stages(
         comm, model, lambda: copy_of(units.cut([len(units.sizes())]).parts[0]),
@@ -190,7 +190,7 @@ def pipeline(
     if batch_norm == "batch":
         pipe._steps.statistics = WholeBatchStatistics(list(pipe.parts))
     pipe.why = chosen.why
-    if is_traced := isinstance(units, Traced):
+    if is_traced := isinstance(units, TracedModel):
         pipe._steps.readings = units.readings
     if isinstance(model, nn.Module) and not constructors:
         pipe._steps.layers = ModelLayers(model, pieces.parts)
@@ -200,17 +200,17 @@ def pipeline(
     return pipe
 
 
-class Pipeline(Staged):
-    """This rank's stages of a model. Made by `pipeline`.
+class Pipeline(StageModule):
+    """The stages of a model on this rank. Made by `pipeline`.
 
-    It has the parameters and buffers of its stages, under the names of the whole model; on the rank of the last stage
-    also those of a loss that has parameters, as `loss.NAME`.
+    It has the parameters and buffers of its stages, under the names of the whole model; the rank of the last stage also
+    has those of a loss with parameters, as `loss.NAME`.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        pieces: Cut,
+        pieces: SplitModel,
         schedule: Any,
         *,
         loss: Loss | None,
@@ -227,13 +227,11 @@ class Pipeline(Staged):
         names |= {f"{LOSS}.{name}" for name in (module.state_dict() if module is not None else ())}
         super().__init__({stage: pieces.parts[stage] for stage in own}, names, module if last in own else None)
         self._loading = Loading(pieces.parts, schedule.placement, comm.rank, loss=module, prefix=f"{LOSS}.")
-        # The last stage is one with the loss, for all that concerns weights.
-        parts = [*pieces.parts[:-1], Staged({last: pieces.parts[-1]}, names, module)]
-        self._placeholder = (
-            nn.Parameter(torch.empty(0), requires_grad=False),
-        )  # in a tuple: it is none of the model's
+        # For weights, the loss is part of the last stage.
+        parts = [*pieces.parts[:-1], StageModule({last: pieces.parts[-1]}, names, module)]
+        self._placeholder = (nn.Parameter(torch.empty(0), requires_grad=False),)  # a tuple hides it from nn.Module
         self.why = ""
-        """Why this schedule was chosen, if it was."""
+        """The reason for this schedule, if it was chosen automatically."""
         losses = LossWeights(loss, Weigher(weigh, takes_summands=True), rows)
         self._tied = tied = TiedWeights.found(comm, parts, schedule.placement)
         check_updates(schedule, loss_has_parameters=module is not None, shares_weights=tied.exist)
@@ -246,7 +244,7 @@ class Pipeline(Staged):
             f"codec {codec}",
             f"checkpoint {recompute}",
             str(rows),
-            f"weigh {said(weigh)}",
+            f"weigh {describe(weigh)}",
         ]
         lines += [*lines_of(parts, is_outline=is_outline), *options_of_stages(pieces.parts), *options_of_loss(loss)]
         self._pipe = Pipe(comm, schedule, pieces.links, self._stages, tensors, codec=codec, lines=lines)
@@ -255,20 +253,20 @@ class Pipeline(Staged):
         self._order_shared()
         tied.spread()
         give_optimizers(self._stages, schedule, optimizer)
-        self._steps = Steps(
+        self._steps = StepRunner(
             self, self._pipe, self._stages, tensors, losses=losses, tied=tied, shared_buffers=shared_buffers, rows=rows,
             has_extras=any(keepers_in(part) for part in pieces.parts),
             on_meta=not is_outline and any(p.is_meta for part in parts for p in part.parameters()),
         )  # fmt: skip
-        """What runs batches."""
+        """Runs batches."""
         if comm.size > 1:
             before_steps.join(self)
             note_stages(self, comm, tied.is_counted_elsewhere)
             watch_norms()
 
-    # What users call
+    # User interface
 
-    @uncompiled
+    @disable_compile
     def step(
         self,
         x: Any = None,
@@ -285,42 +283,42 @@ class Pipeline(Staged):
             loss, losses, metrics, outputs = pipe.step(x, y, outputs=True)
             loss = pipe.step([x1, x2], [y1, y2], cut=False)
 
-        Losses that layers have of their own, such as those of routers, are part of it. Raises UsageError on all ranks
-        where the losses of microbatches do not come to that of the batch; gradients have been added then.
-        Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
-        arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
-        what gradients, but not the loss, are multiplied by. cut: False if x and y are lists of at most as many
-        microbatches as the schedule has, each of its own shapes. details, outputs: return `Details`, with the batch's
-        outputs if they are asked for.
+        The loss includes the losses of layers, such as those of routers. Raises UsageError on all ranks if the losses
+        of microbatches do not add up to that of the batch; gradients have been added by then. Gradients are added to
+        existing ones, as one process does with the whole batch. x: a tensor, a tuple of arguments or a dict of keyword
+        arguments, needed on the rank of the first stage; y: needed on the rank of the last. scale: a factor of the
+        gradients, but not of the loss. cut: False if x and y are lists of at most as many microbatches as the schedule
+        has, each with its own shapes. details, outputs: return `Details`, including the batch's outputs with
+        outputs=True.
         """
         details = details or outputs
         return self._steps.train(x, y, scale=scale, cut=cut, details=details, keeps_outputs=outputs)
 
-    @uncompiled
+    @disable_compile
     def evaluate(
         self, x: Any = None, y: Any = None, *, cut: bool = True, details: bool = False, outputs: bool = False
     ) -> Any:
-        """Return the loss of a batch in evaluation mode, on every rank. Arguments as those of `step`. Collective."""
+        """Return the loss of a batch in evaluation mode, on every rank. Arguments as in `step`. Collective."""
         return self._steps.evaluate(x, y, cut=cut, details=details or outputs, keeps_outputs=outputs)
 
-    @uncompiled
+    @disable_compile
     def predict(self, x: Any = None, *, cut: bool = True) -> Any:
-        """Return what the model gives for a batch in evaluation mode, on every rank. Collective.
+        """Return the model's output for a batch in evaluation mode, on every rank. Collective.
 
-        Raises UsageError for an output whose rows are not where `rows` of `pipeline` says.
+        Raises UsageError for an output with rows in another dimension than `rows` of `pipeline` says.
         """
         return self._steps.predict(x, cut=cut)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to be called: a batch goes through all ranks."""
-        raise UsageError("a pipeline is not called: use step(x, y), evaluate(x, y) or predict(x), on every rank")
+        """Raise UsageError: a batch goes through all ranks."""
+        raise UsageError("a pipeline cannot be called: use step(x, y), evaluate(x, y) or predict(x), on every rank")
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale gradients so that the norm of those of all stages is `max_norm` at most; return what it was.
+        """Scale the gradients of all stages to a total norm of at most `max_norm`; return the norm before scaling.
 
-        norm_type: 2, any number above 0, or inf, as of torch.nn.utils.clip_grad_norm_. A weight that several stages
-        share counts once. The same bits on all ranks. Collective. Raises UsageError on all ranks for a norm that is
-        infinite or NaN, if that is an error; else it scales by 0 or NaN.
+        norm_type: 2, any number above 0, or inf, as in torch.nn.utils.clip_grad_norm_. A weight shared by several
+        stages counts once. The result has the same bits on all ranks. Collective. With error_if_nonfinite, raises
+        UsageError on all ranks for an infinite or NaN norm; otherwise such a norm scales by 0 or NaN.
         """
         limit = check_limit("clip_grad_norm", "max_norm", max_norm)
         norm_type = check_norm_type("clip_grad_norm", norm_type)
@@ -348,35 +346,35 @@ class Pipeline(Staged):
         return {name: value for state in states for name, value in state.items()}
 
     def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of the optimizers of all ranks, by the names of the whole model, on every rank. Collective.
+        """Return the state of the optimizers of all ranks, by names of the whole model, on every rank. Collective.
 
-        `load_optimizer_state` takes it on any number of stages.
+        `load_optimizer_state` loads it on any number of stages.
         """
         own = gather_optimizer_state(optimizer, self._by_all_names())
-        return merged(self._pipe.comm.all_gather_object(own))
+        return merge_states(self._pipe.comm.all_gather_object(own))
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective.
+        """Load this rank's values from a state that `gather_optimizer_state` returned. Not collective.
 
-        Each parameter has the settings (learning rate, weight decay, ...) that it had. Raises UsageError if the state
-        lacks a parameter, or if those of one group had different settings.
+        Each parameter keeps its saved settings (learning rate, weight decay, ...). Raises UsageError if the state lacks
+        a parameter, or if parameters of one group had different settings.
         """
         load_optimizer_state(optimizer, self._by_all_names(), state)
 
     def close(self) -> None:
-        """End this rank's part. The others are told."""
+        """Close this rank's part of the pipeline, and notify the other ranks."""
         self._steps.comparison = None
         self._pipe.close()
 
     @property
     def pipe(self) -> Pipe:
-        """What runs the schedule."""
+        """The core's pipeline, which runs the schedule."""
         return self._pipe
 
-    # The rest
+    # Internal interface
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UsageError for what cannot be right with the weights of some stages alone."""
+        """Raise UsageError for an optimizer step that is wrong with the weights of some stages only."""
         searches, scaler = isinstance(optimizer, torch.optim.LBFGS), scaler_of_step()
         is_early = self._pipe.is_running and self._pipe.schedule.weights is Weights.FLUSH
         if not searches and scaler is None and not is_early:
@@ -386,21 +384,21 @@ class Pipeline(Staged):
             return
         if is_early:
             raise UsageError(
-                "pipeline: an optimizer steps within a batch, as in a hook of a gradient: that would be once for each "
-                "microbatch, with a part of the gradient. Call it after pipe.step(), or use a schedule that updates "
+                "pipeline: an optimizer steps within a batch, for example in a gradient hook: it would step once per "
+                "microbatch, with a part of the gradient. Step after pipe.step(), or use a schedule that updates "
                 "weights while the pipeline runs, such as pipedream"
             )
         if searches:
             raise UsageError(
-                "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "
-                "stages: use an optimizer that updates each weight by itself, such as Adam"
+                "pipeline: LBFGS needs the gradients of all weights, and each rank has those of its own stages: use "
+                "an optimizer that updates each weight separately, such as Adam"
             )
         if scaler is not None:
             advice = 'commlib_torch.GradScaler(comm=mesh["pp"]), or mesh=mesh'
             check_scaler(scaler, world_ranks(self._pipe.comm), "stages", advice)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank's stages; an empty one where they have none, as torch's optimizers want."""
+        """Yield this rank's parameters; if there are none, an empty one, because torch's optimizers require one."""
         none = True
         for _, parameter in self.named_parameters(recurse=recurse):
             none = False
@@ -409,11 +407,10 @@ class Pipeline(Staged):
             yield self._placeholder[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: this rank has a part of the model only, and the other ranks make no copy."""
+        """Raise UsageError: a pipeline cannot be copied or pickled on one rank."""
         raise UsageError(
-            "a pipeline cannot be copied or pickled: it is a part that this rank has with others. Keep state_dict() "
-            "(this rank's stages) or gather_state_dict() (the whole model's), and load it into a pipeline made of "
-            "another whole model"
+            "a pipeline cannot be copied or pickled: this rank has only some of its stages. Save state_dict() (this "
+            "rank's stages) or gather_state_dict() (the whole model's), and load it into a new pipeline"
         )
 
     def _order_shared(self) -> None:
@@ -421,15 +418,15 @@ class Pipeline(Staged):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._order_shared()  # parameters may be others now
+        self._order_shared()  # parameters may have been replaced
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what is this rank's of a state of the whole model, or one of this rank's stages alone. Not collective.
+        """Load this rank's values from a state of the whole model, or a state of this rank's stages. Not collective.
 
-        A state of the whole model is held against all stages first: what is missing, unexpected or of another shape in
-        any of them is the same UsageError on all ranks that are given it, in torch's words, before a weight changes.
-        Not strict, what is missing in any is returned.
+        A state of the whole model is compared with all stages before a weight changes: missing or unexpected names and
+        other shapes in any stage raise the same UsageError, in torch's words, on all ranks that load it. With
+        strict=False, the missing names of all stages are returned.
         """
         missing = self._loading.check(state_dict, self._whole_names, strict=strict)
         found = super().load_state_dict(state_dict, strict, assign)
@@ -438,7 +435,7 @@ class Pipeline(Staged):
         return found
 
     def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, under each name that one has anywhere in the whole model."""
+        """Yield this rank's parameters under all their names in the whole model."""
         for name, parameter in self.named_parameters(remove_duplicate=False):
             for other in self._names.get(name, [name]):
                 yield other, parameter

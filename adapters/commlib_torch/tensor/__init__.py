@@ -1,4 +1,4 @@
-"""Tensor and context parallelism for PyTorch: moves, divided layers, `parallelize` for plain models, attention."""
+"""Tensor and context parallelism for PyTorch: redistribution, sharded layers, `parallelize`, attention."""
 
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor import context, streams

@@ -1,4 +1,4 @@
-"""Forward: run a model of PyTorch as a whole, or as one rank with its part, and keep the numbers."""
+"""Forward runs: run a PyTorch model unsharded, or as one rank with its shards, and return the numbers."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, UsageError
-from commlib.sharding.axis import Axis
-from commlib.tensor_parallel.checks.guide import Guide
-from commlib.tensor_parallel.checks.runs import Run
-from commlib.tensor_parallel.checks.seen_weights import seen_weights
-from commlib.tensor_parallel.run.per_rank import changed_numbers, numbers_of_rank, whole_numbers_of
+from commlib.sharding.axis import ParallelAxis
+from commlib.tensor_parallel.checks.guided_run import GuidedRun
+from commlib.tensor_parallel.checks.trace_run import TracedRun
+from commlib.tensor_parallel.checks.weight_shapes import list_weight_shapes
+from commlib.tensor_parallel.run.rank_numbers import change_numbers, numbers_of_rank, whole_numbers_of
 from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
-from commlib_torch._uncompiled import uncompiled_calls
-from commlib_torch._unnoticed import fresh, unnoticed
+from commlib_torch._graph_breaks import suspend_compile
+from commlib_torch._trial_run import copy_arguments, preserve_model
 from commlib_torch.tensor._numbers import numbers_in
-from commlib_torch.tensor._stand_ins import standing_in, zeros_in
-from commlib_torch.tensor._weights import divided_weights
-from commlib_torch.tensor.features import OnFeatures
-from commlib_torch.tensor.tracing import Recorder
-from commlib_torch.tensor.verify import evaluating, unfused
+from commlib_torch.tensor._placeholders import substitute_weights, zeros_in
+from commlib_torch.tensor._weights import sharded_weights
+from commlib_torch.tensor.features import FeatureLayer
+from commlib_torch.tensor.tracing import TraceRecorder
+from commlib_torch.tensor.verify import disable_fusion, evaluation_mode
 
 Change = tuple[nn.Module, str, Any]
-"""An attribute of a module, and another value for it."""
+"""An attribute of a module, and a temporary value."""
 
 
 def forward(
     model: nn.Module,
-    axis: Axis,
+    axis: ParallelAxis,
     call: Any,
     styles: Mapping[str, Style],
-    guide: Guide | None,
+    guide: GuidedRun | None,
     *,
     evaluate: bool,
     stands_in: bool,
-) -> Run | None:
-    """Run a model as `commlib.tensor_parallel.checks.numbers.Runs` says. axis: among which it is divided.
+) -> TracedRun | None:
+    """Run a model as `ModelRunner` of `numeric_checks` describes. axis: the axis along which it is sharded.
 
-    stands_in: with other numbers for weights that are zeros.
+    stands_in: replace weights that are zeros.
     """
     whole = guide is None or guide.cuts
-    changes = _undivided(model, axis) if whole else []
+    changes = _unsharding_changes(model, axis) if whole else []
     if changes is None:
         return None
     numbers = [one for module in model.modules() for one in whole_numbers_of(module).items()] if whole else []
@@ -60,7 +60,7 @@ def forward(
     ranks = (axis.rank, axis.size) if guide is not None and guide.cuts else None
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
 
-    recorder = Recorder(
+    recorder = TraceRecorder(
         model,
         styles,
         whole=whole,
@@ -69,21 +69,25 @@ def forward(
         ranks=ranks,
         keeps=True,
         differentiates=learns,
-        weights=seen_weights(divided_weights(model, styles), axis, guide),
+        weights=list_weight_shapes(sharded_weights(model, styles), axis, guide),
     )
-    with _changed(changes), changed_numbers(numbers), standing_in(model, zeros_in(model) if stands_in else ()):
-        return _ran(model, recorder, call, evaluate=evaluate)
+    with (
+        _change_attributes(changes),
+        change_numbers(numbers),
+        substitute_weights(model, zeros_in(model) if stands_in else ()),
+    ):
+        return _run(model, recorder, call, evaluate=evaluate)
 
 
-def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> Run:
+def _run(model: nn.Module, recorder: TraceRecorder, call: Any, *, evaluate: bool) -> TracedRun:
     error, messages, result = None, _Messages(), None
     with ExitStack() as stack:
-        stack.enter_context(uncompiled_calls())
-        stack.enter_context(unnoticed(model, *call))
-        stack.enter_context(evaluating(model) if evaluate else unfused())
+        stack.enter_context(suspend_compile())
+        stack.enter_context(preserve_model(model, *call))
+        stack.enter_context(evaluation_mode(model) if evaluate else disable_fusion())
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             stack.enter_context(messages)
-        args, options = (fresh(part) for part in call)
+        args, options = (copy_arguments(part) for part in call)
         before = _random_states()
         try:
             trace, result = recorder.run(tuple(args), dict(options))
@@ -95,7 +99,7 @@ def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> 
         kept = recorder.kept
         values = [_array(kept.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
     recorder.forget()
-    return Run(
+    return TracedRun(
         trace,
         values,
         {},
@@ -109,18 +113,17 @@ def _ran(model: nn.Module, recorder: Recorder, call: Any, *, evaluate: bool) -> 
     )
 
 
-def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
-    """Return with which attributes a divided model computes the whole, on all ranks alike; None if with none.
+def _unsharding_changes(model: nn.Module, axis: ParallelAxis) -> list[Change] | None:
+    """Return attribute changes that make a sharded model compute unsharded results on all ranks; None if impossible.
 
-    Activations are put together where they leave a layer, and divided again where they enter one: each rank has the
-    weights that it has.
+    Activations are gathered at the outputs of sharded layers and split at their inputs; weights stay sharded.
     """
     found: list[Change] = []
     heads, others = set[nn.Module](), set[nn.Module]()
-    """Modules within an attention, and within layers that are divided by themselves."""
+    """Modules within an attention, and modules within sharded layers."""
     for module in model.modules():
         style, own = getattr(module, "style", None), getattr(module, "axis", None)
-        if not isinstance(own, Axis):
+        if not isinstance(own, ParallelAxis):
             continue
         if not isinstance(style, Style):
             others.update(one for one in module.modules() if one is not module)
@@ -133,7 +136,7 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
             change: Style = replace(style, sequence=None)  # type: ignore[arg-type]  # all of these have one
         elif module in others:
             continue
-        elif isinstance(module, OnFeatures):
+        elif isinstance(module, FeatureLayer):
             found.append((module, "takes_whole", True))
             continue
         elif isinstance(style, Column | Vocabulary):
@@ -147,8 +150,8 @@ def _undivided(model: nn.Module, axis: Axis) -> list[Change] | None:
 
 
 @contextmanager
-def _changed(changes: list[Change]) -> Iterator[None]:
-    """Give modules other attributes for a while."""
+def _change_attributes(changes: list[Change]) -> Iterator[None]:
+    """Change attributes of modules within the context."""
     own = [(module, name, vars(module)[name]) for module, name, _ in changes]
     try:
         for module, name, value in changes:
@@ -160,7 +163,7 @@ def _changed(changes: list[Change]) -> Iterator[None]:
 
 
 class _Messages(TorchDispatchMode):
-    """Sees whether torch.distributed is called."""
+    """Detects calls of torch.distributed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +175,7 @@ class _Messages(TorchDispatchMode):
 
 
 def _random_states() -> list[bytes]:
-    """Return the states of generators, to be compared."""
+    """Return the states of random generators, for comparison."""
     states = [
         torch.get_rng_state().numpy().tobytes(),
         repr(random.getstate()).encode(),
@@ -184,12 +187,12 @@ def _random_states() -> list[bytes]:
 
 
 def _numbers(result: Any) -> tuple[float, ...]:
-    """Return the numbers of Python among a model's results."""
+    """Return the Python numbers in a model's results."""
     return tuple(float(one) for one in tree_leaves(result) if isinstance(one, int | float))
 
 
 def _array(tensor: Tensor) -> Array:
-    """Return the numbers of a tensor; none of one that has none which numpy could hold."""
+    """Return the numbers of a tensor as an array; an empty one if numpy cannot represent them."""
     try:
         return host_array(tensor)
     except Exception:

@@ -1,4 +1,4 @@
-"""Attention of some heads: masks for this rank's heads, and scaled products with dropout from its own stream."""
+"""Attention of some heads: masks for this rank's heads, and scaled dot products with this rank's dropout stream."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor
 
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import Axis
-from commlib_torch._uncompiled import uncompiled
+from commlib.sharding.axis import ParallelAxis
+from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided
 
 
-@uncompiled
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rate: float, causal: bool, axis: Axis) -> Tensor:
+@disable_compile
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rate: float, causal: bool, axis: ParallelAxis
+) -> Tensor:
     """Return F.scaled_dot_product_attention of this rank's heads: (batch, heads, tokens, features of a head).
 
-    Where k and v have fewer heads, each of theirs serves as many neighbouring ones of q. rate: of dropout.
+    If k and v have fewer heads, each of theirs serves several adjacent heads of q. rate: of dropout.
     """
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
     if not rate:
@@ -30,11 +32,18 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rate: float, 
 
 
 def mask_of(
-    attention: Tensor | None, padding: Tensor | None, like: Tensor, keys: int, extra: int, axis: Axis, heads: int
+    attention: Tensor | None,
+    padding: Tensor | None,
+    like: Tensor,
+    keys: int,
+    extra: int,
+    axis: ParallelAxis,
+    heads: int,
 ) -> Tensor | None:
-    """Return what is added to scores: the masks of `nn.MultiheadAttention`, as one for this rank of all `heads`.
+    """Return the additive mask of scores: the masks of `nn.MultiheadAttention` as one, for this rank of all `heads`.
 
-    like: q, (batch, this rank's heads, queries, ...). keys: how many the masks know; `extra` ones behind them are seen.
+    like: q, (batch, this rank's heads, queries, ...). keys: the number of keys in the masks; `extra` keys after them
+    are visible.
     """
     batch, _, queries, _ = like.shape
     found: Tensor | None = None
@@ -54,12 +63,12 @@ def mask_of(
     return F.pad(found, (0, extra)) if found is not None and extra else found
 
 
-def _added(what: str, mask: Tensor, expected: tuple[int, ...], like: Tensor, axis: Axis) -> Tensor:
+def _added(what: str, mask: Tensor, expected: tuple[int, ...], like: Tensor, axis: ParallelAxis) -> Tensor:
     if mask.shape != expected:
         raise UsageError(f"ColumnAttention: {what} has shape {list(mask.shape)}, expected {list(expected)}")
     if mask.is_floating_point():
-        # A mask that is learned, as a bias of positions may be, serves the heads of all ranks.
+        # A trainable mask, for example a position bias, serves the heads of all ranks.
         return (copy(mask, axis) if mask.requires_grad else mask).to(like.dtype)
     if mask.dtype is not torch.bool:
-        raise UsageError(f"ColumnAttention: {what} has dtype {mask.dtype}, expected bool or a floating one")
+        raise UsageError(f"ColumnAttention: {what} has dtype {mask.dtype}, expected bool or a floating-point dtype")
     return like.new_zeros(mask.shape).masked_fill_(mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Leaves: the layers of PyTorch that a trace takes as a whole, without what they do inside."""
+"""Leaves: layers of PyTorch that a trace records as units, without the operations inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import equations
 from commlib.tensor_parallel.equations import Equation
 from commlib.tensor_parallel.styles import Style
@@ -29,13 +29,15 @@ _KNOWN = (
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module is taken as a whole: layers that are known, and whatever is divided by itself."""
-    divided = isinstance(getattr(module, "style", None), Style) or isinstance(getattr(module, "axis", None), Axis)
+    """Return whether a module is recorded as a unit: known layers, and all sharded layers."""
+    divided = isinstance(getattr(module, "style", None), Style) or isinstance(
+        getattr(module, "axis", None), ParallelAxis
+    )
     return divided or isinstance(module, _KNOWN) or is_transposed(module)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether in a layer some class of the user's computes by itself, and may keep something of that."""
+    """Return whether a layer has a user-defined forward, which may store values."""
     forwards = [vars(kind).get("forward") for one in module.modules() for kind in type(one).__mro__]
     return any(
         one is not None and one.__module__.partition(".")[0] not in ("torch", "commlib_torch", "transformers")
@@ -44,12 +46,12 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module is Hugging Face's Conv1D: told by its name, as nobody has to have that library."""
+    """Return whether a module is Hugging Face's Conv1D, by its name, because the library is optional."""
     return any(one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in type(module).__mro__)
 
 
-def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Return the fields of a leaf's step, for its first input: its kind, and what goes with that."""
+def describe_leaf(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Return the fields of a leaf's step for its first input: its kind, and the values for this kind."""
     shape = tuple(x.shape)
     every = tuple(range(len(shape)))
     if is_transposed(module):
@@ -65,23 +67,23 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
         case nn.MultiheadAttention():
             return {"kind": "attention", "size": (module.num_heads, module.num_heads)}
         case nn.LayerNorm() | nn.RMSNorm():
-            return _equation(equations.along(shape, every[-len(module.normalized_shape) :]), module)
+            return _equation(equations.dimwise(shape, every[-len(module.normalized_shape) :]), module)
         case nn.GroupNorm():
             groups = {"size": (module.num_groups, module.num_channels)}
-            return _of_features(equations.along(shape, every[2:]), module) | groups
+            return _of_features(equations.dimwise(shape, every[2:]), module) | groups
         case _BatchNorm():
-            return _of_features(equations.along(shape, (*every[:1], *every[2:])), module)
+            return _of_features(equations.dimwise(shape, (*every[:1], *every[2:])), module)
         case nn.InstanceNorm1d() | nn.InstanceNorm2d() | nn.InstanceNorm3d():
-            return _of_features(equations.along(shape, every[feature_dim(module, len(shape)) + 1 :]), module)
+            return _of_features(equations.dimwise(shape, every[feature_dim(module, len(shape)) + 1 :]), module)
         case nn.Dropout1d() | nn.Dropout2d() | nn.Dropout3d() | nn.FeatureAlphaDropout() if module.p > 0:
-            first = 1 if len(shape) == _UNBATCHED.get(type(module)) else 2  # of one number all behind
-            return _equation(equations.along(shape, every[first:]), module) | {"draws": True}
+            first = 1 if len(shape) == _UNBATCHED.get(type(module)) else 2  # given by a single number
+            return _equation(equations.dimwise(shape, every[first:]), module) | {"draws": True}
         case _DropoutNd():
             return _equation(equations.pointwise(shape), module) | {"draws": module.p > 0}
         case nn.RReLU():
             return _equation(equations.pointwise(shape), module) | {"draws": module.lower < module.upper}
         case nn.Softmax() | nn.LogSoftmax() | nn.Softmin():
-            return _equation(equations.along(shape, every if module.dim is None else (module.dim,)), module)
+            return _equation(equations.dimwise(shape, every if module.dim is None else (module.dim,)), module)
         case nn.PReLU() if has_features(module):
             return _of_features(equations.pointwise(shape), module)
         case nn.PReLU():
@@ -90,7 +92,7 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 _UNBATCHED = {nn.Dropout1d: 2, nn.Dropout3d: 4}
-"""How many dimensions an input has that is one example, where a module takes such."""
+"""The number of dimensions of an input that is one example, for modules that accept it."""
 
 
 def _equation(equation: Equation, module: nn.Module) -> dict[str, Any]:
@@ -103,9 +105,9 @@ def _of_features(equation: Equation, module: nn.Module) -> dict[str, Any]:
 
 
 def has_features(module: nn.Module) -> bool:
-    """Return whether a norm of channels, or PReLU, has something for each feature, and has to be divided with these.
+    """Return whether a norm of channels, or PReLU, has values per feature, and must be sharded with the features.
 
-    Weights, moments, groups, or, in instance norms, how many there are: which a batch norm alone may be without.
+    These are weights, moments, groups or, in instance norms, the number of features, which only a batch norm may lack.
     """
     if isinstance(module, nn.PReLU):
         return module.num_parameters > 1
@@ -113,6 +115,6 @@ def has_features(module: nn.Module) -> bool:
 
 
 def feature_dim(module: nn.Module, rank: int) -> int:
-    """Return the dimension of features that a norm of channels, or PReLU, has in inputs of `rank` dimensions."""
+    """Return the dimension of features of a norm of channels, or PReLU, in inputs of `rank` dimensions."""
     behind = next((at for at, kind in enumerate(INSTANCE_NORMS, 1) if isinstance(module, kind)), None)
     return 1 if behind is None else rank - 1 - behind

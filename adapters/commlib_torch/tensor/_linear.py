@@ -1,4 +1,4 @@
-"""Linear by trial: whether a subclass of `nn.Linear` computes what that does, with its weight and bias alone."""
+"""Linear layers by trial: find out whether a subclass of `nn.Linear` only computes `F.linear` with its weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from commlib_torch._unnoticed import unnoticed
+from commlib_torch._trial_run import preserve_model
 
 
 def is_plain_linear(module: nn.Linear) -> bool:
-    """Return whether a layer has no more than a weight and a bias, and gives what `F.linear` gives, gradients included.
+    """Return whether a layer has only a weight and a bias, and the results and gradients of `F.linear`.
 
-    Some models write out the product, so that a divided layer may take its place: it is tried on random inputs.
+    Some models write out the product, so a sharded layer may replace theirs: it is tried on random inputs.
     """
     extra = [
         name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in ("weight", "bias")
@@ -22,7 +22,7 @@ def is_plain_linear(module: nn.Linear) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks:
         return False
-    with unnoticed(module), torch.enable_grad():
+    with preserve_model(module), torch.enable_grad():
         try:
             x = torch.randn(2, 3, module.in_features, device=weight.device).to(weight.dtype).requires_grad_()
             y = F.linear(x, weight, module.bias)

@@ -1,9 +1,9 @@
-"""Norms of PyTorch over gradients of divided parameters: those of whole weights, whoever asks for them.
+"""PyTorch's gradient norms for sharded parameters: the norm of full weights.
 
-`torch.nn.utils.clip_grad_norm_` and `get_total_norm` are given gradients of this rank's parts. By a norm of these alone
-each rank would scale what is whole by another factor. Clipping as PyTorch's, of all libraries that use it, asks one
-function for the norm; from the first divided parameter on that adds up over ranks. All gradients of a pipeline's stage
-are refused there: a stage without any would not come.
+`torch.nn.utils.clip_grad_norm_` and `get_total_norm` get the gradients of this rank's shards. With the norm of these
+alone, each rank would scale replicated weights by another factor. PyTorch's clipping, and that of libraries built on
+it, calls one function for the norm; from the first sharded parameter on, this function sums over ranks. It refuses all
+gradients of a pipeline's stage, because a stage without gradients would not take part.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from commlib.optim.clipping import check_norm_type, norm_of_powers, power_over_axes
-from commlib_torch._shards import divided_parameters
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch._shards import sharded_parameters
 from commlib_torch._stage_norms import refuse_whole_stages
-from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import powers_of
 
 _Norm = Callable[..., Tensor]
@@ -26,7 +26,7 @@ _Norm = Callable[..., Tensor]
 
 @functools.cache
 def watch_norms() -> None:
-    """Let PyTorch's norms of gradients be those of whole weights, from now on."""
+    """Make PyTorch's norms of gradients cover full weights from now on."""
     clipping = torch.nn.utils.clip_grad
     norm = _norm_over_axes(clipping._get_total_norm)
     clipping._get_total_norm = norm
@@ -35,7 +35,7 @@ def watch_norms() -> None:
 
 def _norm_over_axes(plain: _Norm) -> _Norm:
     @functools.wraps(plain)
-    @uncompiled
+    @disable_compile
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
@@ -51,12 +51,12 @@ def _norm_over_axes(plain: _Norm) -> _Norm:
         with torch.no_grad():
             power = power_over_axes(powers_of(zip(given, owners, strict=True), kind), kind)
             norm = torch.tensor([norm_of_powers([power], kind)], dtype=given[0].dtype, device=given[0].device)
-            return plain([norm], kind, error_if_nonfinite, foreach)  # its dtype, and its error
+            return plain([norm], kind, error_if_nonfinite, foreach)  # with its dtype and its error
 
     return total_norm
 
 
 def owners_of(gradients: Sequence[Tensor]) -> list[Any]:
-    """Return the divided parameter that each tensor is the gradient of, or None."""
-    known = {id(parameter.grad): parameter for parameter in divided_parameters() if parameter.grad is not None}
+    """Return the sharded parameter of each gradient, or None."""
+    known = {id(parameter.grad): parameter for parameter in sharded_parameters() if parameter.grad is not None}
     return [known.get(id(gradient)) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Operations of PyTorch by their names: which dimensions of the results are which ones of the inputs."""
+"""Operations of PyTorch by name: the correspondence of dimensions between results and inputs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from commlib.tensor_parallel import equations
 from commlib.tensor_parallel.equations import UNKNOWN_LENGTH, Equation, Shape
 
 Found = dict[str, Any]
-"""The fields of a step: its kind, and what goes with that."""
+"""The fields of a step: its kind, and the values for this kind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """A function of PyTorch, what it was called with, and what it returned."""
+class FunctionCall:
+    """A call of a PyTorch function: its arguments and its result."""
 
     name: str
     args: tuple[Any, ...]
@@ -26,14 +26,14 @@ class Called:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     lengths: Shape = ()
-    """Those of the first input, as numbers that know of what they are, if somebody asks."""
+    """The lengths of the first input, as numbers that remember their origin, if requested."""
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:
-        """Return an argument by its place or its name."""
+        """Return an argument by position or name."""
         return self.args[at] if len(self.args) > at else self.options.get(name, default)
 
     def rest(self, name: str) -> tuple[Any, ...]:
-        """Return numbers that are given one by one, or as a sequence."""
+        """Return numbers passed as separate arguments, or as a sequence."""
         given = self.args[1:] or (self.options.get(name, ()),)
         return tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
 
@@ -43,8 +43,8 @@ class Called:
         return tuple(self.inputs[0].shape)
 
 
-def described(called: Called) -> Found:
-    """Return what is known of a call: kind "unknown" if that is nothing."""
+def describe_call(called: FunctionCall) -> Found:
+    """Describe a call; kind "unknown" if nothing is known."""
     if called.name in _FILLED:
         given = called.args[1:2] if called.name.startswith("new") else called.args[:1]
         sizes = given if given and isinstance(given[0], Sequence) else (called.args,)
@@ -55,7 +55,7 @@ def described(called: Called) -> Found:
     found = describe(called) if describe is not None else None
     equation = None if found is None else found.get("equation")
     if found is None or (equation is not None and len(equation.inputs) != len(found.get("inputs", called.inputs))):
-        return {"kind": "unknown"}  # one that takes more than is known of it, as diff does what is to stand before
+        return {"kind": "unknown"}  # it has unknown arguments, such as values that diff prepends
     return found
 
 
@@ -63,81 +63,81 @@ def _equation(equation: Equation | None, **more: Any) -> Found | None:
     return None if equation is None else {"kind": "equation", "equation": equation, **more}
 
 
-def _pointwise(called: Called) -> Found | None:
-    if called.name in ("to", "type", "type_as"):  # of another tensor they take the dtype and the device alone
+def _pointwise(called: FunctionCall) -> Found | None:
+    if called.name in ("to", "type", "type_as"):  # only dtype and device are those of the other tensor
         return _equation(equations.pointwise(called.shape), inputs=called.inputs[:1])
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
-    results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of what is expanded
+    results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of an expanded tensor
     found = equations.pointwise(*shapes, *results)
     asked = called.rest("size") if called.name in ("expand", "broadcast_to") else ()
     return _equation(Equation(found.inputs[: len(shapes)], found.output), asked=tuple(asked))
 
 
-def _dropout(called: Called) -> Found | None:
+def _dropout(called: FunctionCall) -> Found | None:
     draws = bool(called.argument(2, "training", True)) and called.argument(1, "p", 0.5) > 0
     return _equation(equations.pointwise(called.shape), draws=draws)
 
 
-def _random_slopes(called: Called) -> Found | None:
+def _random_slopes(called: FunctionCall) -> Found | None:
     draws = bool(called.argument(3, "training", False))
     return _equation(equations.pointwise(called.shape), draws=draws)
 
 
-def _along(called: Called, default: int | None = -1, place: int = 1) -> Found | None:
+def _along(called: FunctionCall, default: int | None = -1, place: int = 1) -> Found | None:
     given = called.argument(place, "dim", default)
     dims = range(len(called.shape)) if given is None else (given,) if isinstance(given, int) else given
-    return _equation(equations.along(called.shape, dims))
+    return _equation(equations.dimwise(called.shape, dims))
 
 
-def _rolled(called: Called) -> Found | None:
+def _rolled(called: FunctionCall) -> Found | None:
     given = called.argument(2, "dims", ()) if called.name == "roll" else called.rest("dims")
     dims = (given,) if isinstance(given, int) else tuple(given)
-    return _equation(equations.along(called.shape, dims or range(len(called.shape))))
+    return _equation(equations.dimwise(called.shape, dims or range(len(called.shape))))
 
 
-def _normalized(called: Called) -> Found | None:
+def _normalized(called: FunctionCall) -> Found | None:
     """layer_norm and rms_norm: (x, shape, weight, bias)."""
     rank, count = len(called.shape), len(called.argument(1, "normalized_shape"))
     found = equations.pointwise(*(tuple(tensor.shape) for tensor in called.inputs))
     return _equation(Equation(found.inputs, found.output, frozenset(range(rank - count, rank))))
 
 
-def _reduced(called: Called, place: int = 1, default: int | None = None) -> Found | None:
+def _reduced(called: FunctionCall, place: int = 1, default: int | None = None) -> Found | None:
     if len(called.inputs) > 1:
         return _pointwise(called) if place == 1 else None
     given = called.argument(place, "dim", called.options.get("axis", default))
-    whole = given is None or isinstance(given, bool)  # how a variance is estimated
+    whole = given is None or isinstance(given, bool)  # settings of a variance estimate
     dims = range(len(called.shape)) if whole else (given,) if isinstance(given, int) else given
     kept = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
-    return _equation(equations.reduced(called.shape, dims or range(len(called.shape)), kept=kept))
+    return _equation(equations.reduction(called.shape, dims or range(len(called.shape)), kept=kept))
 
 
-def _pooled(called: Called) -> Found | None:
-    """Pooling of images, or of what else has one or three dimensions behind its channels: max_pool2d has two."""
+def _pooled(called: FunctionCall) -> Found | None:
+    """Pooling of images, or of tensors with one or three dimensions after the channels: max_pool2d has two."""
     images = int(called.name.partition("pool")[2][0])
-    return _equation(equations.along(called.shape, range(-images, 0)))
+    return _equation(equations.dimwise(called.shape, range(-images, 0)))
 
 
-def _padded(called: Called) -> Found | None:
+def _padded(called: FunctionCall) -> Found | None:
     given = called.argument(1, "pad")
     if not isinstance(given, Sequence) or len(called.inputs) > 1:
         return None
-    return _equation(equations.along(called.shape, range(-(len(given) // 2), 0)))
+    return _equation(equations.dimwise(called.shape, range(-(len(given) // 2), 0)))
 
 
-def _resized(called: Called) -> Found | None:
-    return _equation(equations.along(called.shape, range(2, len(called.shape))))
+def _resized(called: FunctionCall) -> Found | None:
+    return _equation(equations.dimwise(called.shape, range(2, len(called.shape))))
 
 
-def _over_channels(called: Called) -> Found | None:
-    """Norms of each example over its channels, or some of them, and images."""
+def _over_channels(called: FunctionCall) -> Found | None:
+    """Norms of each example over its channels, or some of them, and pixels."""
     if len(called.inputs) > 1:
         return None
-    return _equation(equations.along(called.shape, range(1, len(called.shape))))
+    return _equation(equations.dimwise(called.shape, range(1, len(called.shape))))
 
 
-def _loss(called: Called) -> Found | None:
-    """A loss of predictions and targets: needs all classes, and adds up all else."""
+def _loss(called: FunctionCall) -> Found | None:
+    """A loss of predictions and targets: needs all classes, and sums over the other dimensions."""
     shape = called.shape
     classes = frozenset({1} if len(shape) > 1 else {0}) if called.name in ("cross_entropy", "nll_loss") else frozenset()
     every = tuple(range(len(shape)))
@@ -151,13 +151,13 @@ def _loss(called: Called) -> Found | None:
     return _equation(Equation((every, target), (), classes))
 
 
-def _viewed(called: Called, dims: Sequence[int]) -> Found | None:
-    found = equations.viewed(len(called.shape), dims)
-    places = ((),) * (len(called.inputs) - 1)  # numbers, of no dimension of the result
+def _viewed(called: FunctionCall, dims: Sequence[int]) -> Found | None:
+    found = equations.selection(len(called.shape), dims)
+    places = ((),) * (len(called.inputs) - 1)  # numbers, which match no dimension of the result
     return _equation(Equation((*found.inputs, *places), found.output, found.needs))
 
 
-def _transpose(called: Called) -> Found | None:
+def _transpose(called: FunctionCall) -> Found | None:
     rank = len(called.shape)
     dims = list(range(rank))
     if called.name in ("t", "T", "mT", "H", "mH"):
@@ -168,24 +168,24 @@ def _transpose(called: Called) -> Found | None:
     return _viewed(called, dims)
 
 
-def _permute(called: Called) -> Found | None:
+def _permute(called: FunctionCall) -> Found | None:
     return _viewed(called, [dim % len(called.shape) for dim in called.rest("dims")])
 
 
-def _unsqueeze(called: Called) -> Found | None:
+def _unsqueeze(called: FunctionCall) -> Found | None:
     dims = list(range(len(called.shape)))
     dims.insert(called.argument(1, "dim") % (len(dims) + 1), -1)
     return _viewed(called, dims)
 
 
-def _squeeze(called: Called) -> Found | None:
+def _squeeze(called: FunctionCall) -> Found | None:
     given = called.argument(1, "dim")
     rank = len(called.shape)
     asked = range(rank) if given is None else [dim % rank for dim in ((given,) if isinstance(given, int) else given)]
     return _viewed(called, [dim for dim in range(rank) if dim not in asked or called.shape[dim] != 1])
 
 
-def _selected(called: Called) -> Found | None:
+def _selected(called: FunctionCall) -> Found | None:
     dims = list(range(len(called.shape)))
     dim = called.argument(1, "dim") % len(dims)
     found = _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
@@ -195,7 +195,7 @@ def _selected(called: Called) -> Found | None:
     return {**found, "kind": "piece", "dim": dim, "asked": (start, start + length)}
 
 
-def _picked(called: Called) -> Found | None:
+def _picked(called: FunctionCall) -> Found | None:
     """x[...] with numbers, slices, None, an ellipsis, and one list or tensor of numbers."""
     index = called.args[1] if isinstance(called.args[1], tuple) else (called.args[1],)
     many = [part for part in index if _is_many(part)]
@@ -232,7 +232,7 @@ def _picked(called: Called) -> Found | None:
 
 
 def _ends(part: Any) -> tuple[int, int] | None:
-    """Return where neighbours begin and end that a part of an index picks, as a slice says that; None of others."""
+    """Return the (start, end) of neighbours that an index selects, in a slice's form; None for other indices."""
     if isinstance(part, list) and len(part) == 1:
         return part[0], UNKNOWN_LENGTH if part[0] == -1 else part[0] + 1
     if isinstance(part, slice) and part.step in (None, 1):
@@ -247,8 +247,8 @@ def _is_many(part: Any) -> bool:
     return isinstance(part, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in part)
 
 
-def _repeated(called: Called) -> Found | None:
-    """Elements are repeated where they are, as keys are for all queries of a group."""
+def _repeated(called: FunctionCall) -> Found | None:
+    """Repetition of adjacent elements, such as keys for all queries of a group."""
     dim = called.argument(2, "dim")
     if dim is None:
         return None
@@ -261,7 +261,7 @@ def _repeated(called: Called) -> Found | None:
     return found
 
 
-def _reshape(called: Called) -> Found | None:
+def _reshape(called: FunctionCall) -> Found | None:
     asked: tuple[Any, ...] = ()
     if called.name in ("view", "reshape"):
         asked = called.rest("shape") or called.rest("size")
@@ -273,7 +273,7 @@ def _reshape(called: Called) -> Found | None:
     return {"kind": "reshape", "asked": tuple(asked)}
 
 
-def _split(called: Called) -> Found | None:
+def _split(called: FunctionCall) -> Found | None:
     given = called.argument(1, "split_size_or_sections", called.options.get("split_size"))
     if called.name in ("split", "split_with_sizes"):
         asked = (given,) if isinstance(given, int) else tuple(given)
@@ -282,16 +282,16 @@ def _split(called: Called) -> Found | None:
     return {"kind": "split", "dim": called.argument(place, "dim", 0)}
 
 
-def _joined(called: Called) -> Found | None:
+def _joined(called: FunctionCall) -> Found | None:
     return {"kind": "join", "dim": called.argument(1, "dim", 0)}
 
 
-def _product(called: Called) -> Found | None:
+def _product(called: FunctionCall) -> Found | None:
     left, right = (tuple(tensor.shape) for tensor in called.inputs)
     return _equation(equations.product(left, right))
 
 
-def _added_product(called: Called) -> Found | None:
+def _added_product(called: FunctionCall) -> Found | None:
     """baddbmm: (added, left, right)."""
     added, left, right = (tuple(tensor.shape) for tensor in called.inputs)
     found = equations.product(left, right)
@@ -302,17 +302,17 @@ def _added_product(called: Called) -> Found | None:
     return _equation(Equation((labels, *found.inputs), found.output, found.needs))
 
 
-def _einsum(called: Called) -> Found | None:
+def _einsum(called: FunctionCall) -> Found | None:
     if not isinstance(called.args[0], str):
         return None
     return _equation(equations.einsum(called.args[0], [tuple(tensor.shape) for tensor in called.inputs]))
 
 
-def _linear(called: Called) -> Found | None:
+def _linear(called: FunctionCall) -> Found | None:
     return {"kind": "product", "size": tuple(called.inputs[1].shape[::-1])}
 
 
-def _attention(called: Called) -> Found | None:
+def _attention(called: FunctionCall) -> Found | None:
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
     found = equations.attention(*shapes[:3])
     masks: list[tuple[int, ...]] = []
@@ -327,13 +327,13 @@ def _attention(called: Called) -> Found | None:
 
 
 _FILLED = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
-"""They make one number everywhere, in a shape that is asked for."""
+"""Functions that fill a tensor of a requested shape with one number."""
 
 ASKING = (
     *_FILLED, "view", "reshape", "unflatten", "expand", "broadcast_to", "split", "split_with_sizes", "chunk",
     "tensor_split", "narrow", "select", "getitem", "setitem", "repeat", "repeat_interleave",
 )  # fmt: skip
-"""They take numbers for lengths and places; others compute with them."""
+"""Functions that take numbers as lengths and positions; others compute with them."""
 
 _POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
 
@@ -362,9 +362,9 @@ NUMBERS = {
     "complex": "complex()", "numpy": "numpy", "array": "numpy", "is_nonzero": "is_nonzero", "equal": "equal",
     "allclose": "allclose", "contains": "in", "dlpack": "dlpack", "len": "len",
 }  # fmt: skip
-"""Functions that return no tensors but elements of them, or a length, by their names, and how messages call them."""
+"""Functions that return elements or lengths instead of tensors, with their names in messages."""
 
-_OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
+_OPERATIONS: dict[str, Callable[[FunctionCall], Found | None]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), _dropout),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _dropout),
@@ -373,8 +373,8 @@ _OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
     "logcumsumexp": _along,
     "topk": lambda called: _along(called, -1, 2),
     "normalize": lambda called: _along(called, 1, 2),
-    "tril": lambda called: _equation(equations.along(called.shape, (-1, -2))),
-    "triu": lambda called: _equation(equations.along(called.shape, (-1, -2))),
+    "tril": lambda called: _equation(equations.dimwise(called.shape, (-1, -2))),
+    "triu": lambda called: _equation(equations.dimwise(called.shape, (-1, -2))),
     **dict.fromkeys(("roll", "flip"), _rolled),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
     **dict.fromkeys(

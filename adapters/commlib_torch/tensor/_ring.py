@@ -1,4 +1,4 @@
-"""Ring attention for PyTorch: the blocks of `commlib.context_parallel.ring`, and the autograd function around it."""
+"""Ring attention for PyTorch: the blocks of `commlib.context_parallel.ring`, and their autograd function."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from commlib.context_parallel import Block, Layout
-from commlib.context_parallel.attention import Attention
+from commlib.context_parallel import Block, SequenceLayout
+from commlib.context_parallel.attention import AttentionCall
 from commlib.context_parallel.ring import pass_on
 from commlib.errors import UsageError
 from commlib_torch._bridge import read, to_tensor
-from commlib_torch.devices import in_order
-from commlib_torch.tensor._masked import finite, masked_backward, masked_forward
-from commlib_torch.tensor._sight import Sights, narrowed
-from commlib_torch.tensor.attending import attending
+from commlib_torch.devices import use_device_streams
+from commlib_torch.tensor._block_masks import BlockMasks, narrow_mask
+from commlib_torch.tensor._masked_attention import make_finite, masked_backward, masked_forward
+from commlib_torch.tensor.attention_kernels import choose_kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a call goes: the rank whose queries these are, of those that have the sequence by a layout.
+class RingCall:
+    """Parameters of a ring attention call: the rank of the queries, among ranks that share the sequence by a layout.
 
-    seed: of what is dropped. first_head: the number of the first head of these queries among all.
+    seed: of dropout. first_head: the index of the first head of these queries among all.
     """
 
-    layout: Layout
+    layout: SequenceLayout
     rank: int
     seed: int = 0
     first_head: int = 0
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, way: Way) -> Tensor:
-    """Return attention by a ring, which one rank alone is, too. mask: over the keys of ranks 0, 1, ...
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall, way: RingCall) -> Tensor:
+    """Return attention by a ring, also on a single rank. mask: over the keys of ranks 0, 1, ...
 
-    Where heads of `v` have another length than those of `k`, zeros make them equal.
+    If heads of `v` have another length than those of `k`, zeros pad them.
     """
     width, values = q.shape[-1], v.shape[-1]
     q, k, v = (pad(x, (0, max(width, values) - x.shape[-1])) if width != values else x for x in (q, k, v))
@@ -48,9 +48,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: A
 
 class _Ring(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention, way: Way) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall, way: RingCall
+    ) -> Tensor:
         q = q.contiguous()
-        blocks, ring = _Blocks(call, way, q, mask), call.ring(way.layout, way.rank)
+        blocks, ring = _TorchBlocks(call, way, q, mask), call.ring(way.layout, way.rank)
         total, stats = ring.forward(blocks, q, torch.stack((k, v)))
         out = total.to(q.dtype)
         ctx.call, ctx.way, ctx.ring = call, way, ring
@@ -61,23 +63,25 @@ class _Ring(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UsageError(
-                "attention by a ring, or with a window, masks or dropout, has no gradients of gradients "
+                "ring attention, and attention with a window, masks or dropout, has no gradients of gradients "
                 "(create_graph=True): use method='all_to_all' without these, within "
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
             )
         q, k, v, out, stats, mask = ctx.saved_tensors
         if ctx.way.layout.size > 1:
             ctx.call.agree_backward(q.shape[2])
-        blocks, kv = _Blocks(ctx.call, ctx.way, q, mask, learns=ctx.needs_input_grad[3]), torch.stack((k, v))
+        blocks, kv = _TorchBlocks(ctx.call, ctx.way, q, mask, learns=ctx.needs_input_grad[3]), torch.stack((k, v))
         of_q, of_kv = ctx.ring.backward(blocks, gradient.contiguous(), q, kv, out, stats)
         of_mask = None if blocks.of_mask is None else blocks.of_mask.to(mask.dtype)
         return of_q.to(q.dtype), of_kv[0].to(q.dtype), of_kv[1].to(q.dtype), of_mask, None, None
 
 
-class _Blocks:
-    def __init__(self, call: Attention, way: Way, q: Tensor, mask: Tensor | None, learns: bool = False) -> None:
+class _TorchBlocks:
+    def __init__(
+        self, call: AttentionCall, way: RingCall, q: Tensor, mask: Tensor | None, learns: bool = False
+    ) -> None:
         self._axis, self._scale = call.axis, call.scale
-        self._sights = Sights(call, way.layout, way.rank, mask, way.seed, q, way.first_head)
+        self._sights = BlockMasks(call, way.layout, way.rank, mask, way.seed, q, way.first_head)
         self.of_mask = self.zeros(mask) if mask is not None and learns else None
 
     def rows(self, x: Tensor, span: tuple[int, int]) -> Tensor:
@@ -87,7 +91,7 @@ class _Blocks:
         sight = self._sights.of(block, source)
         if sight is not None:
             return masked_forward(q, kv[0], kv[1], sight, self._scale)
-        out, lse = attending(q).forward(q, kv[0], kv[1], block.causal, self._scale)
+        out, lse = choose_kernel(q).forward(q, kv[0], kv[1], block.causal, self._scale)
         return out, torch.stack((lse, torch.ones_like(lse)), -1)
 
     def gradients(
@@ -96,11 +100,11 @@ class _Blocks:
         sight = self._sights.of(block, source)
         if sight is None:
             lse = stats[..., 0] + stats[..., 1].log()
-            of_q, *of_kv = attending(q).backward(gradient, q, kv[0], kv[1], out, lse, block.causal, self._scale)
+            of_q, *of_kv = choose_kernel(q).backward(gradient, q, kv[0], kv[1], out, lse, block.causal, self._scale)
             return of_q, torch.stack(of_kv)
         of_mask = None
         if self.of_mask is not None:
-            of_mask = narrowed(self.of_mask, block.queries)[..., self._sights.columns(block, source)]
+            of_mask = narrow_mask(self.of_mask, block.queries)[..., self._sights.columns(block, source)]
         of_q, *of_kv = masked_backward(gradient, q, kv[0], kv[1], out, stats, sight, self._scale, of_mask)
         return of_q, torch.stack(of_kv)
 
@@ -114,10 +118,10 @@ class _Blocks:
         self, found: tuple[Tensor, Tensor], span: tuple[int, int], more: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         out, stats = (self.rows(x, span) for x in found)
-        largest = finite(torch.maximum(stats[..., :1], more[1][..., :1]))
+        largest = make_finite(torch.maximum(stats[..., :1], more[1][..., :1]))
         here, there = (x[..., 1:] * torch.exp(x[..., :1] - largest) for x in (stats, more[1]))
         total = here + there
-        weight = total.clamp(min=1)  # of the largest score alone it is 1
+        weight = total.clamp(min=1)  # 1 if only the largest score counts
         out.mul_(here / weight).addcmul_(more[0].to(out.dtype), there / weight)
         stats.copy_(torch.cat((largest, total), -1))
         return found
@@ -133,11 +137,11 @@ class _Blocks:
         return x.add_(y)
 
     def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
-        with in_order():
+        with use_device_streams():
             wait = pass_on(self._axis, read(x), tokens, tag)
 
         def arrived() -> Tensor:
-            with in_order():
+            with use_device_streams():
                 return to_tensor(wait())
 
         return arrived

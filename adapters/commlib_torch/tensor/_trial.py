@@ -1,4 +1,4 @@
-"""Trial: find out along which dimensions a function that nobody can look into works on parts, and its gradients."""
+"""Trials: find the dimensions along which an opaque function works on shards, and its gradients."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from commlib.tensor_parallel import equations
 from commlib.tensor_parallel.equations import Equation
 
 _MOST_ROUNDINGS = 1000
-"""By how many of its dtype's roundings, of the largest element, a number may differ."""
+"""Tolerance: this many rounding errors of the dtype, relative to the largest element."""
 
 
-def tried(function: Callable[[Tensor], Tensor], x: Tensor, result: Tensor) -> Equation | None:
-    """Return the equation of a function of one tensor, which gives one of the same shape; None if it is another one.
+def try_function(function: Callable[[Tensor], Tensor], x: Tensor, result: Tensor) -> Equation | None:
+    """Return the equation of a function of one tensor with a result of the same shape; None if there is none.
 
-    It is called with halves of each dimension, forward and backward. Dimensions of which it does not treat halves as it
-    does all, or fails with, are those that it needs.
+    It is called on halves of each dimension, forward and backward. It needs all of a dimension if its results on halves
+    differ from those on all of it, or if it fails.
     """
     if result.shape != x.shape or result.dtype != x.dtype or not x.is_floating_point() or not x.numel():
         return None
     try:
-        whole = _ran(function, x)
+        whole = _run(function, x)
     except Exception:
         return None
     needs = [dim for dim, length in enumerate(x.shape) if length > 1 and not _takes_parts(function, x, whole, dim)]
-    return equations.along(tuple(x.shape), needs)
+    return equations.dimwise(tuple(x.shape), needs)
 
 
 def gradients(function: Callable[..., Any], args: Sequence[Any], of: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of some of a function's arguments, from one that its results say, element by element.
+    """Return gradients with respect to some arguments of a function, from a result gradient defined by element.
 
-    So a function of parts is asked with the parts of what a function of the whole is. What it cannot differentiate has
-    gradients that are no numbers, and what it does not depend on zeros.
+    A function on shards thereby gets the shards of the unsharded function's result gradient. Gradients of functions
+    without a derivative are NaN, and gradients of unused arguments are zeros.
     """
     wanted = [one.detach().clone().requires_grad_() for one in of]
     try:
         with torch.enable_grad():
-            copies = {id(one): new.clone() for one, new in zip(of, wanted, strict=True)}  # which it may write
+            copies = {id(one): new.clone() for one, new in zip(of, wanted, strict=True)}  # it may write to them
             results = function(*(copies.get(id(one), one) for one in args))
             results = [results] if isinstance(results, Tensor) else list(results)
             results = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
@@ -54,8 +54,8 @@ def gradients(function: Callable[..., Any], args: Sequence[Any], of: Sequence[Te
         return [torch.full_like(one, torch.nan) for one in of]
 
 
-def _ran(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a function's result, and the gradient of what it was given from one that differs by elements."""
+def _run(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a function's result, and the gradient of its input for a result gradient that varies by element."""
     with torch.enable_grad():
         given = x.detach().clone().requires_grad_()
         result = function(given)
@@ -66,7 +66,7 @@ def _ran(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
 def _takes_parts(function: Callable[[Tensor], Tensor], x: Tensor, whole: tuple[Tensor, Tensor], dim: int) -> bool:
     half = x.shape[dim] // 2
     try:
-        parts = [_ran(function, part) for part in x.tensor_split((half,), dim)]
+        parts = [_run(function, part) for part in x.tensor_split((half,), dim)]
         return all(_are_close(torch.cat(own, dim), one) for one, *own in zip(whole, *parts, strict=True))
     except Exception:
         return False

@@ -1,4 +1,4 @@
-"""Values of tensors: every rank of a communicator takes those of its rank 0."""
+"""Tensor values: all ranks of a communicator take those of its rank 0."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from commlib.communicator import Communicator
 from commlib.sharding.shards import others_of, world_ranks
-from commlib_torch._bridge import array_of, on_host
+from commlib_torch._bridge import array_of, to_host
 from commlib_torch._shards import shard_of
 
 
 @contextmanager
 def values_of_rank_0(tensors: Iterable[Tensor], comm: Communicator) -> Iterator[None]:
-    """Give tensors the values that they have on rank 0, and their own again if what follows raises. Collective.
+    """Overwrite tensors with the values of rank 0, and restore them if the caller's code then raises. Collective.
 
-    Parameters that are divided among ranks of `comm` already stay as they are: each rank has another part.
+    Parameters that are already sharded among ranks of `comm` do not change: each rank has another shard.
     """
     own, ranks = [], world_ranks(comm)
     with torch.no_grad():
         for tensor in tensors:
             shard = shard_of(tensor)
             if tensor.numel() and (shard is None or not others_of(shard, ranks)):
-                values = on_host(tensor).clone()
+                values = to_host(tensor).clone()
                 comm.broadcast(array_of(values))
                 values = values.to(tensor.device)
                 if not torch.equal(values, tensor):

@@ -1,4 +1,4 @@
-"""Weights: those of a model of PyTorch that a plan divides, for what its own code sees of their shapes."""
+"""Sharded weights of a model, whose shapes the model's own code may query."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from commlib_torch._shards import shards_of
 from commlib_torch.tensor.layers import find_layer
 
 
-def divided_weights(model: nn.Module, styles: Collection[str]) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
-    """Yield (layer, parameter, how it is divided) of what is divided, or will be by styles that are a mapping."""
+def sharded_weights(model: nn.Module, styles: Collection[str]) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    """Yield (layer, parameter, sharding) of weights that are sharded, or will be by a mapping of styles."""
     for name, module in model.named_modules():
         for own, shard in shards_of(module).items():
             if isinstance(shard.sharding, Sharding) and (weight := vars(module)["_parameters"].get(own)) is not None:
@@ -23,5 +23,5 @@ def divided_weights(model: nn.Module, styles: Collection[str]) -> Iterator[tuple
         if isinstance(style, Column | Row | Sequence | Vocabulary) and not hasattr(module, "become"):
             kind: Any = find_layer(name, module, style)
             for own, sharding in kind.shardings(module, name, style).items():
-                if own not in vars(module)["_buffers"]:  # moments of norms
+                if own not in vars(module)["_buffers"]:  # running moments of norms
                     yield name, module.get_parameter(own), sharding

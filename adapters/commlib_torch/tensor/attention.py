@@ -1,4 +1,4 @@
-"""Multi-head attention of PyTorch, with its heads divided among the ranks of an axis."""
+"""PyTorch's multi-head attention with heads sharded among the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch._shards import KeepsShards
-from commlib_torch.tensor._alike import given
-from commlib_torch.tensor._dividing import divide
+from commlib_torch._shards import ShardedModule
+from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._entry import product
-from commlib_torch.tensor._heads import attended, mask_of
+from commlib_torch.tensor._heads import attend, mask_of
+from commlib_torch.tensor._sharding import shard_parameters
 from commlib_torch.tensor.linear import RowLinear
-from commlib_torch.tensor.moves import On, axis_of, moved
+from commlib_torch.tensor.moves import On, axis_of, redistribute
 from commlib_torch.tensor.streams import dropout
 
 
-class ColumnAttention(KeepsShards, nn.MultiheadAttention):
-    """An `nn.MultiheadAttention` whose heads are divided: each rank has some of them; their outputs are added up.
+class ColumnAttention(ShardedModule, nn.MultiheadAttention):
+    """An `nn.MultiheadAttention` with sharded heads: each rank has some of them; their outputs are summed.
 
-    Arguments and results are those of `nn.MultiheadAttention`, with the values that this has for the same seed. Inputs
-    are whole on every rank, or divided along `sequence`, as the output is then. Masks are those of whole sequences and
-    all heads. The weights of attention are returned for all heads, too: give need_weights=False to save a reduction.
+    Arguments and results are those of `nn.MultiheadAttention`, with its values for the same seed. Inputs are unsharded
+    on every rank, or sharded along `sequence`; the output has the same layout. Masks are those of full sequences and
+    all heads. Attention weights are returned for all heads, too: pass need_weights=False to save a reduction.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         self.become("ColumnAttention", axis_of(axis), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
-        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         width, heads = self.embed_dim, self.num_heads
         if style.gather or style.parts != 1 or style.units not in (0, heads):
             raise UsageError(
-                f"{what}: {style}: attention is divided by its {heads} heads: give Column(sequence=...) alone"
+                f"{what}: {style}: attention is sharded by its {heads} heads: pass Column(sequence=...) only"
             )
         three = (width,) * 3
         every = {
@@ -61,9 +61,9 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         of_out = RowLinear.shardings(out, f"{what}.out_proj", Row(units=heads))
         return own | {f"out_proj.{name}": sharding for name, sharding in of_out.items()}
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is ordinary attention so far."""
-        divide(what, self, axis, self.shardings(what, style))
+    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
+        """Shard a plain attention in place."""
+        shard_parameters(what, self, axis, self.shardings(what, style))
         self.axis, self.style = axis, style
         out: Any = self.out_proj
         out.__class__ = RowLinear
@@ -82,31 +82,31 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output, weights or None), as `nn.MultiheadAttention` does."""
         if query.is_nested:
-            raise UsageError("ColumnAttention: nested tensors are not supported: give padded ones and key_padding_mask")
+            raise UsageError("ColumnAttention: nested tensors are not supported: pass padded ones and key_padding_mask")
         if is_causal and attn_mask is None:
-            raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: give that, too")
+            raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: pass attn_mask, too")
         for mask in (attn_mask, key_padding_mask):
             if mask is not None:
-                given(self, mask, "the mask")
-        q, k, v = (self._as_heads(x) for x in self._projected(query, key, value))
+                note_input(self, mask, "the mask")
+        q, k, v = (self._as_heads(x) for x in self._project(query, key, value))
         keys = k.shape[2]
-        k, v = self._extended(k, self.bias_k), self._extended(v, self.bias_v)
-        # PyTorch's own layer, too, takes the hint for the mask in this case only.
+        k, v = self._append_rows(k, self.bias_k), self._append_rows(v, self.bias_v)
+        # PyTorch's own layer also uses the hint instead of the mask only in this case.
         causal = is_causal and key_padding_mask is None and not need_weights
         attn_mask = None if causal else attn_mask
         mask = mask_of(attn_mask, key_padding_mask, q, keys, k.shape[2] - keys, self.axis, self.num_heads)
         if not need_weights:
             rate = self.dropout if self.training else 0.0
-            return self._output(attended(q, k, v, mask, rate, causal, self.axis), query.dim()), None
+            return self._output(attend(q, k, v, mask, rate, causal, self.axis), query.dim()), None
         scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
         weights = dropout(weights, self.dropout, self.training, self.axis)
         found = self._output(weights @ v, query.dim())
-        weights = self._of_all_heads(weights, average_attn_weights)
+        weights = self._gather_weights(weights, average_attn_weights)
         return found, weights if query.dim() == 3 else weights.squeeze(0)
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """Return this rank's features of Q, K and V; inputs that are one tensor are moved once."""
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Return this rank's features of Q, K and V; inputs that are one tensor are redistributed once."""
         axis, sequence, bias, inputs = self.axis, self.style.sequence, self.in_proj_bias, (query, key, value)
         if self.in_proj_weight is None:
             weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -115,7 +115,7 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         else:
             weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        # The same inputs one behind another: they share one move.
+        # Equal inputs in sequence share one redistribution.
         order = sorted(range(3), key=lambda at: next(first for first in range(3) if inputs[first] is inputs[at]))
         found = {at: product(inputs[at], weights[at], biases[at], axis, sequence, self) for at in order}
         return found[0], found[1], found[2]
@@ -128,7 +128,7 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _output(self, x: Tensor, dims: int) -> Tensor:
-        """Return the output of heads, in the order of dimensions that inputs have."""
+        """Return the output of heads, in the order of dimensions of the inputs."""
         if dims == 2:
             x = x.squeeze(0).transpose(0, 1)
         else:
@@ -136,8 +136,8 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
         found: Tensor = self.out_proj(x.flatten(-2))
         return found
 
-    def _extended(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return K or V with those that `add_bias_kv` and `add_zero_attn` put behind them."""
+    def _append_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return K or V with the rows that `add_bias_kv` and `add_zero_attn` append."""
         parts = [x]
         if bias is not None:
             own = bias.to(x.dtype).reshape(1, 1, -1, self.head_dim).transpose(1, 2)
@@ -146,9 +146,9 @@ class ColumnAttention(KeepsShards, nn.MultiheadAttention):
             parts.append(torch.zeros_like(x[:, :, :1]))
         return x if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
-        """Return the weights of attention of all ranks' heads: (batch, heads, queries, keys), or their mean."""
+    def _gather_weights(self, weights: Tensor, average: bool) -> Tensor:
+        """Return the attention weights of all ranks' heads: (batch, heads, queries, keys), or their mean."""
         if average:
-            total = moved(weights.sum(1), self.axis, REDUCE, may_write=True)
+            total = redistribute(weights.sum(1), self.axis, REDUCE, may_write=True)
             return total / float(self.num_heads)
-        return moved(weights, self.axis, moves.gather(1, lengths=even(self.num_heads, self.axis.size).counts))
+        return redistribute(weights, self.axis, moves.gather(1, lengths=even(self.num_heads, self.axis.size).counts))

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences that are divided among the ranks of an axis.
+"""Context parallelism: attention over sequences sharded among the ranks of an axis.
 
 from commlib_torch.tensor import context as cp
 
@@ -16,14 +16,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from commlib.comparison.agreement import or_refused
-from commlib.context_parallel.attention import WHAT, Attention, Given, Options
-from commlib.sharding.axis import Axis
+from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
+from commlib.sharding.axis import ParallelAxis
 from commlib_torch._bridge import check, device_kind, dtype_name
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch.tensor._by_heads import attention_by_heads
-from commlib_torch.tensor._keys import whole_mask
-from commlib_torch.tensor._ring import Way, ring_attention
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch.tensor._head_exchange import attention_by_heads
+from commlib_torch.tensor._key_masks import whole_mask
+from commlib_torch.tensor._ring import RingCall, ring_attention
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
 
@@ -32,7 +32,7 @@ _SEEDS = 1 << 62
 __all__ = ["SequenceLoader", "attention", "loss_mean", "position_ids", "shard_sequence", "unshard_sequence"]
 
 
-@uncompiled
+@disable_compile
 def attention(
     q: Tensor,
     k: Tensor,
@@ -51,44 +51,50 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.scaled_dot_product_attention` over sequences that are divided among ranks.
+    """Return `torch.nn.functional.scaled_dot_product_attention` over sequences sharded among ranks.
 
-    q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves as many of
-    q's. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and those before it in
-    the whole sequence. scale: by default 1 / sqrt(head_dim); a negative one, too. layout: "balanced" or "contiguous",
-    as `shard_sequence` has divided it. length: of the whole sequence, by default what the ranks' tokens add up to.
-    documents: where packed documents begin and the last one ends, (0, 5, 11), the same for the whole batch; tokens see
-    their document alone.
+    q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves several
+    heads of q. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and earlier
+    tokens of the full sequence. scale: by default 1 / sqrt(head_dim); may be negative. layout: "balanced" or
+    "contiguous", as in `shard_sequence`. length: of the full sequence, by default the sum of the ranks' tokens.
+    documents: the boundaries of packed documents, such as (0, 5, 11), the same for the whole batch; tokens see only
+    their document.
 
-    window: (left, right), how many positions before and after its own a token sees, -1 for all; with `causal` none
-    after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
-    for keys that none sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
-    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the first one or two:
-    bool, True for what is seen, or floats that are added to scores, and have a gradient, that of this rank's queries.
-    Where several are given, a token sees what all let it see; one that sees nothing gets zeros, and gives no gradient.
+    window: (left, right), the number of visible positions before and after a token, -1 for all; with `causal` none
+    after. A sliding window of n tokens, as in Mistral, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
+    for keys that no token sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
+    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the full sequence), or without the first one or two:
+    bool, True for visible keys, or floats that are added to scores and have a gradient, for this rank's queries. A
+    token sees a key only if all given masks allow it; a token that sees none gets zeros, and contributes no gradient.
 
-    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: of what is dropped, by default a number of
-    PyTorch's generator, which each rank draws; that of the axis' first rank counts. The same weights are dropped on any
-    number of ranks, by either method, and where a checkpoint recomputes. Heads that are divided among other ranks
-    with the same stream, as those along "tp", drop alike: call it within `streams.divided(mesh["tp"])`.
+    dropout_p: the share of dropped weights, 0 in evaluation. seed: of dropout, by default a number from PyTorch's
+    generator, which each rank draws; that of the axis' first rank counts. The same weights are dropped on any number of
+    ranks, by both methods, and in recomputation. Heads sharded among other ranks with the same stream, such as those
+    along "tp", have equal dropout: call it within `streams.divided(mesh["tp"])`.
 
-    method: "ring", keys and values travel round the ranks while blocks are computed; a rank never has the whole
-    sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are
-    fewer heads of q than ranks, some ranks idle. An axis' codec is used by "all_to_all" alone.
+    method: "ring": keys and values circulate among the ranks while blocks are computed; no rank has the full sequence.
+    "all_to_all" (Ulysses): a rank gets the full sequence of some heads, by two all-to-alls; with fewer heads of q than
+    ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
 
-    Collective over the axis, and so is its backward, which each rank must run, one without tokens too. Raises
-    UsageError for arguments that do not fit, MismatchError on all ranks where these differ among ranks.
+    Collective over the axis, and so is its backward, which each rank must run, including ranks without tokens. Raises
+    UsageError for inconsistent arguments, MismatchError on all ranks if arguments differ among ranks.
     """
     axis = _axis_of(axis)
     q, k, v = (_cast(x) for x in (q, k, v))
-    options = Options(causal, scale, layout, length, documents, window, method, dropout_p)
+    options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
 
-    def made() -> Attention:
+    def made() -> AttentionCall:
         masks = [x for x in (mask, key_mask) if x is not None]
-        tensors = _given(q), _given(k), _given(v), _given(mask), _given(key_mask)
-        return Attention.of(axis, tensors, options, device_kind((q, k, v, *masks)))
+        tensors = (
+            _describe_arguments(q),
+            _describe_arguments(k),
+            _describe_arguments(v),
+            _describe_arguments(mask),
+            _describe_arguments(key_mask),
+        )
+        return AttentionCall.of(axis, tensors, options, device_kind((q, k, v, *masks)))
 
-    call = or_refused(axis.comm, WHAT, made, 2)
+    call = make_or_refuse(axis.comm, WHAT, made, 2)
     if seed is None:
         seed = int(torch.randint(_SEEDS, (), device="cpu")) if dropout_p else 0
     divided, seed = call.agree(q.shape[2], int(seed) % _SEEDS)
@@ -97,17 +103,17 @@ def attention(
     seen = whole_mask(mask, key_mask, axis, divided)
     if method == "all_to_all":
         return attention_by_heads(q, k, v, seen, call, divided, seed)
-    return ring_attention(q, k, v, seen, call, Way(divided, axis.rank, seed))
+    return ring_attention(q, k, v, seen, call, RingCall(divided, axis.rank, seed))
 
 
-def _given(x: Tensor | None) -> Given:
+def _describe_arguments(x: Tensor | None) -> TensorInfo:
     if x is None:
-        return Given()
-    return Given(dtype_name(x.dtype), x.shape, torch.is_grad_enabled() and x.requires_grad)
+        return TensorInfo()
+    return TensorInfo(dtype_name(x.dtype), x.shape, torch.is_grad_enabled() and x.requires_grad)
 
 
-def _axis_of(axis: On) -> Axis:
-    if isinstance(axis, Axis):
+def _axis_of(axis: On) -> ParallelAxis:
+    if isinstance(axis, ParallelAxis):
         return axis
     found = axis_of(axis)
     found.threads = torch.get_num_threads()
@@ -115,7 +121,7 @@ def _axis_of(axis: On) -> Axis:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype in which scaled_dot_product_attention would take it."""
+    """Return a tensor in the dtype that scaled_dot_product_attention would use."""
     check(x)
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Convolutions that are divided among the ranks of an axis, by their output or input channels."""
+"""Convolutions sharded among the ranks of an axis, by output or input channels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch._shards import KeepsShards
-from commlib_torch.tensor._alike import given
-from commlib_torch.tensor._dividing import divide
-from commlib_torch.tensor._entry import entered
-from commlib_torch.tensor.linear import check_inputs, gathered
-from commlib_torch.tensor.moves import On, axis_of, copy, moved
+from commlib_torch._shards import ShardedModule
+from commlib_torch.tensor._comparison import note_input
+from commlib_torch.tensor._entry import enter
+from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor.linear import check_inputs, gather_outputs
+from commlib_torch.tensor.moves import On, axis_of, copy, redistribute
 
 
-class ColumnConv(KeepsShards, _ConvNd):
-    """A convolution whose output channels are divided: as `ColumnLinear`, for images of any number of dimensions.
+class ColumnConv(ShardedModule, _ConvNd):
+    """A convolution with sharded output channels: like `ColumnLinear`, for images of any number of dimensions.
 
-    As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.
+    Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
     """
 
     def __init__(self, *args: Any, axis: On, style: Column | None = None, **kwargs: Any) -> None:
@@ -32,39 +32,39 @@ class ColumnConv(KeepsShards, _ConvNd):
         self.become(type(self).__name__, axis_of(axis), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
-        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         _check_groups(what, self)
         parts = parts_of(what, style.parts, self.out_channels)
         shape = (self.out_channels, *self.weight.shape[1:])
         weight, bias = Sharding(shape, 0, parts, style.units), Sharding(shape[:1], 0, parts, style.units)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary convolution so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
+        """Shard a plain convolution in place."""
         shardings = self.shardings(what, style)
-        divide(what, self, axis, shardings)
+        shard_parameters(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, or all of them."""
         sequence = self.style.sequence
-        given(self, x, sequence=sequence)
-        inside = entered(
-            x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), moved, self.weight
+        note_input(self, x, sequence=sequence)
+        inside = enter(
+            x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), redistribute, self.weight
         )
         out: Tensor = self._conv_forward(inside, self.weight, self.bias)
-        return gathered(out, self.axis, self.sharding, _channels(self), layer=self) if self.style.gather else out
+        return gather_outputs(out, self.axis, self.sharding, _channels(self), layer=self) if self.style.gather else out
 
     def extra_repr(self) -> str:
-        """Say what is divided."""
+        """Describe the sharding."""
         plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{plain}, {self.style}, {self.axis!r}"
 
 
-class RowConv(KeepsShards, _ConvNd):
-    """A convolution whose input channels are divided; outputs are added up: as `RowLinear`.
+class RowConv(ShardedModule, _ConvNd):
+    """A convolution with sharded input channels, whose outputs are summed: like `RowLinear`.
 
-    As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.
+    Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
     """
 
     def __init__(self, *args: Any, axis: On, style: Row | None = None, **kwargs: Any) -> None:
@@ -72,66 +72,66 @@ class RowConv(KeepsShards, _ConvNd):
         self.become(type(self).__name__, axis_of(axis), style or Row())
 
     def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
-        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         _check_groups(what, self)
         shape = tuple(self.weight.shape)
         return {"weight": Sharding((shape[0], self.in_channels, *shape[2:]), 1, (), style.units)}
 
-    def become(self, what: str, axis: Axis, style: Row) -> None:
-        """Divide what is an ordinary convolution so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
+        """Shard a plain convolution in place."""
         shardings = self.shardings(what, style)
-        divide(what, self, axis, shardings)
+        shard_parameters(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all channels, of whole images or of this rank's part of the sequence."""
+        """Return all channels, of full images or of this rank's part of the sequence."""
         axis, sequence, channels = self.axis, self.style.sequence, _channels(self)
         if self.style.split:
-            x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)), layer=self)
+            x = redistribute(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)), layer=self)
         check_inputs(self, x, self.weight.shape[1], channels)
         part = self._conv_forward(x, self.weight, None)
-        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), layer=self)
+        out = redistribute(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), layer=self)
         if self.bias is None:
             return out
-        # Of a divided sequence each rank has a part of the bias' gradient.
+        # With a sharded sequence, each rank has a part of the bias gradient.
         bias = self.bias if sequence is None else copy(self.bias, axis)
         return out + bias.to(out.dtype).reshape(-1, *(1,) * (-1 - channels))
 
     def extra_repr(self) -> str:
-        """Say what is divided."""
+        """Describe the sharding."""
         plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{plain}, {self.style}, {self.axis!r}"
 
 
 class ColumnConv1d(ColumnConv, nn.Conv1d):
-    """See `ColumnConv`. x: (batch, channels, length), or without the batch."""
+    """A `ColumnConv`. x: (batch, channels, length), or without the batch."""
 
 
 class ColumnConv2d(ColumnConv, nn.Conv2d):
-    """See `ColumnConv`. x: (batch, channels, height, width), or without the batch."""
+    """A `ColumnConv`. x: (batch, channels, height, width), or without the batch."""
 
 
 class ColumnConv3d(ColumnConv, nn.Conv3d):
-    """See `ColumnConv`. x: (batch, channels, depth, height, width), or without the batch."""
+    """A `ColumnConv`. x: (batch, channels, depth, height, width), or without the batch."""
 
 
 class RowConv1d(RowConv, nn.Conv1d):
-    """See `RowConv`. x: (batch, this rank's channels, length), or without the batch."""
+    """A `RowConv`. x: (batch, this rank's channels, length), or without the batch."""
 
 
 class RowConv2d(RowConv, nn.Conv2d):
-    """See `RowConv`. x: (batch, this rank's channels, height, width), or without the batch."""
+    """A `RowConv`. x: (batch, this rank's channels, height, width), or without the batch."""
 
 
 class RowConv3d(RowConv, nn.Conv3d):
-    """See `RowConv`. x: (batch, this rank's channels, depth, height, width), or without the batch."""
+    """A `RowConv`. x: (batch, this rank's channels, depth, height, width), or without the batch."""
 
 
 def _channels(module: _ConvNd) -> int:
-    """Return the dimension of channels, from the end."""
+    """Return the dimension of channels, counted from the end."""
     return -1 - len(module.kernel_size)
 
 
 def _check_groups(what: str, module: _ConvNd) -> None:
     if module.groups != 1:
-        raise UsageError(f"{what}: a convolution with groups={module.groups} cannot be divided: leave it whole")
+        raise UsageError(f"{what}: a convolution with groups={module.groups} cannot be sharded: leave it replicated")

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by words: see `commlib.tensor_parallel.vocabulary` for the recipe."""
+"""Cross entropy of vocabulary-sharded logits: see `commlib.tensor_parallel.vocabulary` for the algorithm."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.comparison.agreement import digest_of, or_refused
+from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import Axis
-from commlib.tensor_parallel.run.whole_logits import ROWS, refuse_whole, stride
+from commlib.sharding.axis import ParallelAxis
+from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
 from commlib_torch._bridge import host_array
-from commlib_torch._uncompiled import uncompiled
+from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.collectives import writing
 from commlib_torch.tensor.moves import On, axis_of
 
@@ -22,7 +22,7 @@ _WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-@uncompiled
+@disable_compile
 def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -34,20 +34,20 @@ def vocabulary_cross_entropy(
     reduction: str = "mean",
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of logits whose words are divided among the ranks of an axis.
+    """Return the cross entropy of logits whose vocabulary is sharded among the ranks of an axis.
 
-    As `F.cross_entropy` over the last dimension. logits: (..., this rank's words), of any floating dtype. target:
-    integers (...), words of the whole vocabulary. weight: that of each word of the whole vocabulary, without a
-    gradient. Both are the same on every rank. vocabulary: the number of all words, if it is to be checked. Returns a
-    float32, or a float64 for such logits: the sum, or the mean by weight, of the rows that are not ignored (nan for
-    none), or with "none" that of each row (...). It has a gradient; a second one is refused.
+    Like `F.cross_entropy` over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target:
+    token ids (...), of the full vocabulary. weight: one number per token of the full vocabulary, without a gradient.
+    Both are the same on every rank. vocabulary: the size of the full vocabulary, to be checked. Returns a float32, or a
+    float64 for such logits: the sum, or the weighted mean, of the rows that are not ignored (nan if there are none), or
+    with "none" the loss of each row (...). It has a gradient; a second one is refused.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
-    for logits that are whole (the same on all ranks, which `vocabulary` rules out), and MismatchError where ranks have
-    other targets, weights or options.
+    Collective: two reductions of a few numbers per row, and none in the backward. Raises UsageError on all ranks, also
+    for unsharded logits (equal on all ranks, which `vocabulary` rules out), and MismatchError if targets, weights or
+    options differ among ranks.
     """
     shared = axis_of(axis)
-    or_refused(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+    make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
     said = {
@@ -63,16 +63,16 @@ def vocabulary_cross_entropy(
         return losses.reshape(target.shape)
     if reduction == "sum":
         return losses.sum()
-    counted: Tensor = ~is_ignored if weight is None else _of_target(weight, words, is_ignored)
+    counted: Tensor = ~is_ignored if weight is None else _target_weights(weight, words, is_ignored)
     return losses.sum() / counted.sum()
 
 
 class _Losses(Function):
-    """The loss of each row, 0 where it is ignored."""
+    """The loss of each row, 0 if it is ignored."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, weight: Tensor | None, axis: Axis,
+        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, weight: Tensor | None, axis: ParallelAxis,
         smoothing: float, total: int | None, options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -92,12 +92,12 @@ class _Losses(Function):
         said = torch.stack(sums)
         _reduce(said, axis, "sum")
         x /= said[-1].unsqueeze(-1)
-        # Factors of the target's term, and of the sum's logarithm.
+        # Factors of the target's term, and of the logarithm of the sum.
         ctx.each = smoothing / sum(counts)
         of_target: Any = 1 - smoothing
         of_all: Any = 1.0
         if weight is not None:
-            of_target = of_target * _of_target(weight, target, is_ignored)
+            of_target = of_target * _target_weights(weight, target, is_ignored)
             of_all = of_target + ctx.each * weight.sum() if smoothing else of_target
         losses = said[-1].log() * of_all - of_target * said[0]
         if smoothing:
@@ -109,7 +109,7 @@ class _Losses(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # else the gradient of this gradient would silently be zero
+        if torch.is_grad_enabled():  # otherwise the gradient of this gradient would silently be zero
             raise UsageError(
                 "vocabulary_cross_entropy has no second gradient (create_graph=True): gather the logits, and use "
                 "F.cross_entropy"
@@ -123,22 +123,22 @@ class _Losses(Function):
         return found.to(ctx.dtype), None, None, None, None, None, None, None
 
 
-def _of_target(weight: Tensor, target: Tensor, is_ignored: Tensor) -> Tensor:
-    """Return the weight of each row's target, 0 where it is ignored."""
+def _target_weights(weight: Tensor, target: Tensor, is_ignored: Tensor) -> Tensor:
+    """Return the weight of each row's target, 0 if it is ignored."""
     return weight[target.masked_fill(is_ignored, 0)].masked_fill(is_ignored, 0)
 
 
 def _shared_maximum(
-    x: Tensor, target: Tensor, weight: Tensor | None, axis: Axis, options: dict[str, Any]
+    x: Tensor, target: Tensor, weight: Tensor | None, axis: ParallelAxis, options: dict[str, Any]
 ) -> tuple[Tensor, list[int]]:
-    """Return the largest logit of each row, and how many words each rank has: both in one message.
+    """Return the largest logit of each row, and the number of tokens of each rank, from one message.
 
-    With digests of what ranks have asked for, and with which targets. Raises MismatchError on all ranks if these
-    differ, UsageError if their logits do not.
+    The message also has digests of the options and targets. Raises MismatchError on all ranks if these differ,
+    UsageError if their logits do not.
     """
     rows, most = min(ROWS, len(x)), x.amax(-1)
     lines = [f"{name}: {value}" for name, value in options.items()]
-    own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 words on a rank
+    own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 tokens on a rank
     told = x.new_zeros(3, axis.size)
     told[:2, axis.rank], told[2, axis.rank] = own.to(x.device), _digest(target, weight)
     said = torch.cat((most, told.reshape(-1), -most[:rows]))
@@ -146,8 +146,8 @@ def _shared_maximum(
         _reduce(said, axis, "max")
     except MismatchError as error:
         raise MismatchError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of {len(x)} "
-            f"rows, and other ranks others, expected the same rows and dtype on all: {error}"
+            f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
+            f"{len(x)} rows, and other ranks have others; expected the same rows and dtype on all: {error}"
         ) from error
     least = said[len(said) - rows :]
     numbers = torch.cat((said[len(x) : len(said) - rows], said[:rows], least)).tolist()
@@ -163,9 +163,9 @@ def _shared_maximum(
 
 
 def _digest(x: Tensor, other: Tensor | None) -> Tensor:
-    """Return 24 bits that tell tensors apart, where they are: nothing waits for a GPU."""
+    """Return a 24-bit digest of a tensor on its device, without waiting for a GPU."""
     bits = x.double().view(torch.int64) if x.is_floating_point() else x
-    # An odd factor for each place, and so for two that are swapped another sum.
+    # Each position has an odd factor, so that a swap of two elements changes the sum.
     total = ((bits + 1) * (torch.arange(len(bits), device=x.device) * _FACTOR | 1)).sum()
     if other is not None:
         total = total + _digest(other, None) * _FACTOR
@@ -175,31 +175,29 @@ def _digest(x: Tensor, other: Tensor | None) -> Tensor:
 _FACTOR = 0x9E3779B97F4A7C1
 
 
-def _reduce(x: Tensor, axis: Axis, op: str) -> None:
+def _reduce(x: Tensor, axis: ParallelAxis, op: str) -> None:
     if axis.size > 1:
         writing.all_reduce_(x, op, comm=axis.comm).run()
 
 
 def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> None:
     if target.is_floating_point():
-        raise UsageError(
-            "vocabulary_cross_entropy: the target has probabilities of classes, expected integers: the words"
-        )
+        raise UsageError("vocabulary_cross_entropy: the target has class probabilities, expected integers: token ids")
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
         raise UsageError(
-            f"vocabulary_cross_entropy: weight is {weight.dtype}{list(weight.shape)}, expected a float for each word "
-            "of the whole vocabulary"
+            f"vocabulary_cross_entropy: weight is {weight.dtype}{list(weight.shape)}, expected a float for each token "
+            "of the full vocabulary"
         )
     if logits.dim() and not logits.shape[-1]:
         raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {list(logits.shape)} have no words, expected some on each: "
-            "leave a vocabulary of fewer words than ranks whole, and use F.cross_entropy"
+            f"vocabulary_cross_entropy: logits of shape {list(logits.shape)} have no tokens, expected some on each "
+            "rank: leave a vocabulary with fewer tokens than ranks unsharded, and use F.cross_entropy"
         )
     if not logits.is_floating_point() or logits.shape[:-1] != target.shape or not logits.dim():
         raise UsageError(
             f"vocabulary_cross_entropy: logits of {logits.dtype}{list(logits.shape)} for a target of shape "
-            f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}: words are the "
-            "last dimension, also where F.cross_entropy has them as the second (movedim(1, -1))"
+            f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}: the vocabulary "
+            "is the last dimension, even if F.cross_entropy has it as the second (movedim(1, -1))"
         )
     if not 0 <= smoothing <= 1:
         raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
@@ -207,16 +205,17 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: flo
         raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
 
 
-def _check_words(axis: Axis, counts: list[int], total: int | None, target: Tensor, is_ignored: Tensor) -> None:
+def _check_words(axis: ParallelAxis, counts: list[int], total: int | None, target: Tensor, is_ignored: Tensor) -> None:
     if total is not None and sum(counts) != total:
         raise UsageError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} words, together "
-            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and give all ranks' layers one axis"
+            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} tokens, together "
+            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and use the same axis for the layers of "
+            "all ranks"
         )
     wrong = target[((target < 0) | (target >= sum(counts))) & ~is_ignored]
     if wrong.numel():
         raise UsageError(
-            f"vocabulary_cross_entropy: a target is word {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
+            f"vocabulary_cross_entropy: a target is token {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
             "ignore_index"
         )
 
@@ -224,6 +223,6 @@ def _check_words(axis: Axis, counts: list[int], total: int | None, target: Tenso
 def _check_weight(weight: Tensor | None, words: int) -> None:
     if weight is not None and len(weight) != words:
         raise UsageError(
-            f"vocabulary_cross_entropy: weight has {len(weight)} words, expected the {words} of the whole vocabulary, "
+            f"vocabulary_cross_entropy: weight has {len(weight)} tokens, expected the {words} of the full vocabulary, "
             "the same on every rank"
         )

@@ -1,4 +1,4 @@
-"""Embeddings that are divided among the ranks of an axis, by words or by features."""
+"""Embeddings sharded among the ranks of an axis, by vocabulary or by features."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Vocabulary
 from commlib.tensor_parallel.vocabulary import words_of
-from commlib_torch._shards import KeepsShards, shards_of
-from commlib_torch.tensor._alike import given
-from commlib_torch.tensor._dividing import divide
-from commlib_torch.tensor.linear import gathered, other_part
-from commlib_torch.tensor.moves import On, axis_of, moved
+from commlib_torch._shards import ShardedModule, shards_of
+from commlib_torch.tensor._comparison import note_input
+from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor.linear import gather_outputs, shape_error
+from commlib_torch.tensor.moves import On, axis_of, redistribute
 
 
-class VocabularyEmbedding(KeepsShards, nn.Embedding):
-    """An embedding whose words are divided: each rank has some rows of the weight; outputs are added up.
+class VocabularyEmbedding(ShardedModule, nn.Embedding):
+    """An embedding sharded by vocabulary: each rank has some rows of the weight; outputs are summed.
 
-    As `nn.Embedding(num_embeddings, embedding_dim)`, with the values that this has for the same seed. words: integers,
-    the same on every rank. Returns (*words.shape, embedding_dim), whole on every rank or divided along `sequence`.
-    Raises UsageError for a word that is not in the vocabulary, and for `sparse` and `scale_grad_by_freq`.
+    Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
+    every rank. Returns (*words.shape, embedding_dim), unsharded on every rank or sharded along `sequence`. Raises
+    UsageError for a token id outside of the vocabulary, and for `sparse` and `scale_grad_by_freq`.
     """
 
     def __init__(
@@ -44,32 +44,34 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         self.become("VocabularyEmbedding", axis_of(axis), style or Vocabulary())
 
     def shardings(self, what: str, style: Vocabulary) -> dict[str, Sharding]:
-        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         for option in ("sparse", "scale_grad_by_freq"):
             if getattr(self, option):
-                raise UsageError(f"{what}: an embedding with {option}=True cannot be divided by words: turn it off")
+                raise UsageError(
+                    f"{what}: an embedding with {option}=True cannot be sharded by vocabulary: turn it off"
+                )
         if style.gather:
-            raise UsageError(f"{what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
+            raise UsageError(f"{what}: an embedding's output is unsharded: Vocabulary(gather=True) is for logits")
         return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 0)}
 
-    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
-        """Divide what is an ordinary embedding so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
+        """Shard a plain embedding in place."""
         shardings = self.shardings(what, style)
-        divide(what, self, axis, shardings)
+        shard_parameters(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return the features of words."""
+        """Return the features of token ids."""
         if self.weight.shape[0] != self.last - self.first:
-            raise other_part(self.axis, self.weight.shape[0], self.last - self.first)
+            raise shape_error(self.axis, self.weight.shape[0], self.last - self.first)
         self._check(words)
         if self.axis.size == 1:
             return super().forward(words)
-        given(self, words)
+        note_input(self, words)
         is_foreign = (words < self.first) | (words >= self.last)
         own = (words - self.first).masked_fill(is_foreign, 0)
-        if self.max_norm is not None:  # of the words that are asked for, and of no others
+        if self.max_norm is not None:  # of the requested rows only
             with torch.no_grad():
                 F.embedding(own[~is_foreign], self.weight, None, self.max_norm, self.norm_type)
         padding = None if self.padding_idx is None else self.padding_idx - self.first
@@ -78,10 +80,10 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
         found = found.masked_fill(is_foreign.unsqueeze(-1), 0)
         sequence = self.style.sequence
         move = REDUCE if sequence is None else moves.reduce_scatter(sequence)
-        return moved(found, self.axis, move, may_write=True, layer=self)
+        return redistribute(found, self.axis, move, may_write=True, layer=self)
 
     def _fill_padding_idx_with_zero(self) -> None:
-        """Let `reset_parameters` find the padding where it is."""
+        """Zero the row of the padding, on the rank that has it; `reset_parameters` calls this."""
         if not shards_of(self):
             super()._fill_padding_idx_with_zero()
         elif self.padding_idx is not None and self.first <= self.padding_idx < self.last:
@@ -90,25 +92,25 @@ class VocabularyEmbedding(KeepsShards, nn.Embedding):
 
     def _check(self, words: Tensor) -> None:
         if words.is_floating_point() or not words.numel():
-            return  # what PyTorch says of it is clear
+            return  # PyTorch's own error is clear
         least, most = (int(word) for word in torch.aminmax(words))
         if least < 0 or most >= self.num_embeddings:
             raise UsageError(
-                f"VocabularyEmbedding on {self.axis.comm.name}: word {least if least < 0 else most}, expected 0 to "
+                f"VocabularyEmbedding on {self.axis.comm.name}: token {least if least < 0 else most}, expected 0 to "
                 f"{self.num_embeddings - 1}"
             )
 
     def extra_repr(self) -> str:
-        """Say what is divided."""
+        """Describe the sharding."""
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
-class ColumnEmbedding(KeepsShards, nn.Embedding):
-    """An embedding whose features are divided: each rank has some columns of the weight.
+class ColumnEmbedding(ShardedModule, nn.Embedding):
+    """An embedding with sharded features: each rank has some columns of the weight.
 
-    As `nn.Embedding(num_embeddings, embedding_dim)`, with the values that this has for the same seed. words: integers,
-    the same on every rank, or divided along `sequence`. Returns (*words.shape, this rank's features), or all with
-    `gather`. Raises UsageError for `max_norm`, which looks at all features.
+    Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
+    every rank, or sharded along `sequence`. Returns (*words.shape, this rank's features), or all with `gather`. Raises
+    UsageError for `max_norm`, which needs all features.
     """
 
     def __init__(
@@ -125,26 +127,26 @@ class ColumnEmbedding(KeepsShards, nn.Embedding):
         self.become("ColumnEmbedding", axis_of(axis), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
-        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         if self.max_norm is not None:
-            raise UsageError(f"{what}: max_norm looks at all features of a word: divide it by words (Vocabulary)")
+            raise UsageError(f"{what}: max_norm needs all features of a token: shard it by vocabulary (Vocabulary)")
         parts = parts_of(what, style.parts, self.embedding_dim)
         return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 1, parts, style.units)}
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary embedding so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
+        """Shard a plain embedding in place."""
         shardings = self.shardings(what, style)
-        divide(what, self, axis, shardings)
+        shard_parameters(what, self, axis, shardings)
         self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return this rank's features of words, or all of them."""
-        given(self, words, sequence=self.style.sequence)
+        """Return this rank's features of token ids, or all of them."""
+        note_input(self, words, sequence=self.style.sequence)
         if self.style.sequence is not None:
-            words = moved(words, self.axis, moves.gather(self.style.sequence))
+            words = redistribute(words, self.axis, moves.gather(self.style.sequence))
         found = super().forward(words)
-        return gathered(found, self.axis, self.sharding, layer=self) if self.style.gather else found
+        return gather_outputs(found, self.axis, self.sharding, layer=self) if self.style.gather else found
 
     def extra_repr(self) -> str:
-        """Say what is divided."""
+        """Describe the sharding."""
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"

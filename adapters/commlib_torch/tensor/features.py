@@ -1,4 +1,4 @@
-"""Layers on divided features: norms of each channel, or of groups of them, and PReLU, their weights divided, too."""
+"""Layers on sharded features: norms per channel or group, and PReLU, with sharded weights."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import features, moves
 from commlib.tensor_parallel.styles import Sequence
-from commlib_torch._shards import KeepsShards, shard_of
-from commlib_torch.tensor._dividing import divide
+from commlib_torch._shards import ShardedModule, shard_of
 from commlib_torch.tensor._leaves import INSTANCE_NORMS, feature_dim
-from commlib_torch.tensor.linear import gathered
-from commlib_torch.tensor.moves import moved
+from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor.linear import gather_outputs
+from commlib_torch.tensor.moves import redistribute
 
 
-class OnFeatures(KeepsShards):
-    """A layer that has weights and moments for each feature: a rank has those of its features, and sees no others.
+class FeatureLayer(ShardedModule):
+    """A layer with weights and moments per feature: a rank has only those of its features.
 
-    Numbers that the layer keeps, such as `num_features`, are those of the whole.
+    Numbers of the layer, such as `num_features`, are those of the unsharded layer.
     """
 
-    axis: Axis
+    axis: ParallelAxis
     style: Sequence
     layer_name: str
     sharding: Sharding
-    """Of the features."""
+    """The sharding of the features."""
     takes_whole: bool
-    """It takes its part of all features, and returns all: as in a model that is run as the whole that it was."""
+    """It slices full features and returns full features: for runs of a sharded model as the unsharded one."""
 
     def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
-        """Return how what it has is divided; `self` may be an ordinary layer. Raises UsageError for another dimension.
+        """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError for another dimension.
 
-        A negative one tells nothing before there is an input.
+        A negative dimension is unknown before the first input.
         """
         if style.dim >= 0 and not isinstance(self, INSTANCE_NORMS):
             features.check_dim(what, style.dim, feature_dim(self, style.dim + 2), mixes=not isinstance(self, nn.PReLU))
         whole, held = features_of(self), {**self._parameters, **self._buffers}
         return {name: whole for name, one in held.items() if one is not None and _whole_shape(one) == whole.shape}
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
-        """Divide what is an ordinary layer so far."""
+    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
+        """Shard a plain layer in place."""
         shardings = self.shardings(what, style)
-        divide(what, self, axis, shardings)
+        shard_parameters(what, self, axis, shardings)
         self.axis, self.style, self.sharding, self.takes_whole = axis, style, features_of(self), False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer makes of this rank's features."""
+        """Return the layer's output for this rank's features."""
         axis, dim = self.axis, feature_dim(self, x.dim())
         features.check_dim(self.layer_name, self.style.dim % x.dim(), dim, mixes=not isinstance(self, nn.PReLU))
         if self.takes_whole:
-            x = moved(x, axis, moves.scatter(dim, self.sharding.lengths(axis.size)))
+            x = redistribute(x, axis, moves.scatter(dim, self.sharding.lengths(axis.size)))
         what, expected = (
             f"{self.layer_name} on rank {axis.rank} of {axis.comm.name}",
             self.sharding.length(axis.rank, axis.size),
         )
         features.check_length(what, x.shape[dim], dim, expected)
         out = self.of_part(x)
-        return gathered(out, axis, self.sharding, dim) if self.takes_whole else out
+        return gather_outputs(out, axis, self.sharding, dim) if self.takes_whole else out
 
     def of_part(self, x: Tensor) -> Tensor:
-        """Return what the layer makes of its part of the features, whatever its numbers say."""
+        """Return the layer's output for its shard of the features, regardless of its numbers."""
         found: Tensor = super().forward(x)
         return found
 
     def extra_repr(self) -> str:
-        """Say what is divided."""
+        """Describe the sharding."""
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
-class FeatureGroupNorm(OnFeatures, nn.GroupNorm):
-    """A group norm of this rank's channels, which are whole groups."""
+class FeatureGroupNorm(FeatureLayer, nn.GroupNorm):
+    """A group norm of this rank's channels, which are complete groups."""
 
     def of_part(self, x: Tensor) -> Tensor:
         """Return the norm of this rank's groups."""
@@ -81,11 +81,11 @@ class FeatureGroupNorm(OnFeatures, nn.GroupNorm):
         return F.group_norm(x, groups, self.weight, self.bias, self.eps)
 
 
-class FeatureInstanceNorm(OnFeatures):
+class FeatureInstanceNorm(FeatureLayer):
     """An instance norm of this rank's channels."""
 
     def of_part(self: Any, x: Tensor) -> Tensor:
-        """Return the norm of a batch, or of one instance without that."""
+        """Return the norm of a batch, or of a single instance."""
         by_itself, share = self.training or not self.track_running_stats, self.momentum or 0.0
         batch = x.unsqueeze(0) if feature_dim(self, x.dim()) == 0 else x
         found = F.instance_norm(
@@ -94,35 +94,35 @@ class FeatureInstanceNorm(OnFeatures):
         return found.view_as(x)
 
 
-class FeatureBatchNorm1d(OnFeatures, nn.BatchNorm1d):
-    """A batch norm of this rank's channels: each has its own moments, running ones included, and its own weights."""
+class FeatureBatchNorm1d(FeatureLayer, nn.BatchNorm1d):
+    """A batch norm of this rank's channels, with their moments, running moments and weights."""
 
 
-class FeatureBatchNorm2d(OnFeatures, nn.BatchNorm2d):
-    """See `FeatureBatchNorm1d`."""
+class FeatureBatchNorm2d(FeatureLayer, nn.BatchNorm2d):
+    """A `FeatureBatchNorm1d` for images."""
 
 
-class FeatureBatchNorm3d(OnFeatures, nn.BatchNorm3d):
-    """See `FeatureBatchNorm1d`."""
+class FeatureBatchNorm3d(FeatureLayer, nn.BatchNorm3d):
+    """A `FeatureBatchNorm1d` for volumes."""
 
 
 class FeatureInstanceNorm1d(FeatureInstanceNorm, nn.InstanceNorm1d):
-    """See `FeatureInstanceNorm`."""
+    """A `FeatureInstanceNorm` for sequences."""
 
 
 class FeatureInstanceNorm2d(FeatureInstanceNorm, nn.InstanceNorm2d):
-    """See `FeatureInstanceNorm`."""
+    """A `FeatureInstanceNorm` for images."""
 
 
 class FeatureInstanceNorm3d(FeatureInstanceNorm, nn.InstanceNorm3d):
-    """See `FeatureInstanceNorm`."""
+    """A `FeatureInstanceNorm` for volumes."""
 
 
-class FeaturePReLU(OnFeatures, nn.PReLU):
-    """A PReLU with a slope for each feature, of which a rank has those of its features."""
+class FeaturePReLU(FeatureLayer, nn.PReLU):
+    """A PReLU with one slope per feature; a rank has those of its features."""
 
 
-FEATURE_LAYERS: dict[type[nn.Module], type[OnFeatures]] = {
+FEATURE_LAYERS: dict[type[nn.Module], type[FeatureLayer]] = {
     nn.BatchNorm1d: FeatureBatchNorm1d,
     nn.BatchNorm2d: FeatureBatchNorm2d,
     nn.BatchNorm3d: FeatureBatchNorm3d,
@@ -132,11 +132,11 @@ FEATURE_LAYERS: dict[type[nn.Module], type[OnFeatures]] = {
     nn.GroupNorm: FeatureGroupNorm,
     nn.PReLU: FeaturePReLU,
 }
-"""What layers become by `Sequence`, where they have something for each feature."""
+"""Replacements of layers with values per feature, for `Sequence`."""
 
 
 def features_of(module: Any) -> Sharding:
-    """Return how the features of a layer are divided, divided or not yet: by groups, where it looks at these."""
+    """Return the sharding of a layer's features, existing or planned: by groups, if it has groups."""
     match module:
         case nn.GroupNorm():
             return Sharding((module.num_channels,), 0, (), module.num_groups)

@@ -1,4 +1,4 @@
-"""Layers that can be divided: which class does that for a plain module and a style, and whether it can."""
+"""Layers that can be sharded: find the class for a plain module and a style, and check it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 from torch import nn
 
 from commlib.errors import UsageError
-from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
-from commlib_torch.tensor._dividing import check_division
+from commlib_torch.tensor._embedding_trial import goes_on_with_rows, subclass_beneath
 from commlib_torch.tensor._leaves import has_features, is_transposed
 from commlib_torch.tensor._linear import is_plain_linear
-from commlib_torch.tensor._looking_up import beneath, goes_on_with_rows
+from commlib_torch.tensor._sharding import check_division
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
-from commlib_torch.tensor.features import FEATURE_LAYERS, OnFeatures, features_of
+from commlib_torch.tensor.features import FEATURE_LAYERS, FeatureLayer, features_of
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
 from commlib_torch.tensor.sequence import (
-    IntoSharded,
-    OnShards,
-    OwnNorm,
+    ReplicatedLayer,
+    RowWiseNorm,
     SequenceLayerNorm,
     SequenceRMSNorm,
+    ShardwiseLayer,
     is_row_wise,
-    mixed,
+    subclass_around,
 )
-from commlib_torch.tensor.transposed import ColumnTransposed, RowTransposed
+from commlib_torch.tensor.transposed_linear import ColumnTransposed, RowTransposed
 
 _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
     (nn.Linear, Column): ColumnLinear,
@@ -50,39 +50,39 @@ _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
 
 
 def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
-    """Return the class that a module becomes: its own if nothing changes. Raises UsageError if none is known."""
+    """Return the class that a module becomes: its own if nothing changes. Raises UsageError if there is none."""
     plain = type(module)
     if isinstance(style, Replicate) and not style.into_sharded:
         return plain
     if hasattr(module, "become"):
-        raise UsageError(f"plan: {name} is divided already, as {module.style}")
+        raise UsageError(f"plan: {name} is sharded already, as {module.style}")
     if "forward" in vars(module):
-        raise UsageError(f"plan: {name} has a forward of its own, put over that of its class: divide the model before")
+        raise UsageError(f"plan: {name} has a forward set on the object, over that of its class: shard the model first")
     if isinstance(style, Replicate):
-        return mixed(IntoSharded, plain)  # type: ignore[arg-type]  # types have a hash
+        return subclass_around(ReplicatedLayer, plain)  # type: ignore[arg-type]  # types have a hash
     found = _LAYERS.get((plain, type(style)))
-    if found is not None and (not issubclass(found, OnFeatures) or has_features(module)):
+    if found is not None and (not issubclass(found, FeatureLayer) or has_features(module)):
         return found
     if is_transposed(module) and isinstance(style, Column | Row):
-        return mixed(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
+        return subclass_around(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear) and (known := _LAYERS.get((nn.Linear, type(style)))) and is_plain_linear(module):
-        return mixed(known, plain)  # type: ignore[arg-type]
+        return subclass_around(known, plain)  # type: ignore[arg-type]
     if isinstance(module, nn.Embedding) and isinstance(style, Vocabulary) and goes_on_with_rows(module):
-        return beneath(plain, VocabularyEmbedding)  # type: ignore[arg-type]
+        return subclass_beneath(plain, VocabularyEmbedding)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and next(module.parameters(), None) is None:
-        return mixed(OnShards, plain)  # type: ignore[arg-type]
+        return subclass_around(ShardwiseLayer, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and is_row_wise(module):
-        return mixed(OwnNorm, plain)  # type: ignore[arg-type]
+        return subclass_around(RowWiseNorm, plain)  # type: ignore[arg-type]
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
     raise UsageError(
         f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )
 
 
-def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Division) -> None:
-    """Raise UsageError unless all of (name, module, style, the class that it becomes) can be divided together."""
+def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
+    """Raise UsageError unless all (name, module, style, new class) can be sharded together."""
     for name, module, style, layer in found:
         if division.is_new(name, module, style) and layer is not type(module):
             check_division(name, module, layer.shardings(module, name, style), division)
-            if issubclass(layer, OnFeatures):  # it may have no weights
+            if issubclass(layer, FeatureLayer):  # it may have no weights
                 features_of(module).check(name, division.axis.size)

@@ -1,4 +1,4 @@
-"""ParallelMLP: two linear layers and what is between them, divided from the start."""
+"""ParallelMLP: two linear layers and an activation, sharded from the start."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch._unnoticed import unnoticed
-from commlib_torch.tensor._dividing import compare_at_first_use
+from commlib_torch._trial_run import preserve_model
+from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import On, axis_of
 
@@ -25,12 +25,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class ParallelMLP(nn.Module):
-    """A linear layer to `hidden` features, an activation, and a linear layer back, divided among the ranks of an axis.
+    """A linear layer to `hidden` features, an activation, and a linear layer back, sharded among the ranks of an axis.
 
-    x: (..., width), whole on every rank, or divided along the dimension `sequence`, as the output is then. gated: the
-    activation of one half of 2 * hidden features times the other half. activation: its name, or a function that looks
-    at one element at a time. On an axis of one rank it is the unsharded layer, and for the same seed it has the same
-    values on any number of ranks. Raises UsageError for an activation that looks at all hidden features.
+    x: (..., width), unsharded on every rank, or sharded along the dimension `sequence`; the output has the same layout.
+    gated: the activation of one half of 2 * hidden features times the other half. activation: its name, or an
+    elementwise function. On an axis of one rank it is the unsharded layer, and for the same seed it has the same values
+    on any number of ranks. Raises UsageError for an activation that needs all hidden features.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ParallelMLP(nn.Module):
         self.axis, self.gated = axis_of(axis), gated
         self.activation = activation_of("ParallelMLP", activation)
         if callable(activation) and not is_elementwise(self.activation, hidden):
-            raise UsageError(f"ParallelMLP: activation {activation!r} looks at all hidden features, which are divided")
+            raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")
         columns = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnLinear(width, (1 + gated) * hidden, self.axis, bias, style=columns, **kwargs)
         self.down = RowLinear(hidden, width, self.axis, bias, style=Row(sequence=sequence), **kwargs)
@@ -68,11 +68,11 @@ class ParallelMLP(nn.Module):
 
 
 def is_elementwise(activation: Activation, length: int) -> bool:
-    """Return whether a function works on parts of a last dimension of some length as on all of it: it is tried.
+    """Return, by trial, whether a function on parts of a last dimension gives the parts of its result on all of it.
 
-    So is taken what draws random numbers, or cannot be tried on random rows.
+    True is returned for functions that draw random numbers, or that fail on random rows.
     """
-    with torch.no_grad(), unnoticed(activation):
+    with torch.no_grad(), preserve_model(activation):
         x = torch.randn(3, 5, length, generator=torch.Generator().manual_seed(0), device="cpu")
         half, state = max(1, length // 2), torch.get_rng_state()
         try:
@@ -85,7 +85,7 @@ def is_elementwise(activation: Activation, length: int) -> bool:
 
 
 def activation_of(what: str, given: str | Activation) -> Activation:
-    """Return an activation that is given by its name, or itself. Raises UsageError."""
+    """Return an activation given by name, or as a function. Raises UsageError."""
     if isinstance(given, type):
         raise UsageError(
             f"{what}: activation is the class {given.__name__}, expected {given.__name__}(), or a function"

@@ -1,4 +1,4 @@
-"""Moves of tensors over an axis, with their gradients: see `commlib.tensor_parallel.moves` for what each does."""
+"""Redistribution of tensors over an axis, with gradients: see `commlib.tensor_parallel.moves` for each function."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ from torch.autograd import Function
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import moves
-from commlib.tensor_parallel.moves import COPY, REDUCE, Move
+from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
-from commlib_torch._bridge import array_of, core_array, packed, to_tensor
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch.devices import device_of, in_order
-from commlib_torch.tensor._alike import note_given, note_returned, takes_notes
+from commlib_torch._bridge import array_of, core_array, pack, to_tensor
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch.devices import device_of, use_device_streams
+from commlib_torch.tensor._comparison import note_eager_input, note_returned, takes_notes
 
-On = Axis | Communicator
+On = ParallelAxis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
 
 
 _LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
-"""Moves by which a part of a model ends: what comes then has another input, whatever tensor that is in."""
+"""Redistributions that end a sharded part of a model: the next one has another input, even in the same tensor."""
 
 
 def copy(x: Tensor, axis: On) -> Tensor:
-    """Return `x`, which is whole on every rank, for what differs from rank to rank: its gradients are added up."""
-    return moved(x, axis_of(axis), COPY)
+    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f)."""
+    return redistribute(x, axis_of(axis), COPY)
 
 
 def reduce(x: Tensor, axis: On) -> Tensor:
-    """Return the sum of `x` over the ranks, whole on each. Collective, as are those below."""
-    return moved(x, axis_of(axis), REDUCE)
+    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below."""
+    return redistribute(x, axis_of(axis), REDUCE)
 
 
 def scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
-    """Return this rank's shard of `x` along `dim`, of what all ranks have. The first ranks have one row more."""
-    return moved(x, axis_of(axis), moves.scatter(dim))
+    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven."""
+    return redistribute(x, axis_of(axis), moves.scatter(dim))
 
 
 def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tensor:
     """Return the shards of all ranks, joined along `dim`; their lengths may differ.
 
-    partial: what is computed with the result differs from rank to rank, so that its gradients are added up.
+    partial: the result is used differently on each rank, so its gradients are summed.
     """
-    return moved(x, axis_of(axis), moves.gather(dim, partial=partial))
+    return redistribute(x, axis_of(axis), moves.gather(dim, partial=partial))
 
 
 def reduce_scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
     """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
-    return moved(x, axis_of(axis), moves.reduce_scatter(dim))
+    return redistribute(x, axis_of(axis), moves.reduce_scatter(dim))
 
 
 def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
-    """Divide `x` along one dimension among the ranks, and join along another one what they have sent."""
-    return moved(x, axis_of(axis), moves.all_to_all(divide, join))
+    """Split `x` along one dimension among the ranks, and join the received pieces along another."""
+    return redistribute(x, axis_of(axis), moves.all_to_all(divide, join))
 
 
-def axis_of(axis: On) -> Axis:
+def axis_of(axis: On) -> ParallelAxis:
     """Return an Axis over a communicator."""
-    return axis if isinstance(axis, Axis) else Axis(axis)
+    return axis if isinstance(axis, ParallelAxis) else ParallelAxis(axis)
 
 
-@uncompiled
-def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False, layer: Any = None) -> Tensor:
-    """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient.
+@disable_compile
+def redistribute(
+    x: Tensor, axis: ParallelAxis, move: Redistribute, *, may_write: bool = False, layer: Any = None
+) -> Tensor:
+    """Return a redistributed tensor. may_write: the values of `x` are no longer needed, not even by its gradient.
 
-    layer: the divided layer that takes `x` whole, or returns the result so, if one does.
+    layer: the sharded layer that takes `x` unsharded, or returns the result unsharded, if there is one.
     """
     if axis.size == 1 and move.name != "all_to_all":
         return x
@@ -77,36 +79,35 @@ def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False, layer: 
         axis.entered = None
     notes = layer is not None and takes_notes(axis)
     if notes and move.name in ("copy", "scatter"):
-        note_given(layer, x)
+        note_eager_input(layer, x)
     try:
         if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
             return _run(x, axis, move, may_write)[0]
-        found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+        found: Tensor = _Redistribute.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise explained(error) from error
+        raise explain(error) from error
     if notes and move.name in ("reduce", "gather"):
         note_returned(layer, found)
     return found
 
 
-def explained(error: RuntimeError) -> Exception:
-    """Return what to raise for an error of PyTorch: a UsageError for a transform of torch.func, around what travels."""
+def explain(error: RuntimeError) -> Exception:
+    """Return the exception for an error of PyTorch: a UsageError if a torch.func transform surrounds communication."""
     if "functorch transforms" in f"{error}" or "doesn't have storage" in f"{error}":
         return UsageError(
-            "transforms of functions (torch.func.grad, vmap, jvp, ...) cannot be put around layers that are divided: "
-            "what travels between ranks is no function of tensors alone. Use torch.autograd.grad, with "
-            "create_graph=True for gradients of gradients"
+            "function transforms (torch.func.grad, vmap, jvp, ...) do not support sharded layers, because these "
+            "communicate. Use torch.autograd.grad, with create_graph=True for gradients of gradients"
         )
     return error
 
 
-def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Move]:
-    """Return the moved tensor, and the move as its conjugate needs it."""
+def _run(x: Tensor, axis: ParallelAxis, move: Redistribute, may_write: bool) -> tuple[Tensor, Redistribute]:
+    """Return the redistributed tensor, and the operation in the form that its conjugate needs."""
     if move.name == "copy":
         return x, move
-    given = packed(x)
+    given = pack(x)
     if device_of(given) is not None:
-        with in_order():
+        with use_device_streams():
             result, known = run(axis, move, core_array(given))
             return to_tensor(result), known
     if may_write and move is REDUCE and given.data_ptr() == x.data_ptr() and not _is_observed():
@@ -117,25 +118,25 @@ def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Mo
 
 
 def _is_observed() -> bool:
-    """Return whether a mode sees each operation, and may keep results, as selective checkpoints do.
+    """Return whether a mode intercepts each operation and may keep results, as selective checkpoints do.
 
-    What is written here bumps no version, so that nobody would notice.
+    Writes of the core bump no version, so such a mode would miss them.
     """
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
-class _Moved(Function):
+class _Redistribute(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, may_write: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: ParallelAxis, move: Redistribute, may_write: bool) -> Tensor:
         ctx.axis = axis
         result, ctx.move = _run(x, axis, move, may_write)
         if result is not x:
             return result
         if move is COPY:
-            return x.detach()  # no view: that would keep `x` itself
+            return x.detach()  # not a view, which would keep `x` itself alive
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return moved(gradient, ctx.axis, ctx.move.conjugate), None, None, None
+        return redistribute(gradient, ctx.axis, ctx.move.conjugate), None, None, None

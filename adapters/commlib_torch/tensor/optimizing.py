@@ -1,7 +1,7 @@
-"""Optimizers of PyTorch and divided parameters: refuse what looks at whole weights, before it changes anything.
+"""Optimizer checks for sharded parameters: refuse optimizers that need full weights, before they change anything.
 
-So is a step of a GradScaler that has asked this rank alone, and one by which ranks would part. What an optimizer keeps
-of training before the model was divided is divided, too.
+A step is also refused if its GradScaler has asked only this rank, or if it would let ranks diverge. Optimizer state
+from before the sharding of a model is sharded, too.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commlib.comparison.whole_weights import MOST, is_due
-from commlib.sharding.axis import Axis
+from commlib.comparison.gradient_comparison import MOST, is_due
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.shards import world_ranks
-from commlib.tensor_parallel.checks.alike import Watch, check_alike
+from commlib.tensor_parallel.checks.axis_equality import AxisWatch, check_alike
 from commlib.tensor_parallel.run.optimizers import check_optimizer
-from commlib_torch._bridge import back, dtype_name, host_array
-from commlib_torch._saved_parts import check_part, mark_part
+from commlib_torch._bridge import dtype_name, host_array, to_device_of
+from commlib_torch._graph_breaks import disable_compile
 from commlib_torch._scaled_steps import check_scaler, scaler_of_step
+from commlib_torch._shard_marks import check_part, mark_part
 from commlib_torch._shards import shard_of
-from commlib_torch._uncompiled import uncompiled
 from commlib_torch.clip import squares_of, values_of
 from commlib_torch.tensor._norms import watch_norms
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Let every optimizer's step look for divided parameters first, from now on."""
+    """Check for sharded parameters before every optimizer step from now on."""
     watch_norms()
     register_optimizer_step_pre_hook(_check)
 
@@ -49,47 +49,47 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (scaler := scaler_of_step()) is not None:
         _check_scaler(scaler, optimizer)
     if not torch.compiler.is_compiling():
-        _look(optimizer)  # with the other ranks, so behind all that one rank can tell by itself
+        _check_state(optimizer)  # collective, so after all local checks
 
 
 def _check_scaler(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     for comm in {id(shard.axis.comm): shard.axis.comm for shard in shards if shard is not None}.values():
-        check_scaler(scaler, world_ranks(comm), "parts of weights", "commlib_torch.GradScaler(mesh=mesh)")
+        check_scaler(scaler, world_ranks(comm), "shards of weights", "commlib_torch.GradScaler(mesh=mesh)")
 
 
-class _Steps:
-    """Counts an optimizer's steps, for all that is looked at now and then."""
+class _StepCount:
+    """Counts an optimizer's steps, for periodic checks."""
 
     def __init__(self) -> None:
         self.count, self.divisions = 0, 0
         self.state: Any = None
-        """What the optimizer kept at the last look: loading makes another one."""
+        """The optimizer's state object at the last check: loading replaces it."""
 
 
-class _Divided:
-    """Counts how often anything was divided."""
+class _ShardingCount:
+    """Counts shardings of parameters."""
 
     divisions = 0
 
 
-_STEPS: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Optimizer, _StepCount] = weakref.WeakKeyDictionary()
 
 
 def state_may_be_whole() -> None:
-    """Let all optimizers look at their next step whether they keep something for a parameter that is smaller by now."""
-    _Divided.divisions += 1
+    """Let each optimizer's next step look for state of parameters that have been sharded since."""
+    _ShardingCount.divisions += 1
 
 
-@uncompiled
-def _look(optimizer: Optimizer) -> None:
+@disable_compile
+def _check_state(optimizer: Optimizer) -> None:
     steps = _STEPS.get(optimizer)
     if steps is None:
-        steps = _STEPS[optimizer] = _Steps()
+        steps = _STEPS[optimizer] = _StepCount()
     steps.count += 1
     due = is_due(steps.count)
-    if due or steps.divisions != _Divided.divisions or steps.state is not optimizer.state:
-        steps.divisions, steps.state = _Divided.divisions, optimizer.state
+    if due or steps.divisions != _ShardingCount.divisions or steps.state is not optimizer.state:
+        steps.divisions, steps.state = _ShardingCount.divisions, optimizer.state
         _settle_state(optimizer)
     if due:
         _check_alike(optimizer)
@@ -100,9 +100,9 @@ def _look(optimizer: Optimizer) -> None:
 
 
 def _settle_state(optimizer: Optimizer) -> None:
-    """Cut what an optimizer keeps for whole weights that are divided by now, and mark what it keeps for parts.
+    """Shard the optimizer state of parameters that have been sharded since, and mark the state of shards.
 
-    So a file of it says of which part that is. Raises UsageError for what was loaded, and is of another one.
+    A file then identifies its shard. Raises UsageError for loaded state of another shard.
     """
     for parameter, kept in optimizer.state.items():
         shard = shard_of(parameter) if isinstance(parameter, Tensor) else None
@@ -113,19 +113,19 @@ def _settle_state(optimizer: Optimizer) -> None:
                 continue
             check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
             if tuple(value.shape) == shard.sharding.shape and not shard.is_local:
-                value = kept[key] = back(shard.own(host_array(value)), value)
+                value = kept[key] = to_device_of(shard.own(host_array(value)), value)
             if value.shape == parameter.shape:
                 mark_part(value, shard)
 
 
-def _axes_of(optimizer: Optimizer) -> list[Axis]:
-    """Return the axes over which an optimizer's parameters are divided, each once, in order."""
+def _axes_of(optimizer: Optimizer) -> list[ParallelAxis]:
+    """Return the axes along which an optimizer's parameters are sharded, each once, in order."""
     shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     return list(dict.fromkeys(shard.axis for shard in shards if shard is not None and not shard.is_local))
 
 
 def _check_alike(optimizer: Optimizer) -> None:
-    """Compare what was noted along the axes over which parameters are divided, and the gradients of whole ones."""
+    """Compare the records of each axis along which parameters are sharded, and gradients of unsharded parameters."""
     axes = _axes_of(optimizer)
     if not axes:
         return
@@ -140,6 +140,6 @@ def _check_alike(optimizer: Optimizer) -> None:
     found = [0.0 if gradient is None else next(squares) for gradient in given]
     names, dtypes = [name for name, _ in whole], [dtype_name(parameter.dtype) for _, parameter in whole]
     for axis in axes:
-        watch: Watch | None = axis.watch
+        watch: AxisWatch | None = axis.watch
         notes = [] if watch is None else watch.taken()
         check_alike(f"{type(optimizer).__name__}.step", axis, notes, names, found, dtypes)

@@ -1,4 +1,4 @@
-"""ParallelAttention: self-attention that is divided by heads from the start."""
+"""ParallelAttention: self-attention sharded by heads from the start."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch.tensor._alike import given
-from commlib_torch.tensor._dividing import compare_at_first_use
-from commlib_torch.tensor._heads import attended
+from commlib_torch.tensor._comparison import note_input
+from commlib_torch.tensor._heads import attend
+from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import On, axis_of, copy
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention of `heads` heads, which are divided among the ranks of an axis.
+    """Self-attention of `heads` heads, sharded among the ranks of an axis.
 
-    x: (batch, tokens, width), whole on every rank, or divided along the dimension `sequence`, as the output is then.
-    kv_heads: how many heads K and V have, by default as many; each serves as many neighbouring ones of Q. Q, K and V
-    are one weight. dropout: of the weights of attention. On an axis of one rank it is the unsharded layer, and for the
-    same seed it has the same values on any number of ranks. Raises UsageError for numbers that do not go up.
+    x: (batch, tokens, width), unsharded on every rank, or sharded along the dimension `sequence`; the output has the
+    same layout. kv_heads: the number of heads of K and V, by default the same; each serves several adjacent heads of Q.
+    Q, K and V are one weight. dropout: of the attention weights. On an axis of one rank it is the unsharded layer, and
+    for the same seed it has the same values on any number of ranks. Raises UsageError for numbers that do not divide
+    each other.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ParallelAttention(nn.Module):
         compare_at_first_use(self, "ParallelAttention", self.axis, options)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the output. mask: as that of F.scaled_dot_product_attention, of whole sequences and all heads."""
+        """Return the output. mask: as in F.scaled_dot_product_attention, for full sequences and all heads."""
         kv = self.qkv.sharding.spans(self.axis.rank, self.axis.size)[1]
         groups, first = (kv[1] - kv[0]) // self.head_width, (kv[0] - self.heads * self.head_width) // self.head_width
         each = self.heads // self.kv_heads
@@ -64,10 +65,10 @@ class ParallelAttention(nn.Module):
         found = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
         q, k, v = found.split((own, groups, groups), -3)
         if mask is not None:
-            given(self, mask, "the mask")
+            note_input(self, mask, "the mask")
             mask = self._own(mask, first * each, own)
         rate = self.dropout if self.training else 0.0
-        out = attended(q, k, v, mask, rate, self.causal, self.axis)
+        out = attend(q, k, v, mask, rate, self.causal, self.axis)
         result: Tensor = self.out(out.transpose(-3, -2).flatten(-2))
         return result
 
@@ -85,5 +86,5 @@ class ParallelAttention(nn.Module):
         return mask.narrow(-3, first, heads)
 
     def extra_repr(self) -> str:
-        """Say what it is made of."""
+        """Describe the layer."""
         return f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, {self.axis!r}"

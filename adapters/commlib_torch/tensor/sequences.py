@@ -1,4 +1,4 @@
-"""Sequences divided among the ranks of an axis: cutting them, joining them, batches of them, and the mean of a loss."""
+"""Sequences sharded among the ranks of an axis: split, join, batches, and the mean of a loss."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ import torch
 from torch import Tensor
 
 from commlib.comparison.order import note_layout
-from commlib.context_parallel import Layout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import Terms, settle
+from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
+from commlib.context_parallel.sequences import SequenceSpec, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
-from commlib_torch._uncompiled import uncompiled
-from commlib_torch.tensor._taken import taken
-from commlib_torch.tensor.moves import On, axis_of, moved
+from commlib_torch._graph_breaks import disable_compile
+from commlib_torch.tensor._row_ranges import take_ranges
+from commlib_torch.tensor.moves import On, axis_of, redistribute
 
 
 def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced") -> Tensor:
-    """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
+    """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
-    The gradient is that of this rank's tokens, zeros elsewhere.
+    The gradient is that of this rank's tokens, and zeros for the others.
     """
     over = axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
-    divided = Layout(x.shape[dim], over.size, layout)
+    divided = SequenceLayout(x.shape[dim], over.size, layout)
     note_layout(over.comm, layout)
-    return taken(x, divided.ranges(over.rank), dim)
+    return take_ranges(x, divided.ranges(over.rank), dim)
 
 
-@uncompiled
+@disable_compile
 def unshard_sequence(
     x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
 ) -> Tensor:
-    """Return whole sequences, in order, of the tokens of all ranks. dim: that of tokens. Collective.
+    """Join the tokens of all ranks to full sequences, in order. dim: the dimension of tokens. Collective.
 
-    length: of the whole, by default what the ranks' tokens add up to. partial: what is computed with the result differs
-    from rank to rank, so that its gradients are added up. Raises UsageError, on all ranks, if the ranks' tokens are not
-    those of the layout, MismatchError if ranks call it differently.
+    length: of the full sequence, by default the sum of the ranks' tokens. partial: the result is used differently on
+    each rank, so its gradients are summed. Raises UsageError, on all ranks, if the ranks' tokens do not match the
+    layout, MismatchError if ranks call it differently.
     """
     over, dim = axis_of(axis), _dim("unshard_sequence", x, dim)
     rest = {
         "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
         "partial": partial,
     }  # fmt: skip
-    divided = settle(over, Terms.of("unshard_sequence", layout, length, None, rest), x.shape[dim])
-    whole = moved(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
-    return taken(whole, divided.in_order, dim)
+    divided = settle(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x.shape[dim])
+    whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
+    return take_ranges(whole, divided.in_order, dim)
 
 
 def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None) -> Tensor:
-    """Return the positions of this rank's tokens in a sequence of some length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64."""
     over = axis_of(axis)
-    divided = Layout(length, over.size, layout)
+    divided = SequenceLayout(length, over.size, layout)
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
-@uncompiled
+@disable_compile
 def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: how many these are, such as those whose
-    label is not ignored, or with class weights what their weights add up to; 0 is right for a rank without any, and NaN
-    comes out if all have none. The gradient of `loss_sum` is the number of ranks over the tokens of all, so that the
-    average over the axis of the gradients of parameters, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is
-    that of one process.
+    loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: the number of these tokens, excluding
+    ignored labels, or with class weights the sum of their weights; a rank may have 0, and the result is NaN if all do.
+    The gradient of `loss_sum` is the number of ranks divided by the number of tokens of all ranks: an average of the
+    parameters' gradients over the axis, as by `DistributedOptimizer(mesh=)` over dp and cp, then equals the gradient of
+    one process.
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UsageError(
@@ -78,19 +78,19 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
             "one float: the sum over this rank's tokens (reduction='sum')"
         )
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
-    # In float64, which counts tokens exactly, and without the axis' codec, which would not.
+    # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
-    over = Axis(axis_of(axis).comm)
-    total, tokens = moved(sums.detach(), over, REDUCE)
+    over = ParallelAxis(axis_of(axis).comm)
+    total, tokens = redistribute(sums.detach(), over, REDUCE)
     own = over.size * sums[0] / tokens
     mean: Tensor = total / tokens + (own - own.detach())
     return mean.to(loss_sum.dtype).reshape(loss_sum.shape)
 
 
 class SequenceLoader(sequence_loader.SequenceLoader):
-    """Iterate over this rank's part of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
+    """Iterate over this rank's part of batches of full sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: any iterable, such as a DataLoader, of mappings of tensors or arrays. Tensors come out.
+    batches: an iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
     """
 
     def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:
@@ -98,7 +98,7 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
 
 def _array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):  # one that must not be written, as of a file, is none of torch's
+    if isinstance(value, np.ndarray):  # torch does not accept a read-only array, as of a file
         return value
     return host_array(torch.as_tensor(value))
 

@@ -1,4 +1,4 @@
-"""State by the names and shapes of the whole model: gathered from any number of ranks, loaded on any other."""
+"""State with the names and shapes of the unsharded model: gathered from any number of ranks, loaded on any other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.sharding.shards import Shard
-from commlib_torch._bridge import array_of, on_host, to_tensor
-from commlib_torch._optimizer_state import copied, load_named, named_state
+from commlib_torch._bridge import array_of, to_host, to_tensor
+from commlib_torch._optimizer_state import copy_state, load_named, named_state
 from commlib_torch._shards import renew_all, shard_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a model as that of the model that is whole: its names, its shapes, on every rank.
+    """Return the state of the unsharded model, with its names and shapes, on every rank.
 
-    Collective over the axes that its parameters are divided over. Values are copies, on the host where they are put
-    together. `load_state_dict` takes it, of a plain model and of one that is divided among any number of ranks.
+    Collective over the axes along which its parameters are sharded. Values are copies; gathered ones are on the host.
+    `load_state_dict` loads it, in a plain model and in one sharded over any number of ranks.
     """
     renew_all(model)
     found: dict[str, Any] = {}
@@ -30,55 +30,55 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict(keep_vars=True).items():
         shard = shard_of(value) if isinstance(value, Tensor) else None
         if shard is not None and id(value) not in wholes:  # tied weights have several names
-            wholes[id(value)] = _whole(value, shard)
-        found[name] = wholes[id(value)] if shard is not None else _copied(value)
+            wholes[id(value)] = _gather_full(value, shard)
+        found[name] = wholes[id(value)] if shard is not None else _copy_values(value)
     return found
 
 
 def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named) -> dict[str, Any]:
-    """Return an optimizer's state by the names of parameters, whole, on every rank.
+    """Return an optimizer's full state by parameter names, on every rank.
 
-    named_parameters: such as `model.named_parameters()`. Collective over the axes that parameters are divided over.
-    Values are copies.
-    Raises MismatchError unless ranks keep the same for the same parameters, UsageError for state of a divided parameter
-    that is neither one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
+    named_parameters: such as `model.named_parameters()`. Collective over the axes along which parameters are sharded.
+    Values are copies. Raises MismatchError unless ranks have the same kinds of state for the same parameters;
+    UsageError for state of a sharded parameter that is neither one number nor of its shape: such an optimizer needs
+    full weights, and has been wrong.
     """
-    named = _checked("gather_optimizer_state(optimizer, named_parameters)", optimizer, named_parameters)
+    named = _check_arguments("gather_optimizer_state(optimizer, named_parameters)", optimizer, named_parameters)
     state = named_state(optimizer, named)
     _check_alike(state["state"], named)
-    groups = copied(state["param_groups"])
-    return _by_parameter({**state, "param_groups": groups}, named, _whole_state, copied)
+    groups = copy_state(state["param_groups"])
+    return _map_parameters({**state, "param_groups": groups}, named, _whole_state, copy_state)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
-    """Load what `gather_optimizer_state` returned, on any number of ranks: each takes its parts. Not collective.
+    """Load the result of `gather_optimizer_state` on any number of ranks: each takes its shards. Not collective.
 
-    Raises UsageError for arguments in another order, for what lacks some parameters, or has other settings for them.
+    Raises UsageError for arguments in the wrong order, and for a state with missing parameters or other settings.
     """
     call = "load_optimizer_state(optimizer, named_parameters, state)"
-    named = _checked(call, optimizer, named_parameters)
+    named = _check_arguments(call, optimizer, named_parameters)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise UsageError(f"{call}: state is {_said(state)}, expected what gather_optimizer_state returned")
-    load_named(optimizer, named, _by_parameter(state, named, _own))
+        raise UsageError(f"{call}: state is {_describe(state)}, expected the result of gather_optimizer_state")
+    load_named(optimizer, named, _map_parameters(state, named, _take_shard))
 
 
-def _checked(call: str, optimizer: Any, named: Any) -> list[tuple[str, nn.Parameter]]:
-    """Return named parameters as a list. Raises UsageError if they, or the optimizer, are something else."""
+def _check_arguments(call: str, optimizer: Any, named: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return named parameters as a list. Raises UsageError if they, or the optimizer, have another type."""
     if not hasattr(optimizer, "param_groups"):
-        raise UsageError(f"{call}: optimizer is {_said(optimizer)}, expected an optimizer")
+        raise UsageError(f"{call}: optimizer is {_describe(optimizer)}, expected an optimizer")
     found: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
     if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in found):
         expected = "expected pairs of names and parameters, such as model.named_parameters()"
-        raise UsageError(f"{call}: named_parameters is {_said(named)}, {expected}")
+        raise UsageError(f"{call}: named_parameters is {_describe(named)}, {expected}")
     return found
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
 def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, nn.Parameter]]) -> None:
-    """Compare what ranks keep for divided parameters, along each axis: another value would be put into its place."""
+    """Compare the optimizer state of sharded parameters along each axis: different state could not be joined."""
     lines: dict[int, list[str]] = {}
     axes = {}
     for name, parameter in sorted(named, key=lambda one: one[0]):
@@ -92,17 +92,17 @@ def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, 
         check_agreement(comm, "gather_optimizer_state", lines[key])
 
 
-def _by_parameter(
+def _map_parameters(
     state: Mapping[str, Any],
     named: Iterable[tuple[str, nn.Parameter]],
     change: Callable[[str, Tensor, Shard], Tensor],
     keep: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, Any]:
-    """Return a state in which what is kept for divided parameters has changed. keep: what becomes of all else."""
+    """Return a state with the entries of sharded parameters changed. keep: converts all other entries."""
     shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
     values: dict[str, Any] = {}
     changed: dict[int, Any] = {}  # tied weights have several names
-    for name, kept in sorted(state["state"].items()):  # in one order on all ranks, whatever came first on each
+    for name, kept in sorted(state["state"].items()):  # in the same order on all ranks, independent of insertion order
         if id(kept) not in changed:
             divided = [key for key in sorted(kept, key=str) if _is_divided(kept[key], name, shards)]
             parts = {key: change(f"{key} of {name}", kept[key], shards[name]) for key in divided}
@@ -119,23 +119,23 @@ def _whole_state(what: str, value: Tensor, shard: Shard) -> Tensor:
     expected = shard.sharding.local(shard.axis.rank, shard.axis.size)
     if tuple(value.shape) != expected:
         raise UsageError(
-            f"{what} has shape {tuple(value.shape)}, expected {expected}, that of the parameter's part: this optimizer "
-            "keeps something else than a number for each weight, which cannot be put together"
+            f"{what} has shape {tuple(value.shape)}, expected {expected}, the shape of the parameter's shard: this "
+            "optimizer's state is not one number per weight, and cannot be gathered"
         )
-    return _whole(value, shard)
+    return _gather_full(value, shard)
 
 
-def _whole(value: Tensor, shard: Shard) -> Tensor:
-    return to_tensor(shard.whole(array_of(on_host(value))))
+def _gather_full(value: Tensor, shard: Shard) -> Tensor:
+    return to_tensor(shard.whole(array_of(to_host(value))))
 
 
-def _own(name: str, value: Any, shard: Shard) -> Tensor:
+def _take_shard(name: str, value: Any, shard: Shard) -> Tensor:
     if tuple(value.shape) != shard.sharding.shape:
         raise UsageError(
-            f"{name} has shape {tuple(value.shape)}, expected {shard.sharding.shape}, that of the model that is whole"
+            f"{name} has shape {tuple(value.shape)}, expected {shard.sharding.shape}, the shape in the unsharded model"
         )
-    return to_tensor(shard.own(array_of(on_host(value))))
+    return to_tensor(shard.own(array_of(to_host(value))))
 
 
-def _copied(value: Any) -> Any:
+def _copy_values(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,8 +1,8 @@
-"""Random streams of PyTorch: draw the same where a tensor is whole, and otherwise where it is divided.
+"""Random streams of PyTorch: equal draws for unsharded tensors, different draws for sharded ones.
 
 PyTorch's own generator is the shared stream: give all ranks of a tensor-parallel axis the same seed (`seed`). A draw
-for what is divided takes one number of it, on every rank, and goes on from there in a stream of this rank. Whoever
-saves and restores PyTorch's state, as `torch.utils.checkpoint` does, so has all streams.
+for a sharded tensor takes one number from it on every rank, and continues in a stream of this rank. Code that saves and
+restores PyTorch's state, such as `torch.utils.checkpoint`, thereby handles all streams.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from torch import Tensor
 
 from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.streams import fold, seed_at
-from commlib_torch._uncompiled import uncompiled
+from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor.moves import On, axis_of
 
 
 def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
-    """Seed PyTorch's generators: the same on all ranks along the axes `same` of the mesh, else different ones.
+    """Seed PyTorch's generators: the same on all ranks along the axes `same` of the mesh, otherwise different.
 
-    Returns this rank's seed. Every rank gives the same number.
+    Returns this rank's seed. Pass the same number on every rank.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"seed: expected a whole number from 0 on, got {number!r}")
+        raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
     torch.manual_seed(found)
     return found
 
 
-@uncompiled
+@disable_compile
 def draw(axis: On, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator for what is divided among the ranks of an axis, another one at each call.
+    """Return a generator for a tensor sharded along an axis, a new one at each call.
 
-    It takes one number of PyTorch's own generator, so all ranks of the axis call this alike.
+    It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
     """
     return torch.Generator(device).manual_seed(_own_seed(axis_of(axis)))
 
 
 @contextmanager
 def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Let PyTorch's generator of a device be this rank's own stream inside, and go on as before afterwards.
+    """Use this rank's stream as PyTorch's generator of a device within the context; restore it afterwards.
 
-    For functions that take no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing is
-    divided, and nothing changes.
+    For functions that accept no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing
+    changes.
     """
     shared = axis_of(axis)
     if shared.size == 1:
@@ -62,16 +62,16 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
         generator.set_state(before)
 
 
-@uncompiled
+@disable_compile
 def dropout(x: Tensor, p: float, training: bool, axis: On) -> Tensor:
-    """Return `F.dropout(x, p, training)` of what is divided among the ranks of an axis: with another mask on each."""
+    """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank."""
     if not training or p == 0:
         return x
     with divided(axis, x.device):
         return torch.nn.functional.dropout(x, p, True)
 
 
-def _own_seed(axis: Axis) -> int:
+def _own_seed(axis: ParallelAxis) -> int:
     return fold(int(torch.randint(1 << 62, (), device="cpu")), axis.rank)
 
 

@@ -1,4 +1,4 @@
-"""Tracing: run a model once on an example, and return what it does as a `commlib.tensor_parallel.trace.Trace`."""
+"""Tracing: run a model once on an example, and return its operations as a `ModelTrace`."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ from torch.utils.checkpoint import CheckpointFunction
 import commlib
 from commlib.errors import UsageError
 from commlib.tensor_parallel import equations
-from commlib.tensor_parallel.checks.guide import Guide, is_guided
-from commlib.tensor_parallel.checks.seen_weights import Seen, SeenWeights
+from commlib.tensor_parallel.checks.guided_run import GuidedRun, is_guided
+from commlib.tensor_parallel.checks.weight_shapes import SeenWeights, WeightShape
 from commlib.tensor_parallel.equations import Equation
 from commlib.tensor_parallel.lengths import Length
-from commlib.tensor_parallel.recording import Recording, replaced, running_line, runs_within
+from commlib.tensor_parallel.recording import StepRecording, replace_attribute, running_line, runs_within
 from commlib.tensor_parallel.styles import PerRank, Slice, Style
-from commlib.tensor_parallel.trace import Step, Trace
-from commlib_torch._uncompiled import uncompiled_calls
-from commlib_torch._unnoticed import fresh, unnoticed
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
+from commlib_torch._graph_breaks import suspend_compile
+from commlib_torch._trial_run import copy_arguments, preserve_model
 from commlib_torch.tensor import _arguments, _leaves, moves
-from commlib_torch.tensor._arguments import Slicing, slicings_in
-from commlib_torch.tensor._guided import Guided, exchanged
-from commlib_torch.tensor._keeping import held
+from commlib_torch.tensor._arguments import SliceHook, slicings_in
+from commlib_torch.tensor._guided_calls import GuidedCall, replace_tensors
+from commlib_torch.tensor._held_tensors import find_held
 from commlib_torch.tensor._numbers import numbers_in, styles_of_numbers
-from commlib_torch.tensor._on_parts import on_parts
-from commlib_torch.tensor._operations import ASKING, NUMBERS, Called, described
-from commlib_torch.tensor._tied import tied
-from commlib_torch.tensor._trial import gradients, tried
+from commlib_torch.tensor._operations import ASKING, NUMBERS, FunctionCall, describe_call
+from commlib_torch.tensor._shard_trial import try_on_shards
+from commlib_torch.tensor._trial import gradients, try_function
+from commlib_torch.tensor._weight_sharing import find_tied
 
 _RUNNING: ContextVar[Any] = ContextVar("the recorder that runs a model", default=None)
-"""The innermost one: a look at a model may run within that at another."""
+"""The innermost recorder: one trace may run within another."""
 
 SHAPES = frozenset(("shape", "size", "numel", "nelement", "stride", "nbytes"))
-"""What says of a tensor how many elements it has, and how they lie."""
+"""Attributes that give a tensor's size or layout."""
 
 TRANSFORMS = (
     (apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
     (eager_transforms, "_vjp_with_argnums"), (eager_transforms, "_jvp_with_argnums"),
 )  # fmt: skip
-"""Transforms of functions, whose inside has tensors of its own, and where they are looked up."""
+"""Function transforms, which use tensors of their own inside, and the modules that refer to them."""
 
 _TORCH = tuple(f"{folder}/" for folder in torch.__path__)
 _OURS = tuple(f"{folder}/" for folder in (*commlib.__path__, Path(__file__).parents[1]))
 
 
-def attempted(
+def try_trace(
     model: nn.Module,
     args: Sequence[Any],
     options: Mapping[str, Any],
     styles: Collection[str] = (),
     weights: SeenWeights | None = None,
-) -> tuple[Trace, Exception | None]:
-    """Run a model once; return its layers and the operations between them in the order in which they ran.
+) -> tuple[ModelTrace, Exception | None]:
+    """Run a model once; return its layers and the operations between them in the order of execution.
 
-    args, options: what it is called with. styles: layers that are taken as a whole because they have one. weights:
-    those whose shapes are noted where the model asks for them. Any control flow works: what ran is what is recorded; if
-    the model fails, with the error, and up to the step that did. It runs with gradients where its caller computes some,
-    for it may go by that, and without, too, if it seems to keep values: what a graph holds, none does then. All is as
-    before: see `unnoticed`. A model that is divided runs its collectives.
+    args, options: its arguments. styles: styles of layers to record as units. weights: those whose shape queries are
+    recorded. Any control flow is supported: the trace has the operations that ran. If the model fails, the trace ends
+    at the failing step and has the error. It runs with gradients if the caller computes some, because the model may
+    depend on that, and also without if it seems to store values, because a graph may be what holds them. All state is
+    restored: see `preserve_model`. A sharded model runs its collectives.
     """
     trace, error = _attempted(model, args, options, styles, weights)
     if trace.kept and torch.is_grad_enabled():
         with torch.no_grad():
             without = _attempted(model, args, options, styles, weights)[0]
-        if without.way == trace.way:  # else what is there for gradients alone may be held by anybody
+        if without.way == trace.way:  # otherwise tensors needed only for gradients would seem to be stored
             trace = replace(trace, kept=tuple(value for value in trace.kept if value in without.kept))
     return trace, error
 
@@ -86,12 +86,14 @@ def _attempted(
     options: Mapping[str, Any],
     styles: Collection[str],
     weights: SeenWeights | None,
-) -> tuple[Trace, Exception | None]:
+) -> tuple[ModelTrace, Exception | None]:
     learns = frozenset(at for at, one in enumerate(tensors_in([*args, *options.values()])) if one.requires_grad)
-    recorder = Recorder(model, styles, weights=weights, tries=True)
-    with uncompiled_calls(), unnoticed(model, args, options):
+    recorder = TraceRecorder(model, styles, weights=weights, tries=True)
+    with suspend_compile(), preserve_model(model, args, options):
         try:
-            return replace(recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], learns=learns), None
+            return replace(
+                recorder.run(copy_arguments(tuple(args)), copy_arguments(dict(options)))[0], learns=learns
+            ), None
         except Exception as error:
             return replace(recorder.trace_of(()), learns=learns), error
         finally:
@@ -99,7 +101,7 @@ def _attempted(
 
 
 def styles_in(model: nn.Module) -> dict[str, Style]:
-    """Return the styles of the layers, and of numbers, that are divided already."""
+    """Return the styles of layers and numbers that are already sharded."""
     given = {name: getattr(module, "style", None) for name, module in model.named_modules()}
     return (
         {name: style for name, style in given.items() if isinstance(style, Style)}
@@ -109,7 +111,7 @@ def styles_in(model: nn.Module) -> dict[str, Style]:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with. Raises UsageError for what is no tensor, tuple or dict."""
+    """Return the arguments of a model. Raises UsageError unless the batch is a tensor, tuple or dict."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -122,8 +124,8 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def tensors_in(value: Any, known: dict[int, tuple[Any, list[Tensor]]] | None = None) -> list[Tensor]:
     """Return the tensors in nested sequences, mappings and objects with fields, in order.
 
-    known: those in what was looked into. What is within itself, such as a node of a tree that knows its parent, has no
-    more there.
+    known: the visited objects. An object that contains itself, such as a tree node with a reference to its parent, is
+    visited once.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -142,14 +144,14 @@ def tensors_in(value: Any, known: dict[int, tuple[Any, list[Tensor]]] | None = N
     return known[id(value)][1]
 
 
-class Recorder(TorchFunctionMode):
-    """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers.
+class TraceRecorder(TorchFunctionMode):
+    """Intercepts each function of PyTorch and, by hooks, each layer. tensors: all values, by number.
 
-    whole: a divided model runs as the whole that it was. guide: how layers are called. calls: counts those of the ranks
-    among which the model is divided. ranks: run as this one of so many. keeps: see `kept`. differentiates: note what
-    gradients autograd functions of the user's give. recomputes: False to run what re-entrant checkpoints would compute
-    again in backward as if there was no checkpoint: they know `backward()` alone. weights: which shapes of weights the
-    model sees; where it asks for them is noted. tries: layers that take parts of sequences are tried on parts.
+    whole: run a sharded model as the unsharded one. guide: overrides layer calls. calls: counts calls of the ranks
+    among which the model is sharded. ranks: run as this one of so many. keeps: see `kept`. differentiates: record the
+    gradients from user-defined autograd functions. recomputes: False to run re-entrant checkpoints without
+    recomputation, because they support only `backward()`. weights: the weight shapes that the model sees; its queries
+    are recorded. tries: run layers with sharded sequences on shards.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class Recorder(TorchFunctionMode):
         styles: Collection[str] = (),
         *,
         whole: bool | None = None,
-        guide: Guide | None = None,
+        guide: GuidedRun | None = None,
         calls: Callable[[], int] = int,
         ranks: tuple[int, int] | None = None,
         keeps: bool = False,
@@ -171,52 +173,52 @@ class Recorder(TorchFunctionMode):
         self._model, self._styles = model, styles
         self._differentiates, self._recomputes = differentiates, recomputes
         self._whole = not styles_in(model) if whole is None else whole
-        self._guided = None if guide is None else Guided(guide)
+        self._guided = None if guide is None else GuidedCall(guide)
         self._calls, self._inside, self._moves, self._keeps = calls, 0, False, keeps
         self.hides = False
-        """A layer with a style ran in what is not looked into."""
+        """A layer with a style ran inside an operation that cannot be traced."""
         self.kept: dict[int, Tensor] = {}
-        """What layers took and gave, by the numbers of values: as it was then, for it may be written later."""
+        """Inputs and outputs of layers, by value number: copies, because a model may overwrite them."""
         self._tries_layers = tries
         self._shown, self._shapes_asked = weights or {}, set[tuple[str, str]]()
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
             for weight in module.parameters(recurse=False):
-                if _leaves.is_leaf(module) or id(weight) not in self._weights:  # others may have it for a layer
+                if _leaves.is_leaf(module) or id(weight) not in self._weights:  # another model may use it as a layer
                     self._weights[id(weight)] = name
             self._constants |= {id(tensor) for tensor in (*module.buffers(recurse=False), *vars(module).values())}
         self._within: list[str] = []
         self._leaves: list[str] = []
-        """Leaves that are running, one within another."""
+        """The running leaves, outermost first."""
         named = styles if isinstance(styles, Mapping) else {}
         self._tries = not styles_in(model)
-        """Autograd functions of the user's are tried on parts: in a divided model they may want other ranks."""
+        """User-defined autograd functions are tried on shards: in a sharded model they may call other ranks."""
         self._tried: dict[tuple[Any, torch.Size, str], Equation | None] = {}
         self._has_numbers = not styles or any(isinstance(style, PerRank) for style in named.values())
         divided = slicings_in(model)
         self._slicings = {id(slicing): name for name, slicing in divided.items()}
         slices = {name: style for name, style in named.items() if isinstance(style, Slice)}
         self._sliced = {name: style for name, style in slices.items() if name not in divided}
-        """Arguments of which the model does not take a part by itself."""
+        """Arguments of which the model does not take its own shard."""
         self._ranks = ranks
         self._looks_inside = False
         self._inner: list[Tensor] = []
-        """What leaves with a forward of the user's make inside, where nobody looks."""
+        """Tensors made inside leaves with a user-defined forward, which are not traced."""
         self._calls_of_inner: list[tuple[list[int], str, str]] = []
-        """For each of these the values that its leaf is called with, what that is, and the line."""
+        """For each of these: the input values of its leaf, the operation, and the line."""
         self._cuts = 0
-        """Contexts without gradients that the model has entered."""
+        """The number of no-grad contexts that the model has entered."""
         self._written: dict[int, set[int]] = {}
-        """Values that were written into memory that was there, by this."""
+        """Values written into the memory of others, by value."""
         self._taken: list[Tensor] = []
-        """Values that were used in what is not looked into."""
-        self._recording = Recording(
+        """Values used in operations that cannot be traced."""
+        self._recording = StepRecording(
             lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete, line=_line
         )
         self.tensors = self._recording.tensors
 
-    def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Trace, Any]:
-        """Run the model as it is called now; return the trace, and the model's result."""
+    def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[ModelTrace, Any]:
+        """Run the model with its current arguments; return the trace and the model's result."""
         for tensor in tensors_in([*args, *options.values()]):
             self._recording.add("", "given", (), (tensor,), text="an argument")
         first = self._calls()
@@ -231,40 +233,40 @@ class Recorder(TorchFunctionMode):
 
     @property
     def _listens(self) -> bool:
-        """Whether what runs is to be noted: not what another one looks at meanwhile."""
+        """Whether operations are to be recorded: not those of a nested trace."""
         return _RUNNING.get() is self
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks did so outside of layers."""
+        """Whether ranks communicated outside of layers."""
         return self._moves
 
     def forget(self) -> None:
-        """Let all values go, and their graphs: one that lived on would remember the shapes of weights."""
+        """Drop all values and their graphs, which would keep the shapes of weights."""
         self.tensors.clear()
         self.kept.clear()
         self._taken.clear()
         self._inner.clear()
         self._calls_of_inner.clear()
 
-    def trace_of(self, result: Any, kept: Collection[int] = ()) -> Trace:
-        """Return the trace of what ran so far. kept: values that somebody holds, beside the model's results."""
-        return self._recording.trace(tensors_in(result), tied(self._model), whole=self._whole, held=kept)
+    def trace_of(self, result: Any, kept: Collection[int] = ()) -> ModelTrace:
+        """Return the trace so far. kept: values that something other than the model's results holds."""
+        return self._recording.trace(tensors_in(result), find_tied(self._model), whole=self._whole, held=kept)
 
     def _held(self, args: Any, options: Any, result: Any) -> set[int]:
-        """Return the values that somebody holds after the call, those included that were written into memory."""
+        """Return the values that are still referenced after the call, including those written into memory."""
         self._taken = []
         values = {id(tensor): self._values(tensor) for tensor in self.tensors}
         returned = set(map(id, tensors_in(result)))
         wanted = {key for key, found in values.items() if found and key not in returned}
         roots = (vars(self._model), args, options, result)
         outside = {id(one) for one in self.tensors if self._recording.is_from_outside(one)}
-        kept = held(self.tensors, wanted, outside, roots)
+        kept = find_held(self.tensors, wanted, outside, roots)
         return {value for key in kept for value in values[key]} | self._held_inside(roots)
 
     def _held_inside(self, roots: Any) -> set[int]:
-        """Return the values that somebody holds of those that leaves have made inside, which are noted only now."""
-        kept = held(self._inner, set(map(id, self._inner)), set(), roots)
+        """Return the values made inside leaves that are still referenced; they are recorded only now."""
+        kept = find_held(self._inner, set(map(id, self._inner)), set(), roots)
         for at in [at for at, one in enumerate(self._inner) if id(one) in kept]:
             numbers, text, place = self._calls_of_inner[at]
             inputs = [self.tensors[number] for number in numbers]
@@ -272,7 +274,7 @@ class Recorder(TorchFunctionMode):
         return {self._recording.number(one) for one in self._inner if id(one) in kept}
 
     def _values(self, tensor: Tensor) -> set[int]:
-        """Return the values that were made, and are in a tensor, or were written into its memory."""
+        """Return the values in a tensor's memory: the tensor, and those written into it."""
         own = set() if self._recording.is_from_outside(tensor) else {self._recording.number(tensor)}
         if self._written:
             own |= self._written.get(_storage(tensor), set())
@@ -280,7 +282,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:
-        """Hear where the model cuts gradients off, for a while: nothing else tells where none are computed at all."""
+        """Detect where the model disables gradients, within the context: without gradients nothing else shows it."""
 
         def counting(function: Any, change: int) -> Any:
             def called(*args: Any) -> Any:
@@ -294,40 +296,44 @@ class Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             for kind in (torch.no_grad, torch.inference_mode):
                 for name, change in (("__enter__", 1), ("__exit__", -1)):
-                    stack.enter_context(replaced(kind, name, counting(getattr(kind, name), change)))
+                    stack.enter_context(replace_attribute(kind, name, counting(getattr(kind, name), change)))
             yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Put hooks on all layers, for a while."""
+        """Put hooks on all layers, within the context."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 last = module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True)
-                stack.callback(last.remove)  # prepended: what hooks of the user's do with a layer's result is seen
+                stack.callback(last.remove)  # prepended, so that effects of user hooks on a layer's result are seen
             yield
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Look into no autograd function, no transform and no move, for a while.
+        """Treat autograd functions, transforms and redistributions as opaque, within the context.
 
-        What a function of the user's gives comes from where nobody knows: it may move values between ranks. It is met
-        below its `apply`, which a model may have kept under another name.
+        The result of a user's function has an unknown origin: it may communicate. It is intercepted below its `apply`,
+        of which a model may have stored a reference.
         """
         with ExitStack() as stack:
             opaque: Any = classmethod(self._opaque(_apply, "unseen"))
-            stack.enter_context(replaced(_SingleLevelFunction, "apply", opaque))
-            stack.enter_context(replaced(nn.Parameter, "__new__", self._detached(nn.Parameter.__new__)))
-            stack.enter_context(replaced(_arguments, "part_of", self._sliced_part))
-            stack.enter_context(replaced(moves, "moved", self._opaque(moves.moved, "unseen", moves=True)))
+            stack.enter_context(replace_attribute(_SingleLevelFunction, "apply", opaque))
+            stack.enter_context(replace_attribute(nn.Parameter, "__new__", self._detached(nn.Parameter.__new__)))
+            stack.enter_context(replace_attribute(_arguments, "part_of", self._sliced_part))
+            stack.enter_context(
+                replace_attribute(moves, "redistribute", self._opaque(moves.redistribute, "unseen", moves=True))
+            )
             for owner, transform in TRANSFORMS:
-                stack.enter_context(replaced(owner, transform, self._opaque(getattr(owner, transform), "unknown")))
+                stack.enter_context(
+                    replace_attribute(owner, transform, self._opaque(getattr(owner, transform), "unknown"))
+                )
             yield
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Let numbers that modules have know what they are, for a while, where a plan may change them."""
+        """Give module attributes that a plan may change numbers that remember their origin, within the context."""
         numbers = numbers_in(self._model) if self._has_numbers else {}
         values = {name: number.value for name, number in numbers.items()}
         self._recording.numbers |= values
@@ -341,7 +347,7 @@ class Recorder(TorchFunctionMode):
                     number.put(values[name])
 
     def _measured(self, tensor: Tensor) -> torch.Size:
-        """Return a tensor's shape as numbers that know of what they are."""
+        """Return a tensor's shape as numbers that remember their origin."""
         number, used = self._recording.number_of(tensor), self._recording.used
         lengths = tensor.shape
         if number is None:
@@ -353,12 +359,12 @@ class Recorder(TorchFunctionMode):
             if not self._listens:
                 return function(*args, **options)
             package = str(getattr(args[0] if args else None, "__module__", "")).partition(".")[0]
-            if package == "torch" and kind == "unseen" and not moves:  # such as one that computes again in backward
+            if package == "torch" and kind == "unseen" and not moves:  # such as one that recomputes in backward
                 if args[0] is not CheckpointFunction:
                     return function(*args, **options)
                 if not self._recomputes:
                     return args[1](*args[3:])
-                self._cuts -= 1  # it computes all gradients, later
+                self._cuts -= 1  # it computes all gradients later
                 try:
                     return function(*args, **options)
                 finally:
@@ -386,7 +392,7 @@ class Recorder(TorchFunctionMode):
         return called
 
     def _detached(self, function: Any) -> Any:
-        """Return what makes a parameter of a tensor, and notes it as a call of `detach`."""
+        """Wrap the function that makes a parameter from a tensor: it is recorded as a call of `detach`."""
 
         def called(kind: Any, *args: Any, **options: Any) -> Any:
             result, given = function(kind, *args, **options), tensors_in([args, options])
@@ -398,7 +404,7 @@ class Recorder(TorchFunctionMode):
         return called
 
     def _trial(self, function: Any, args: Any, result: Any) -> Equation | None:
-        """Return what is known of an autograd function of one tensor, (class, ...), by trying it on parts, once."""
+        """Find the description of an autograd function of one tensor, (class, ...), by one trial on shards."""
         places = [at for at, one in enumerate(args) if isinstance(one, Tensor)]
         others = [one for at, one in enumerate(args) if at not in (0, *places)]
         if len(places) != 1 or not isinstance(result, Tensor) or not all(map(_is_plain, others)):
@@ -407,11 +413,11 @@ class Recorder(TorchFunctionMode):
         key = args[0], args[at].shape, repr(others)
         if key not in self._tried:
             with self._alone():
-                self._tried[key] = tried(lambda x: function(*args[:at], x, *args[at + 1 :]), args[at], result)
+                self._tried[key] = try_function(lambda x: function(*args[:at], x, *args[at + 1 :]), args[at], result)
         return self._tried[key]
 
     def _note_gradients(self, function: Any, args: Any, text: str) -> None:
-        """Note what gradients a function gives that has a backward of its own: they are compared as values are."""
+        """Record the gradients from a function with a user-defined backward: they are compared like values."""
         taken = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
         taken = [one for one in taken if one.is_floating_point() or one.is_complex()]
         if not taken or not all(isinstance(one, Tensor) or _is_plain(one) for one in args):
@@ -423,7 +429,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Note nothing of what is called to find something out, for a while."""
+        """Stop recording within the context, for trial calls."""
         self._leaves.append("")
         try:
             yield
@@ -455,22 +461,22 @@ class Recorder(TorchFunctionMode):
             return entered
 
         def after(module: nn.Module, args: Any, options: Any, result: Any) -> Any:
-            """Note the call of a leaf. A call that failed has no result."""
+            """Record the call of a leaf. A failed call has no result."""
             if not self._listens:
                 return None
             self._within.pop()
             inputs = tensors_in([args, options])
-            self._looks_inside &= len(self._leaves) > 1  # what follows is ours
+            self._looks_inside &= len(self._leaves) > 1  # the following operations are this package's
             if not leaf or len(self._leaves) > 1:
                 del self._leaves[len(self._leaves) - leaf :]
                 return None
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
-            result = result if changed is None else exchanged(result, changed)
-            found = _leaves.described(module, inputs[0]) if inputs else {}  # what is asked here is not the model's
-            own = self._calls() - first if found.get("kind") == "unknown" else 0  # which the user makes
+            result = result if changed is None else replace_tensors(result, changed)
+            found = _leaves.describe_leaf(module, inputs[0]) if inputs else {}  # this query is not the model's
+            own = self._calls() - first if found.get("kind") == "unknown" else 0  # made by the user's code
             if self._tries_layers and found.get("kind") == "unknown" and isinstance(self._styles, Mapping):
                 inner = len(self._inner)
-                found |= on_parts(self._styles.get(name), module, args, options)
+                found |= try_on_shards(self._styles.get(name), module, args, options)
                 del self._inner[inner:]
             outputs = tensors_in(result)
             kept = (
@@ -489,14 +495,14 @@ class Recorder(TorchFunctionMode):
         return before, after
 
     def _note_inside(self, text: str, inputs: list[Tensor]) -> None:
-        """Note of which call that is which a leaf has made inside, but for what it takes and gives."""
+        """Record the leaf call that made a tensor inside, except its inputs and outputs."""
         known = len(self._calls_of_inner)
         self._inner[known:] = [one for one in self._inner[known:] if not self._recording.knows(one)]
         if more := len(self._inner) - known:
             self._calls_of_inner += [(list(map(self._recording.number, inputs)), text, _line())] * more
 
     def _arguments(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
-        """Note arguments that a module may be given a part of, and give it that where this is the run of one rank."""
+        """Record arguments that a plan may slice, and slice them if this run is one rank's."""
         if self._leaves or (self._styles and not self._sliced):
             return None
         change: dict[str, Any] = {}
@@ -504,7 +510,7 @@ class Recorder(TorchFunctionMode):
             path = f"{name}.{argument}" if name else argument
             if path in self._sliced or (not self._styles and self._is_fixed(tensor)):
                 change[argument] = partial(self._slice, path, self._sliced.get(path), self._ranks)
-        return _arguments.exchanged_arguments(module, args, options, change) if change else None
+        return _arguments.replace_arguments(module, args, options, change) if change else None
 
     def _is_fixed(self, tensor: Tensor) -> bool:
         number = self._recording.number_of(tensor)
@@ -512,7 +518,7 @@ class Recorder(TorchFunctionMode):
         return not learned and tensor.dim() > 2 and tensor.is_floating_point()
 
     def _slice(self, path: str, style: Slice | None, ranks: tuple[int, int] | None, tensor: Tensor) -> Tensor:
-        """Return this rank's part of an argument, or all of it, as a value of its own."""
+        """Return this rank's slice of an argument, or all of it, as a separate value."""
         if self._leaves:
             return tensor if style is None or ranks is None else _arguments.own_part(tensor, style, *ranks, path)
         self._leaves.append("")
@@ -528,14 +534,14 @@ class Recorder(TorchFunctionMode):
         self._recording.add(path, "slice", [tensor], [found], text="an argument", place=_line())
         return found
 
-    def _sliced_part(self, tensor: Tensor, slicing: Slicing) -> Tensor:
+    def _sliced_part(self, tensor: Tensor, slicing: SliceHook) -> Tensor:
         path, ranks = self._slicings[id(slicing)], (slicing.axis.rank, slicing.axis.size)
         return self._slice(path, None if self._whole else slicing.style, ranks, tensor)
 
     def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> Any:
-        """Keep what a layer takes; return what it is called with instead."""
+        """Save the inputs of a layer; return the inputs for its call."""
         tensors = tensors_in([args, options])
-        if not tensors or not _is_guided(name, _leaves.described(module, tensors[0])):
+        if not tensors or not _is_guided(name, _leaves.describe_leaf(module, tensors[0])):
             return None
         numbers = [self._recording.number(tensor) for tensor in tensors]
         if self._keeps:
@@ -545,7 +551,7 @@ class Recorder(TorchFunctionMode):
             return None
         for tensor, number in zip(tensors, numbers, strict=True):
             self._recording.stands_for(given[id(tensor)], number)
-        return exchanged((args, options), given)
+        return replace_tensors((args, options), given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -588,9 +594,9 @@ class Recorder(TorchFunctionMode):
             self._recording.add("", "number", given, (), text=text, place=_line(), dim=dim)
         return iter(result) if name == "iter" else result
 
-    def _shape_asked(self, seen: Seen, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
-        """Note that the shape of a divided weight is asked for outside of its layer; return what is seen of it."""
-        if runs_within(_OURS, (*_TORCH, __file__)):  # a layer of ours that looks at its own weights
+    def _shape_asked(self, seen: WeightShape, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
+        """Record a query of a sharded weight's shape outside of its layer; return the shape that the model sees."""
+        if runs_within(_OURS, (*_TORCH, __file__)):  # a sharded layer that reads its own weights
             return result
         if (asked := (seen.layer, _line())) not in self._shapes_asked:
             self._shapes_asked.add(asked)
@@ -605,16 +611,16 @@ class Recorder(TorchFunctionMode):
         inputs = tensors_in([args, options])
         lengths = self._measured(inputs[0]) if inputs else ()
         if name == "glu":
-            return self._note_gate(Called(name, args, options, inputs, outputs))
-        found = {"inputs": inputs, **described(Called(name, args, options, inputs, outputs, lengths))}
+            return self._note_gate(FunctionCall(name, args, options, inputs, outputs))
+        found = {"inputs": inputs, **describe_call(FunctionCall(name, args, options, inputs, outputs, lengths))}
         for one in () if name in ASKING else (*args, *options.values()):
             if isinstance(one, Length):
                 one.note_use()
         text = f"{name} in {self._place_in_model()}"
         self._recording.add("", outputs=outputs, text=text, place=_line(), **found)
 
-    def _note_gate(self, called: Called) -> None:
-        """Note a gated unit: both halves of what is fused along a dimension, and their product."""
+    def _note_gate(self, called: FunctionCall) -> None:
+        """Record a gated unit: the halves of a fused dimension, and their product."""
         dim = called.argument(1, "dim", -1)
         halves = called.inputs[0].chunk(2, dim)
         text, place = f"{called.name} in {self._place_in_model()}", _line()
@@ -629,25 +635,25 @@ class Recorder(TorchFunctionMode):
 
 
 def _apply(function: Any, *args: Any) -> Any:
-    """Do what `apply` of an autograd function, a class, ends in."""
+    """Return the last step of `apply` of an autograd function class."""
     return vars(_FunctionBase)["apply"].__get__(None, function)(*args)
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written, if it knows."""
+    """Return a tensor's version counter, if it has one."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from that of others; 0 if it has none of its own."""
+    """Return an identity of a tensor's memory; 0 if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # it is sparse, say
+    except (RuntimeError, NotImplementedError):  # for example a sparse tensor
         return 0
 
 
 def _is_custom(func: Any) -> bool:
-    """Return whether a function is an operator of somebody's library, which may have a backward of its own."""
+    """Return whether a function is an operator of another library, with a possible custom backward."""
     full = str(getattr(func, "_qualified_op_name", "") or getattr(func, "namespace", ""))
     return full.partition("::")[0] not in ("", "aten", "prims", "prim", "quantized")
 
@@ -662,8 +668,8 @@ def _source(name: str) -> tuple[str, str]:
 
 
 def _is_guided(layer: str, found: Mapping[str, Any]) -> bool:
-    """Return whether a guide has a say in a call of a leaf, of which these fields are known."""
-    return is_guided(Step(layer, inputs=(), outputs=(), **found))
+    """Return whether a guide overrides a call of a leaf with these fields."""
+    return is_guided(TraceStep(layer, inputs=(), outputs=(), **found))
 
 
 def _is_discrete(tensor: Tensor) -> bool:
@@ -675,7 +681,7 @@ def _line() -> str:
 
 
 def _name(func: Any) -> str:
-    """Return a function's name without marks of methods, properties and changes in place: "add" of `__iadd__`, too."""
+    """Return a function's base name without marks of methods, properties and in-place forms: "add" for `__iadd__`."""
     if getattr(func, "__name__", "") == "__get__":
         return str(getattr(func.__self__, "__name__", ""))
     full = resolve_name(func) or getattr(func, "__name__", "")

@@ -1,1 +1,1 @@
-"""Results as other benchmarks print them, for programs that read those: `--format nccl` and `--format osu`."""
+"""Output formats of other benchmarks, for programs that parse them: `--format nccl` and `--format osu`."""

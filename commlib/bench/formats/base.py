@@ -1,4 +1,4 @@
-"""The words of another benchmark's format: what stands above a run's rows, and the Protocol of a format."""
+"""The base of another benchmark's format: the data of its header, and the Protocol of a format."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from commlib.bench.rows import Row
+from commlib.bench.rows import BenchRow
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What a run measured. sizes: in bytes; iters, warmup_iters: calls of a burst and before it; pids: of the ranks."""
+    """The data of a run. sizes: in bytes; iters, warmup_iters: calls of a burst and before it; pids: of the ranks."""
 
     verb: str
     sizes: tuple[int, ...]
@@ -23,13 +23,13 @@ class Heading:
 
 
 class Format(Protocol):
-    """The lines of a run: before the rows, for each of them, and after them.
+    """The lines of a run: header, rows and footer.
 
-    rows of a line: the same case out of place and in place, as far as they were measured.
+    rows of a line: the same case out of place and in place, as far as measured.
     """
 
     def head(self) -> list[str]: ...
 
-    def line(self, *rows: Row) -> list[str]: ...
+    def line(self, *rows: BenchRow) -> list[str]: ...
 
     def foot(self) -> list[str]: ...

@@ -1,12 +1,12 @@
-"""The choice of a format, by the names that the command knows."""
+"""Choice: look up a format by its name in the command."""
 
 from __future__ import annotations
 
 from commlib.bench.formats.base import Format, Heading
-from commlib.bench.formats.nccl import Nccl
-from commlib.bench.formats.osu import Osu
+from commlib.bench.formats.nccl import NcclFormat
+from commlib.bench.formats.osu import OsuFormat
 
 
-def named(name: str, heading: Heading) -> Format:
+def find_format(name: str, heading: Heading) -> Format:
     """Return the format of one of the names in `options.FORMATS`."""
-    return Nccl(heading) if name == "nccl" else Osu(heading)
+    return NcclFormat(heading) if name == "nccl" else OsuFormat(heading)

@@ -1,6 +1,6 @@
-"""The format of nccl-tests 2.x: `all_reduce_perf` and its siblings, out of place beside in place.
+"""The format of nccl-tests 2.x: `all_reduce_perf` and its siblings, out of place and in place on one line.
 
-A place that a verb does not have is N/A, as is #wrong where nothing was checked. Source: nccl-tests, src/util.cu.
+A figure is N/A if the verb has no such form; #wrong is N/A without checks. Source: nccl-tests, src/util.cu.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 
 from commlib.bench.formats.base import Heading
-from commlib.bench.rows import OURS, Row
+from commlib.bench.rows import OURS, BenchRow
 
 _PROGRAMS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
@@ -17,7 +17,7 @@ _TITLES = ("time", "algbw", "busbw", "#wrong")
 _UNITS = ("(us)", "(GB/s)", "(GB/s)", "")
 
 
-class Nccl:
+class NcclFormat:
     """The lines of one run."""
 
     def __init__(self, heading: Heading) -> None:
@@ -27,20 +27,20 @@ class Nccl:
         self._wrong = 0
 
     def head(self) -> list[str]:
-        """Return what stands above the rows."""
-        told, facts = self._heading, self._heading.facts
-        sizes = sorted(told.sizes)
+        """Return the header lines."""
+        run, facts = self._heading, self._heading.facts
+        sizes = sorted(run.sizes)
         factor = sizes[1] // sizes[0] if len(sizes) > 1 and sizes[0] else 1
         lines = [
             f"# commlib {facts['versions']['commlib']}, {facts['mpi']}, in the format of nccl-tests",
             f"# Collective test starting: {self._program}",
             f"# nThread 1 nGpus 1 minBytes {sizes[0]} maxBytes {sizes[-1]} step: {factor}(factor)"
-            f" warmup iters: {told.warmup_iters} iters: {told.iters} agg iters: 1"
-            f" validation: {int(told.is_checked)} graph: 0",
+            f" warmup iters: {run.warmup_iters} iters: {run.iters} agg iters: 1"
+            f" validation: {int(run.is_checked)} graph: 0",
             "#",
             "# Using devices",
         ]
-        for rank, (host, pid) in enumerate(zip(facts["hosts"], told.pids, strict=True)):
+        for rank, (host, pid) in enumerate(zip(facts["hosts"], run.pids, strict=True)):
             lines.append(f"#  Rank {rank:2} Group  0 Pid {pid:6} on {host:>10} device  0 [0x00] {facts['cpu']}")
         lines.append("#")
         lines.append(_what("", "", "", "", "") + "           out-of-place                       in-place          ")
@@ -48,7 +48,7 @@ class Nccl:
         lines.append(_what("(B)", "(elements)", "", "", "") + 2 * _cells(*_UNITS) + " ")
         return lines
 
-    def line(self, *rows: Row) -> list[str]:
+    def line(self, *rows: BenchRow) -> list[str]:
         """Return the line of one size."""
         row = rows[0]
         root = -1 if row.root is None else row.root
@@ -57,7 +57,7 @@ class Nccl:
         places = {bool(one.in_place): one for one in rows}
         return [what + "".join(self._place(places.get(is_in)) for is_in in (False, True))]
 
-    def _place(self, row: Row | None) -> str:
+    def _place(self, row: BenchRow | None) -> str:
         if row is None:
             return _cells("N/A", "N/A", "N/A", "N/A")
         self._speeds.append(row.busbw())
@@ -67,7 +67,7 @@ class Nccl:
         return _cells(*figures, "N/A" if wrong is None else str(wrong))
 
     def foot(self) -> list[str]:
-        """Return what stands below the rows."""
+        """Return the footer lines."""
         mean = statistics.fmean(self._speeds) if self._speeds else 0.0
         return [
             f"# Out of bounds values : {self._wrong} {'FAILED' if self._wrong else 'OK'}",
@@ -87,7 +87,7 @@ def _cells(time: str, algbw: str, busbw: str, wrong: str) -> str:
 
 
 def _fitted(value: float, width: int) -> str:
-    """Return a number with as many of two decimals as the column has room for."""
+    """Return a number with at most two decimals, as far as they fit into the column."""
     digits = len(str(int(value))) if value >= 1 else 0
     decimals = next((n for n, room in ((2, width - 2), (1, width - 1), (0, width + 1)) if digits < room), None)
     return f"{value:.1e}" if decimals is None else f"{value:.{decimals}f}"

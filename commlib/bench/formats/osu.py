@@ -1,15 +1,15 @@
 """The format of the OSU micro-benchmarks 7.x: `osu_allreduce` and its siblings.
 
-Sizes are OSU's: of allgather, alltoall, gather and scatter the bytes of one part, of the others those of the buffer.
-Times are of the slowest rank, where OSU has the mean over ranks. Source: outputs of OSU 7.1 to 7.5.
+Sizes are OSU's: the bytes of one part for allgather, alltoall, gather and scatter, those of the buffer for the others.
+Times are those of the slowest rank; OSU prints the mean over ranks. Source: outputs of OSU 7.1 to 7.5.
 """
 
 from __future__ import annotations
 
 from commlib.bench.formats.base import Heading
-from commlib.bench.rows import Row
+from commlib.bench.rows import BenchRow
 
-VERSION = "7.5"  # whose format this is
+VERSION = "7.5"  # the version of the format
 TITLES = {
     "all_reduce": "Allreduce",
     "reduce_scatter": "Reduce_scatter",
@@ -30,20 +30,20 @@ _TYPES = {
 }  # fmt: skip
 
 
-class Osu:
-    """The lines of one run: a table for each type."""
+class OsuFormat:
+    """The lines of one run: a table per type."""
 
     def __init__(self, heading: Heading) -> None:
         self._verb = heading.verb
         self._dtype: str | None = None
 
     def head(self) -> list[str]:
-        """Return what stands above the rows."""
+        """Return the header lines."""
         lines = ["", f"# OSU MPI {TITLES[self._verb]} Latency Test v{VERSION}"]
         return [*lines, "# Avg Latency(us)"] if self._verb == "barrier" else lines
 
-    def line(self, *rows: Row) -> list[str]:
-        """Return the line of one size, below the titles where another type begins."""
+    def line(self, *rows: BenchRow) -> list[str]:
+        """Return the line of one size, after the titles if a new type begins."""
         row = rows[0]
         if self._verb == "barrier":
             return [f"{row.time() * 1e6:17.2f}"]
@@ -56,5 +56,5 @@ class Osu:
         return [*lines, f"{size:<10}{row.time() * 1e6:18.2f}"]
 
     def foot(self) -> list[str]:
-        """Return what stands below the rows: nothing."""
+        """Return the footer lines: none."""
         return []

@@ -1,1 +1,1 @@
-"""One page of the results of sweeps, and pictures of them: `commlib bench report`."""
+"""`commlib bench report`: one HTML page with the results of sweeps, and pictures of them."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.page.runs import Entry, Run
+from commlib.bench.page.runs import BenchRun, CaseEntry
 from commlib.bench.plot import name_of_size
 from commlib.bench.rows import OURS
 
-# Colours that stand in no picture: the page's style replaces them, so that the charts follow light and dark.
+# Placeholder colours: the page's style replaces them, so that the charts follow light and dark.
 _INK, _LINE = "#010203", "#010204"
 _SERIES = tuple(f"#0102{number:02x}" for number in range(16, 24))
 _PAPER = {_INK: "#1f2328", _LINE: "#d0d7de"}
@@ -23,17 +23,17 @@ STYLES = {_INK: "var(--ink)", _LINE: "var(--line)", **{c: f"var(--c{n})" for n, 
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ChartGroup:
     """The entries of one chart: one verb on one world, of one dtype and operation, in place or not."""
 
     title: str
     stem: str
-    entries: list[Entry]
+    entries: list[CaseEntry]
 
 
-def groups(run: Run) -> list[Group]:
-    """Return the charts of a run, the largest world first. What has one size alone (a barrier) has none."""
-    found: dict[tuple[Any, ...], list[Entry]] = {}
+def groups(run: BenchRun) -> list[ChartGroup]:
+    """Return the charts of a run, the largest world first. Cases with only one size (a barrier) have none."""
+    found: dict[tuple[Any, ...], list[CaseEntry]] = {}
     for entry in run.entries:
         case = entry.case
         kind = (case.world, case.verb, case.dtype, case.op, case.in_place, case.symmetric)
@@ -42,17 +42,17 @@ def groups(run: Run) -> list[Group]:
     return [_group(entries) for entries in sorted(drawn, key=lambda entries: -entries[0].case.ranks)]
 
 
-def _group(entries: list[Entry]) -> Group:
+def _group(entries: list[CaseEntry]) -> ChartGroup:
     case = entries[0].case
     how = "in place" if case.in_place else "out of place"
     words = [case.verb, case.dtype, case.op, how, "" if case.symmetric else "ordinary arrays"]
     world = f"{case.nodes} x {case.ranks_per_node} ranks"
     title = f"{world}: {', '.join(filter(None, words))}"
-    return Group(title, re.sub(r"[^a-z0-9_]+", "-", title.lower()), entries)
+    return ChartGroup(title, re.sub(r"[^a-z0-9_]+", "-", title.lower()), entries)
 
 
-def svg(group: Group) -> str:
-    """Return a chart as an <svg> whose colours are variables of the page's style."""
+def svg(group: ChartGroup) -> str:
+    """Return a chart as an <svg> with variables of the page's style as colours."""
     from matplotlib import rc_context
 
     text = io.StringIO()
@@ -63,11 +63,11 @@ def svg(group: Group) -> str:
 
 
 def _slim(picture: str, stem: str) -> str:
-    """Return matplotlib's SVG without what a page does not need, and with names that no other chart has."""
+    """Return matplotlib's SVG without superfluous parts, and with names that are unique on the page."""
     picture = picture[picture.index("<svg") :]
     for superfluous in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"font-family: [^;\"]*;? ?", r"<!--.*?-->"):
         picture = re.sub(superfluous, "", picture, flags=re.DOTALL)
-    picture = re.sub(r"(\.\d)\d{4,}", r"\1", picture)  # coordinates, not labels: tenths of a point are fine
+    picture = re.sub(r"(\.\d)\d{4,}", r"\1", picture)  # coordinates, not labels: tenths of a point suffice
     used = dict.fromkeys(re.findall(r"#([A-Za-z][\w.-]*)[\")]", picture))
     picture = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", picture)
     for number, name in enumerate(used):
@@ -79,14 +79,14 @@ def _slim(picture: str, stem: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", picture)
 
 
-def write_png(group: Group, path: Path) -> None:
+def write_png(group: ChartGroup, path: Path) -> None:
     """Write a chart as a PNG, dark on white."""
     figure = _figure(group, {**_PAPER, **dict(zip(_SERIES, _PRINTED, strict=True))})
     figure.suptitle(group.title, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def _figure(group: Group, colours: dict[str, str] | None = None) -> Any:
+def _figure(group: ChartGroup, colours: dict[str, str] | None = None) -> Any:
     from matplotlib.figure import Figure
 
     def colour(name: str) -> str:
@@ -121,41 +121,41 @@ def _figure(group: Group, colours: dict[str, str] | None = None) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _ChartLine:
     name: str
     contender: str
-    entries: list[Entry]
+    entries: list[CaseEntry]
 
 
-def _lines(entries: Sequence[Entry]) -> Iterator[_Line]:
-    """Yield the lines of a chart: commlib's for each algorithm, and peers as they were beside the first one."""
+def _lines(entries: Sequence[CaseEntry]) -> Iterator[_ChartLine]:
+    """Yield the lines of a chart: commlib's for each algorithm, and the peers measured with the first algorithm."""
     algorithms = list(dict.fromkeys(entry.case.algorithm for entry in entries))
     for algorithm in algorithms:
         same = sorted((e for e in entries if e.case.algorithm == algorithm), key=lambda e: e.nbytes)
-        yield _Line(OURS if algorithm == "auto" else f"{OURS}, {algorithm}", OURS, same)
+        yield _ChartLine(OURS if algorithm == "auto" else f"{OURS}, {algorithm}", OURS, same)
         if algorithm == algorithms[0]:
             for peer in dict.fromkeys(name for entry in same for name in entry.seconds if name != OURS):
-                yield _Line(peer, peer, [entry for entry in same if peer in entry.seconds])
+                yield _ChartLine(peer, peer, [entry for entry in same if peer in entry.seconds])
 
 
-def _points(line: _Line, value: Callable[[Entry, str], float | None]) -> list[tuple[int, float]]:
+def _points(line: _ChartLine, value: Callable[[CaseEntry, str], float | None]) -> list[tuple[int, float]]:
     found = ((entry.nbytes, value(entry, line.contender)) for entry in line.entries)
     return [(x, y) for x, y in found if y]
 
 
-def _microseconds(entry: Entry, name: str) -> float:
+def _microseconds(entry: CaseEntry, name: str) -> float:
     return entry.time(name) * 1e6
 
 
-def _speed(entry: Entry, name: str) -> float:
+def _speed(entry: CaseEntry, name: str) -> float:
     return entry.busbw[name]  # 0 on one rank, which has no bus
 
 
-def _ratio(entry: Entry, name: str) -> float | None:
+def _ratio(entry: CaseEntry, name: str) -> float | None:
     return None if name == OURS else entry.ratio(name)
 
 
-_PANELS: tuple[tuple[str, Callable[[Entry, str], float | None]], ...] = (
+_PANELS: tuple[tuple[str, Callable[[CaseEntry, str], float | None]], ...] = (
     ("time, us", _microseconds),
     ("bus bandwidth, GB/s", _speed),
     ("time of the peer / commlib", _ratio),

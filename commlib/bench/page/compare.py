@@ -1,4 +1,4 @@
-"""Comparison of two runs: of each case that both have, which is faster, and whether that is more than noise."""
+"""Comparison of two runs: for each common case, the faster run, and whether the difference exceeds the noise."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commlib.bench.page.runs import Entry, Run, middle
+from commlib.bench.page.runs import BenchRun, CaseEntry, middle_range
 from commlib.bench.rows import OURS
 
-FEWEST = 3  # rounds from which there is a noise to speak of
-LEAST = 0.03  # a smaller difference is of no interest, however sure it is
+FEWEST = 3  # rounds needed to estimate the noise
+LEAST = 0.03  # smaller differences do not count, even if they exceed the noise
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One case of two runs. ratio: the first one's time / the second one's: above 1 the second is faster.
+    """One case of two runs. ratio: the first run's time / the second run's: above 1 the second is faster.
 
     verdict: "better" (the second), "worse", "same", or "unknown" for too few rounds.
     """
 
-    before: Entry
-    after: Entry
+    before: CaseEntry
+    after: CaseEntry
     ratio: float
     verdict: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    """One step of training of two runs, as their lines say it. ratio, verdict: as of a Pair."""
+    """One training step of two runs, as lines of their files. ratio, verdict: as for a Pair."""
 
     before: dict[str, Any]
     after: dict[str, Any]
@@ -39,7 +39,7 @@ class StepPair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs. mean: the geometric mean of the ratios. alone: how many cases only one of them has."""
+    """Two runs. mean: the geometric mean of the ratios. alone: the number of cases that only one of them has."""
 
     before: str
     after: str
@@ -49,12 +49,12 @@ class Comparison:
     alone: tuple[int, int]
 
     def count(self, verdict: str) -> int:
-        """Return how many pairs are so."""
+        """Return the number of pairs with this verdict."""
         return sum(pair.verdict == verdict for pair in self.pairs)
 
 
-def compare(before: Run, after: Run) -> Comparison:
-    """Return what both have measured, beside each other, in the order of the first run."""
+def compare(before: BenchRun, after: BenchRun) -> Comparison:
+    """Return the common cases of both runs, in the order of the first."""
     others = {entry.case.name: entry for entry in after.entries}
     both = [(entry, others[entry.case.name]) for entry in before.entries if entry.case.name in others]
     pairs = [
@@ -73,10 +73,10 @@ def compare(before: Run, after: Run) -> Comparison:
 
 
 def verdict(before: Sequence[float], after: Sequence[float]) -> str:
-    """Return how the second one's rounds are beside the first one's: they differ if the middle 80 % lie apart."""
+    """Return the second run's verdict: they differ if the middle 80 % of their rounds do not overlap."""
     if min(len(before), len(after)) < FEWEST:
         return "unknown"
-    (low, high), (other_low, other_high) = middle(before), middle(after)
+    (low, high), (other_low, other_high) = middle_range(before), middle_range(after)
     ratio = statistics.median(before) / statistics.median(after)
     if other_high < low and ratio > 1 + LEAST:
         return "better"

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, with tables, charts, the environment and comparisons."""
+"""The page: one self-contained HTML file with tables, charts, the environment and comparisons."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import commlib
 from commlib.bench.page import charts
 from commlib.bench.page.compare import compare
-from commlib.bench.page.runs import Entry, Run, middle
+from commlib.bench.page.runs import BenchRun, CaseEntry, middle_range
 from commlib.bench.rows import OURS
 from commlib.console.text import bytes_text, seconds_text
 
-MOST_CHARTS = 24  # of a run; a page of more would be large and is not looked at
+MOST_CHARTS = 24  # of a run; a page with more would be too large to read
 _FOLDER = Path(__file__).parent
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[BenchRun]) -> str:
     """Return the HTML of one run, or of several, the later ones compared with the first."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -40,7 +40,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _shown(run: Run) -> dict[str, Any]:
+def _shown(run: BenchRun) -> dict[str, Any]:
     found = charts.groups(run)
     return {
         "run": run,
@@ -54,15 +54,15 @@ def _shown(run: Run) -> dict[str, Any]:
     }
 
 
-def _beside(run: Run, peer: str) -> dict[str, Any]:
-    """Return how a run stands beside a peer: mean of the ratios, and of how many cases it is faster."""
+def _beside(run: BenchRun, peer: str) -> dict[str, Any]:
+    """Return the comparison with a peer: mean of the ratios, and the number of cases in which commlib is faster."""
     ratios = [ratio for entry in run.entries if entry.case.ranks > 1 and (ratio := entry.ratio(peer)) is not None]
     mean = statistics.geometric_mean(ratios) if ratios else None
     return {"name": peer, "mean": mean, "faster": sum(ratio > 1 for ratio in ratios), "of": len(ratios)}
 
 
-def _row(entry: Entry, peers: Sequence[str]) -> dict[str, Any]:
-    low, high = middle(entry.seconds[OURS])
+def _row(entry: CaseEntry, peers: Sequence[str]) -> dict[str, Any]:
+    low, high = middle_range(entry.seconds[OURS])
     return {
         "entry": entry,
         "case": entry.case,

@@ -1,4 +1,4 @@
-"""Runs: the results of one file as a page shows them, each case an entry with its figures."""
+"""Runs: the results of one file as shown on a page, with an entry for each case."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.options import Refused
-from commlib.bench.rows import OURS, Row
+from commlib.bench.options import BenchOptionsError
+from commlib.bench.rows import OURS, BenchRow
 from commlib.bench.sweep import results
-from commlib.bench.sweep.plan import Case
+from commlib.bench.sweep.plan import SweepCase
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One case that was measured. seconds: of each contender, one figure per round. share: of the bound, or None.
+class CaseEntry:
+    """One measured case. seconds: of each contender, one figure per round. share: of the bound, or None.
 
-    environment: the number of that in which it was measured.
+    environment: the number of the environment that it was measured in.
     """
 
-    case: Case
+    case: SweepCase
     seconds: dict[str, list[float]]
     busbw: dict[str, float]
     bound: float | None
     share: float | None
     is_wrong: bool
     nbytes: int
-    row: Row
+    row: BenchRow
     environment: int
 
     def time(self, name: str = OURS) -> float:
@@ -37,50 +37,50 @@ class Entry:
         return statistics.median(self.seconds[name])
 
     def ratio(self, peer: str) -> float | None:
-        """Return how many times as long as commlib a peer takes, if it was measured."""
+        """Return the peer's time divided by commlib's, or None if it was not measured."""
         return self.time(peer) / self.time() if peer in self.seconds else None
 
 
-def middle(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return between which times the middle 80 % of the rounds lie."""
+def middle_range(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of the middle 80 % of the rounds."""
     times = sorted(seconds)
     cut = round(0.1 * (len(times) - 1))
     return times[cut], times[-1 - cut]
 
 
 @dataclass(frozen=True, slots=True)
-class Unmeasured:
-    """A case without figures, and why."""
+class UnmeasuredCase:
+    """A case without figures, and the reason."""
 
-    case: Case
+    case: SweepCase
     status: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One file. environments: as its lines say them; steps: lines of `commlib bench step`."""
+class BenchRun:
+    """One file. environments: its environment lines; steps: lines of `commlib bench step`."""
 
     name: str
     environments: list[dict[str, Any]]
-    entries: list[Entry]
-    unmeasured: list[Unmeasured]
+    entries: list[CaseEntry]
+    unmeasured: list[UnmeasuredCase]
     steps: list[dict[str, Any]]
     notes: list[str]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Where most of it was measured: the last environment."""
+        """The facts of the last environment, in which most cases were measured."""
         found: dict[str, Any] = self.environments[-1]["facts"]
         return found
 
     @property
     def peers(self) -> list[str]:
-        """Every peer that was measured with any case."""
+        """Every peer measured with any case."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.seconds if name != OURS))
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> BenchRun:
     """Return the run of a file: JSON lines of a sweep, or the JSON of `commlib bench VERB --out`. Raises Refused."""
     if path.suffix == ".json":
         return _of_one_verb(path)
@@ -88,33 +88,37 @@ def read(path: Path) -> Run:
     try:
         return _of_sweep(path, found)
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{path}: a case of it lacks what this version writes: {error!r}") from None
+        raise BenchOptionsError(f"{path}: a case lacks a field that this version needs: {error!r}") from None
 
 
-def _of_sweep(path: Path, found: results.Results) -> Run:
+def _of_sweep(path: Path, found: results.SweepResults) -> BenchRun:
     lines = found.cases.values()
     measured = [line for line in lines if line["row"] is not None]
     entries = [_entry(_case(line["case"]), line["row"], line["environment"]) for line in measured]
     unmeasured = [
-        Unmeasured(_case(line["case"]), line["status"], line["reason"]) for line in lines if line["row"] is None
+        UnmeasuredCase(_case(line["case"]), line["status"], line["reason"]) for line in lines if line["row"] is None
     ]
     notes = list(dict.fromkeys(note for line in lines for note in line["notes"]))
     if found.torn:
-        notes.append("The file ends with half a line, which is left out: the run was killed, or is still going on.")
-    return Run(_name(path), found.environments, entries, unmeasured, list(found.steps.values()), notes)
+        notes.append(
+            "The file ends with an incomplete line, which is ignored: the run was killed, or is still running."
+        )
+    return BenchRun(_name(path), found.environments, entries, unmeasured, list(found.steps.values()), notes)
 
 
 def _name(path: Path) -> str:
     return path.name.removesuffix(".jsonl").removesuffix(".json")
 
 
-def _case(values: dict[str, Any]) -> Case:
-    return Case(**{**{entry.name: values[entry.name] for entry in fields(Case)}, "peers": tuple(values["peers"])})
+def _case(values: dict[str, Any]) -> SweepCase:
+    return SweepCase(
+        **{**{entry.name: values[entry.name] for entry in fields(SweepCase)}, "peers": tuple(values["peers"])}
+    )
 
 
-def _entry(case: Case, row: dict[str, Any], environment: int = 0) -> Entry:
+def _entry(case: SweepCase, row: dict[str, Any], environment: int = 0) -> CaseEntry:
     wrong = row["wrong"] or {}
-    return Entry(
+    return CaseEntry(
         case=case,
         seconds=row["seconds"],
         busbw={name: figures["busbw"] for name, figures in row["figures"].items()},
@@ -123,18 +127,18 @@ def _entry(case: Case, row: dict[str, Any], environment: int = 0) -> Entry:
         is_wrong=wrong.get(OURS, 0) > 0,
         nbytes=row["size"],
         environment=environment,
-        row=Row(**{entry.name: row[entry.name] for entry in fields(Row)}),
+        row=BenchRow(**{entry.name: row[entry.name] for entry in fields(BenchRow)}),
     )
 
 
-def _of_one_verb(path: Path) -> Run:
+def _of_one_verb(path: Path) -> BenchRun:
     try:
         content = json.loads(path.read_text())
         facts, options, rows = content["facts"], content["options"], content["rows"]
         nodes = len(dict.fromkeys(facts["hosts"]))
         entries = [
             _entry(
-                Case(
+                SweepCase(
                     nodes=nodes,
                     ranks_per_node=facts["ranks"] // nodes,
                     verb=row["verb"],
@@ -151,8 +155,8 @@ def _of_one_verb(path: Path) -> Run:
             for row in rows
         ]
     except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from None
+        raise BenchOptionsError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{path}: expected the JSON of `commlib bench VERB --out`: {error!r}") from None
+        raise BenchOptionsError(f"{path}: expected the JSON of `commlib bench VERB --out`: {error!r}") from None
     environment = {"facts": facts, "plan": options}
-    return Run(_name(path), [environment], entries, [], [], content["notes"])
+    return BenchRun(_name(path), [environment], entries, [], [], content["notes"])

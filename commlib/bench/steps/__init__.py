@@ -1,1 +1,1 @@
-"""A step of training with the parallel layers, beside the same computation alone: `commlib bench step`."""
+"""`commlib bench step`: a training step with the parallel layers, compared with the same computation alone."""

@@ -1,11 +1,11 @@
-"""Contract: the sizes of a step that the core measures, and the contenders that an adapter gives for it."""
+"""Contract: the sizes of a measured step, and the contenders that an adapter provides for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commlib.bench.options import Refused
+from commlib.bench.options import BenchOptionsError
 
 KINDS = ("dp", "tp", "pp", "moe")
 FRAMEWORKS = ("torch", "tensorflow")
@@ -13,10 +13,10 @@ Step = Callable[[], float]  # runs one step and returns its loss
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """A decoder-only transformer and its batch. rows: of a batch, of each rank where ranks have batches of their own.
+class StepSizes:
+    """A decoder-only transformer and its batch. rows: of a batch; of each rank's batch, for dp and moe.
 
-    context: tokens of a row. microbatches: of a pipeline. experts, top_k: of each layer, for moe.
+    context: tokens per row. microbatches: of a pipeline. experts, top_k: of each layer, for moe.
     """
 
     width: int = 256
@@ -30,7 +30,7 @@ class Sizes:
     top_k: int = 2
 
     def text(self, kind: str) -> str:
-        """Return the model in one line."""
+        """Return a description of the model in one line."""
         more = {"pp": f", {self.microbatches} microbatches", "moe": f", {self.experts} experts, top {self.top_k}"}
         model = f"{self.layers} layers of {self.width}, {self.heads} heads"
         return f"{model}, {self.rows} x {self.context} tokens{more.get(kind, '')}"
@@ -38,11 +38,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """The steps of one kind on one rank.
+    """The steps of one kind of parallelism on one rank.
 
-    ours: with commlib. alone: what a rank computes in it, without the others. whole: the undivided model with the
-    batches of all ranks, for the check. peer: what else does the same, if there is something, and its name.
-    tokens: of one step of all ranks. parameters: of the whole model.
+    ours: with commlib. alone: one rank's computation, without communication. whole: the unsharded model with the
+    batches of all ranks, for the check. peer: another implementation of the same step, if there is one, and its name.
+    tokens: of one step, on all ranks. parameters: of the unsharded model.
     """
 
     ours: Step
@@ -54,30 +54,32 @@ class Contenders:
     peer_name: str = ""
 
 
-def check(kind: str, framework: str, sizes: Sizes, ranks: int) -> None:
-    """Raise Refused for what is unknown, and for sizes that so many ranks cannot divide."""
+def check(kind: str, framework: str, sizes: StepSizes, ranks: int) -> None:
+    """Raise Refused for unknown names, and for sizes that are not divisible by the number of ranks."""
     if kind not in KINDS:
-        raise Refused(f"step {kind!r} is unknown; known are {', '.join(KINDS)}")
+        raise BenchOptionsError(f"step {kind!r} is unknown; known are {', '.join(KINDS)}")
     if framework not in FRAMEWORKS:
-        raise Refused(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}")
+        raise BenchOptionsError(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}")
     for name in sizes.__slots__:
         if getattr(sizes, name) < 1:
-            raise Refused(f"--{name.replace('_', '-')} is {getattr(sizes, name)}: expected at least 1")
+            raise BenchOptionsError(f"--{name.replace('_', '-')} is {getattr(sizes, name)}: expected at least 1")
     if sizes.width % sizes.heads:
-        raise Refused(f"--heads {sizes.heads} does not divide --width {sizes.width}")
+        raise BenchOptionsError(f"--heads {sizes.heads} does not divide --width {sizes.width}")
     if kind == "tp" and sizes.heads % ranks:
-        raise Refused(f"tp: {ranks} ranks cannot share --heads {sizes.heads} evenly: give a multiple of {ranks}")
+        raise BenchOptionsError(
+            f"tp: --heads {sizes.heads} is not divisible by {ranks} ranks: give a multiple of {ranks}"
+        )
     if kind == "moe" and (sizes.experts % ranks or sizes.top_k > sizes.experts // ranks):
-        raise Refused(
-            f"moe: {ranks} ranks cannot share --experts {sizes.experts} evenly, at least --top-k {sizes.top_k} each: "
-            f"give a multiple of {ranks}"
+        raise BenchOptionsError(
+            f"moe: --experts {sizes.experts} cannot be divided equally among {ranks} ranks with at least --top-k "
+            f"{sizes.top_k} each: give a multiple of {ranks}"
         )
     if kind == "pp" and sizes.layers < ranks:
-        raise Refused(f"pp: --layers is {sizes.layers}, expected one for each of {ranks} ranks at least")
+        raise BenchOptionsError(f"pp: --layers is {sizes.layers}: expected at least one for each of {ranks} ranks")
     if kind == "pp" and sizes.rows % sizes.microbatches:
-        raise Refused(f"pp: --microbatches {sizes.microbatches} does not divide --rows {sizes.rows}")
+        raise BenchOptionsError(f"pp: --microbatches {sizes.microbatches} does not divide --rows {sizes.rows}")
 
 
 def layers_of_stages(layers: int, ranks: int) -> list[int]:
-    """Return how many layers each stage has, as even as can be."""
+    """Return the number of layers of each stage, as even as possible."""
     return [layers * (stage + 1) // ranks - layers * stage // ranks for stage in range(ranks)]

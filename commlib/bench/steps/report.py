@@ -1,4 +1,4 @@
-"""Report: print, on rank 0, the figures of a step."""
+"""Report: print the figures of a step on rank 0."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from commlib.console.text import seconds_text
 
 
 def show(line: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Print what was measured, one figure a line."""
+    """Print the measurements, one figure per line."""
     step = line["step"]
     rows = [
         ("step", seconds_text(step)),
         ("tokens/s", f"{line['tokens_per_second']:,.0f}, of all ranks"),
-        ("computes", f"{seconds_text(line['alone'])}, what a rank computes in it, alone"),
+        ("computes", f"{seconds_text(line['alone'])}, a rank's computation alone"),
         ("exposed", f"{_signed(line['exposed'])}, {line['exposed'] / step:.0%} of the step: communication and waiting"),
     ]
     if line["peer"]:
         rows.append((line["peer"], f"{seconds_text(line['peer_step'])}, {line['ratio']:.2f} times commlib's"))
     difference = "not finite" if line["difference"] is None else f"{line['difference']:.1e}"
-    verdict = "as" if line["status"] == "ok" else "NOT as"
+    verdict = "same as" if line["status"] == "ok" else "NOT as"
     rows.append(("losses", f"{verdict} in one process: they differ by {difference}"))
     out = console()
     kind, framework = line["kind_of_step"], line["framework"]

@@ -1,4 +1,4 @@
-"""One run of `commlib bench step` on all ranks: check, measure in turn, print, append to the results."""
+"""One run of `commlib bench step` on all ranks: check the options, measure in turn, print, append to the results."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from mpi4py import MPI
 import commlib
 from commlib.bench import gloo_peer
 from commlib.bench.measure import burst_of, rounds
-from commlib.bench.options import Refused
+from commlib.bench.options import BenchOptionsError
 from commlib.bench.session import agree
 from commlib.bench.steps import report
-from commlib.bench.steps.contract import Contenders, Sizes, check
+from commlib.bench.steps.contract import Contenders, StepSizes, check
 from commlib.bench.sweep import environment
-from commlib.bench.sweep.results import FORMAT, Line, Writer
+from commlib.bench.sweep.results import FORMAT, Line, ResultsWriter
 from commlib.extras import install
 
-TOLERANCE = 1e-3  # of a loss: sums are taken in another order, and one step has changed the weights
+TOLERANCE = 1e-3  # of a loss: sums have a different order, and one step has changed the weights
 _ALONE, _OURS, _PEER = "alone", "commlib", "peer"
 
 
-def run(kind: str, framework: str, sizes: Sizes, *, number: int, iters: int, peer: bool, out: Path | None) -> bool:
-    """Measure a step; return whether it trains as the undivided model does.
+def run(kind: str, framework: str, sizes: StepSizes, *, number: int, iters: int, peer: bool, out: Path | None) -> bool:
+    """Measure a step; return whether it trains like the unsharded model.
 
-    number: rounds; iters: steps in each. peer: measure torch's DistributedDataParallel over gloo, too (dp).
-    Collective: all ranks pass the same. Raises Refused on all of them for what makes no sense.
+    number: rounds; iters: steps in each. peer: also measure torch's DistributedDataParallel over gloo (dp).
+    Collective: all ranks pass the same arguments. Raises Refused on all of them for invalid ones.
     """
     comm, world = commlib.init(), MPI.COMM_WORLD
     check(kind, framework, sizes, comm.size)
     if peer and (kind, framework) != ("dp", "torch"):
-        raise Refused("--peer gloo is torch's DistributedDataParallel: it is there for dp with --framework torch")
+        raise BenchOptionsError("--peer gloo is torch's DistributedDataParallel: it needs dp with --framework torch")
     agree(world, gloo_peer.problem() if peer else None)
     adapter, problem = _adapter(framework)
     agree(world, problem)
@@ -45,7 +45,7 @@ def run(kind: str, framework: str, sizes: Sizes, *, number: int, iters: int, pee
     with ExitStack() as stack:
         writer = _opened(stack, world, out)
         if peer:
-            stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+            stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
         contenders: Contenders = adapter.contenders(kind, comm, sizes, peer=peer)
         difference = _difference(comm, contenders)
         seconds = _measured(world, contenders, number, iters)
@@ -59,7 +59,7 @@ def run(kind: str, framework: str, sizes: Sizes, *, number: int, iters: int, pee
 
 
 def _adapter(framework: str) -> tuple[Any, str | None]:
-    """Return the adapter's module, or what is wrong with it. The core knows it by its name alone."""
+    """Return the adapter's module, or an error text. The core only knows its name."""
     try:
         return importlib.import_module(f"commlib_{framework}.bench_step"), None
     except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ def _adapter(framework: str) -> tuple[Any, str | None]:
 
 
 def _difference(comm: Any, contenders: Contenders) -> float:
-    """Return by how much losses differ from those of the undivided model, of two steps. Collective."""
+    """Return the largest relative difference between two steps' losses and the unsharded model's. Collective."""
     ours, whole = [], []
     for _ in range(2):
         ours.append(statistics.fmean(comm.all_gather_object(contenders.ours())))
@@ -76,7 +76,7 @@ def _difference(comm: Any, contenders: Contenders) -> float:
 
 
 def _measured(world: Any, contenders: Contenders, number: int, iters: int) -> dict[str, list[float]]:
-    """Return the seconds of a step of each contender in each round, of the slowest rank. Collective."""
+    """Return the seconds of a step of each contender in each round, on the slowest rank. Collective."""
     steps = {_OURS: contenders.ours, _ALONE: contenders.alone}
     if contenders.peer is not None:
         steps[_PEER] = contenders.peer
@@ -91,7 +91,7 @@ def _measured(world: Any, contenders: Contenders, number: int, iters: int) -> di
 def _line(
     kind: str,
     framework: str,
-    sizes: Sizes,
+    sizes: StepSizes,
     facts: dict[str, Any],
     contenders: Contenders,
     difference: float,
@@ -126,20 +126,20 @@ def _line(
     }
 
 
-def _opened(stack: ExitStack, world: Any, out: Path | None) -> Writer | None:
-    """Return rank 0's writer, if results are to be kept. Raises Refused on all ranks. Collective."""
+def _opened(stack: ExitStack, world: Any, out: Path | None) -> ResultsWriter | None:
+    """Return rank 0's writer, if results are to be written. Raises Refused on all ranks. Collective."""
     writer, problem = None, None
     if world.rank == 0 and out is not None:
         try:
-            writer = stack.enter_context(Writer(out))
-        except Refused as error:
+            writer = stack.enter_context(ResultsWriter(out))
+        except BenchOptionsError as error:
             problem = str(error)
     agree(world, problem)
     return writer
 
 
-def _head(writer: Writer, facts: dict[str, Any]) -> None:
-    """Write where this is measured, unless it is as the file says."""
+def _head(writer: ResultsWriter, facts: dict[str, Any]) -> None:
+    """Write the environment, unless it is the last one in the file."""
     known = writer.results.environments
     if not known or environment.differences(known[-1]["facts"], facts):
         plan = {"steps": True} if not known else known[-1]["plan"]

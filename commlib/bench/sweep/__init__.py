@@ -1,1 +1,1 @@
-"""Many cases in one job, written down as each one ends: `commlib bench sweep`."""
+"""`commlib bench sweep`: many cases in one job, each recorded when it ends."""

@@ -1,4 +1,4 @@
-"""Environment: where a sweep runs, and what differs from where it ran before."""
+"""Environment: the facts of a sweep's job, and the differences from earlier ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from commlib.bench.record import gather_facts
 from commlib.launch.launchers import find_launcher
 from commlib.topology import Topology
 
-_ALWAYS_OTHER = ("date", "load", "command", "slurm")  # from one start to the next
+_ALWAYS_OTHER = ("date", "load", "command", "slurm")  # differ between any two starts
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """Return the command that started this process, by its variables."""
+    """Return the command that started this process, judged by its variables."""
     found = find_launcher(environment)
     return "no launcher" if found is None else found.launcher.command
 
@@ -32,7 +32,7 @@ def gather(comm: Any, world: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return in words what differs between two sets of facts, but for what always does; of tables, each part."""
+    """Return texts on the differences between two sets of facts, except the usual ones; of tables, for each entry."""
     found: list[str] = []
     for name in sorted({*before, *now} - set(_ALWAYS_OTHER)):
         old, new = before.get(name), now.get(name)

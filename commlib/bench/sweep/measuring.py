@@ -1,4 +1,4 @@
-"""One case of a sweep: measure it, and say how it ended. What goes wrong on all ranks alike is a result, too."""
+"""Measure one case of a sweep, and report how it ended. An error on all ranks is a result, too."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from datetime import UTC, datetime
 from typing import Any
 
 from commlib.bench import options
-from commlib.bench.options import Options, Refused
+from commlib.bench.options import BenchOptions, BenchOptionsError
 from commlib.bench.rows import mistakes
 from commlib.bench.session import Session
-from commlib.bench.sweep.plan import Case, Plan
+from commlib.bench.sweep.plan import SweepCase, SweepPlan
 from commlib.bench.sweep.results import Line
-from commlib.bench.sweep.worlds import World, asleep
+from commlib.bench.sweep.worlds import SweepWorld, wait_asleep
 from commlib.errors import PeerError, ShutdownError, StallError
 
-MOST_BEGINNINGS = 2  # a case that has ended the job so often is left alone
-PATIENCE = 30.0  # seconds in which the other ranks must have failed, too
-_HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this one's group
+MOST_BEGINNINGS = 2  # a case that has ended the job this often is skipped
+PATIENCE = 30.0  # seconds within which the other ranks must have failed, too
+_HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this rank's group is unusable
 
 
-def measure(world: World, case: Case, plan: Plan) -> Line:
+def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan) -> Line:
     """Return the line of a case. Collective over the world; the same line on all of its ranks.
 
-    status: "ok", "wrong" (an element of commlib's result), "refused" (it cannot be: the reason says why) or "failed"
-    (an error on every rank). An error on some ranks alone is raised there, and ends the job.
+    status: "ok", "wrong" (commlib returned a wrong element), "refused" (impossible; the reason says why) or "failed"
+    (an error on every rank). An error on only some ranks is raised on them, and ends the job.
     """
     began = time.perf_counter()
     row: dict[str, Any] | None = None
@@ -46,39 +46,39 @@ def measure(world: World, case: Case, plan: Plan) -> Line:
             found = session.row(session.case(case.dtype or "float32", case.op, case.nbytes))
             row = found.figures()
             status = "wrong" if mistakes([found]) else "ok"
-            asleep(world.control.Ibarrier())
+            wait_asleep(world.control.Ibarrier())
         except _HOPELESS:
             raise
         except Exception as error:
-            if not asleep(world.control.Ibarrier(), PATIENCE):
-                raise  # the others wait for this rank elsewhere: that cannot be mended here
-            is_refused = isinstance(error, Refused)
+            if not wait_asleep(world.control.Ibarrier(), PATIENCE):
+                raise  # the others wait for this rank elsewhere, which this rank cannot repair
+            is_refused = isinstance(error, BenchOptionsError)
             status = "refused" if is_refused else "failed"
             reason = str(error) if is_refused else f"rank {world.comm.rank}: {_first_line(error)}"
-    gc.collect()  # symmetric memory is given back when nothing refers to it
+    gc.collect()  # frees symmetric memory without references
     endings = world.control.allgather((status, reason))
     worst = next((ending for name in ("failed", "refused", "wrong") for ending in endings if ending[0] == name), None)
     if worst is not None:
         status, reason = worst
     row = row if status in ("ok", "wrong") else None
-    return line(case, status, reason, notes=notes, row=row, took=time.perf_counter() - began)
+    return make_line(case, status, reason, notes=notes, row=row, took=time.perf_counter() - began)
 
 
-def failed(case: Case, reason: str) -> Line:
-    """Return the line of a case that failed for a reason that others have seen."""
-    return line(case, "failed", reason, notes=[], row=None, took=0.0)
+def make_failed_line(case: SweepCase, reason: str) -> Line:
+    """Return the line of a case that failed; the reason comes from an earlier job."""
+    return make_line(case, "failed", reason, notes=[], row=None, took=0.0)
 
 
-def line(case: Case, status: str, reason: str, **more: Any) -> Line:
-    """Return the line of a case that ended now."""
+def make_line(case: SweepCase, status: str, reason: str, **more: Any) -> Line:
+    """Return the line of a case that has just ended."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     what = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
     return {**what, "status": status, "reason": reason, **more, "date": date}
 
 
-def _options(case: Case, plan: Plan) -> Options:
+def _options(case: SweepCase, plan: SweepPlan) -> BenchOptions:
     has_data = bool(case.nbytes)
-    return Options(
+    return BenchOptions(
         verb=case.verb,
         sizes=(case.nbytes,) if has_data else None,
         dtypes=(case.dtype,) if has_data else None,
@@ -101,20 +101,21 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _limited(seconds: float, what: str) -> Iterator[None]:
-    """End this process, with its stacks, if the block takes longer: MPI cannot be interrupted, and ends the job.
+    """End this process, with its stacks, if the block takes longer. MPI cannot be interrupted, so it ends the job.
 
-    what: is said before, if it is not "".
+    what: printed before that, unless it is "".
     """
 
     def say() -> None:
         sys.stderr.write(
             f"commlib bench sweep: {what} takes more than {seconds:g} s (--case-seconds), so the job ends, with the "
-            f"stacks of its ranks. Start it again to go on; what ends it {MOST_BEGINNINGS} times counts as failed.\n"
+            "stacks of its ranks. Start it again to continue; a case that ends it "
+            f"{MOST_BEGINNINGS} times counts as failed.\n"
         )
         sys.stderr.flush()
 
     speaker = threading.Timer(seconds, say) if what else None
-    faulthandler.dump_traceback_later(seconds + 1, exit=True)  # also where a call holds the interpreter
+    faulthandler.dump_traceback_later(seconds + 1, exit=True)  # works even if a call holds the interpreter lock
     if speaker is not None:
         speaker.daemon = True
         speaker.start()

@@ -1,7 +1,7 @@
-"""Plan: what a sweep is to measure, as a TOML file or flags say it, and the cases that follow from it.
+"""SweepPlan: the contents of a sweep, from a TOML file or flags, and the resulting cases.
 
 A plan is a product: every verb with every size, dtype, operation, algorithm and place, on every world. A world is the
-first ranks of the first nodes of a job. What means nothing to a verb (an operation of a gather) makes no further case.
+first ranks of the first nodes of a job. Options without effect on a verb (an operation of a gather) add no cases.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.options import PEERS, Refused, parse_size
-from commlib.bench.verbs import VERBS, Verb
+from commlib.bench.options import PEERS, BenchOptionsError, parse_size
+from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.schedule import registry
 
-ALL = 0  # as many nodes, or ranks of a node, as the job has
+ALL = 0  # all nodes of the job, or all ranks of a node
 EVERY = "every"  # each algorithm of a verb, and "auto"
 PLACES = ("usual", "in", "out")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Hold what is to be measured.
+class SweepPlan:
+    """The contents of a sweep.
 
-    nodes, ranks_per_node: each with each makes a world; 0 is all that the job has. places: "usual" (what the verb is
-    mostly called with), "in" (place) or "out" (of place). sizes: in bytes. case_seconds: a case that takes longer ends
-    the job; the sweep is started again to go on with the next one.
+    nodes, ranks_per_node: each combination makes a world; 0 means all of the job. places: "usual" (the verb's usual
+    form), "in" (place) or "out" (of place). sizes: in bytes. case_seconds: a case that takes longer ends the job; start
+    the sweep again to continue with the next case.
     """
 
     verbs: tuple[str, ...] = ("all_reduce",)
@@ -50,8 +50,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Case:
-    """One thing that is measured: what makes it another one. nbytes: as it was asked for. peers: in turn with it."""
+class SweepCase:
+    """One measurement, with everything that distinguishes it. nbytes: as requested. peers: measured in turn with it."""
 
     nodes: int
     ranks_per_node: int
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def world(self) -> tuple[int, int]:
-        """Nodes, and ranks of each."""
+        """Number of nodes, and of ranks on each."""
         return self.nodes, self.ranks_per_node
 
     @property
@@ -75,12 +75,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The case in one line, by which it is found again."""
+        """The case in one line, which identifies it in a file."""
         return " ".join(filter(None, [self.name, "+".join(("", *self.peers))]))
 
     @property
     def name(self) -> str:
-        """The case without its peers, by which runs are compared."""
+        """The case without its peers, which identifies it when runs are compared."""
         words = (
             f"{self.nodes}x{self.ranks_per_node}",
             self.verb,
@@ -94,29 +94,29 @@ class Case:
         return " ".join(filter(None, words))
 
 
-def read(path: Path) -> Plan:
-    """Return the plan of a TOML file. Raises Refused, with its name, for what cannot be read or is no plan."""
+def read(path: Path) -> SweepPlan:
+    """Return the plan of a TOML file. Raises Refused, with the file's name, if it cannot be read or is not a plan."""
     try:
-        return of_table(tomllib.loads(path.read_text()))
+        return parse_plan(tomllib.loads(path.read_text()))
     except OSError as error:
-        raise Refused(f"plan {path}: cannot be read: {error.strerror}") from None
+        raise BenchOptionsError(f"plan {path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"plan {path}: no TOML: {error}") from None
-    except Refused as error:
-        raise Refused(f"plan {path}: {error}") from None
+        raise BenchOptionsError(f"plan {path}: not TOML: {error}") from None
+    except BenchOptionsError as error:
+        raise BenchOptionsError(f"plan {path}: {error}") from None
 
 
-def of_table(table: Mapping[str, Any]) -> Plan:
-    """Return the plan of a table as TOML gives it: lists, or single values for lists of one. Raises Refused."""
-    known = {entry.name: entry for entry in fields(Plan)}
+def parse_plan(table: Mapping[str, Any]) -> SweepPlan:
+    """Return the plan of a TOML table: lists, or single values for lists of one. Raises Refused."""
+    known = {entry.name: entry for entry in fields(SweepPlan)}
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise Refused(f"{name!r} is no part of a plan; {hint}")
-        values[name] = _value(name, value, isinstance(getattr(Plan(), name), tuple))
-    return checked(replace(Plan(), **values))
+            raise BenchOptionsError(f"{name!r} is not a key of a plan; {hint}")
+        values[name] = _value(name, value, isinstance(getattr(SweepPlan(), name), tuple))
+    return check_plan(replace(SweepPlan(), **values))
 
 
 def _value(name: str, value: Any, is_list: bool) -> Any:
@@ -127,7 +127,7 @@ def _value(name: str, value: Any, is_list: bool) -> Any:
     if name == "case_seconds":
         wanted = (int, float)
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise Refused(f"{name} is {value!r}: expected {'true or false' if bool in wanted else 'a number'}")
+        raise BenchOptionsError(f"{name} is {value!r}: expected {'true or false' if bool in wanted else 'a number'}")
     return value
 
 
@@ -138,15 +138,15 @@ def _item(name: str, item: Any) -> Any:
         if item == "all":
             return ALL
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise Refused(f"{name} has {item!r}: expected whole numbers, or 'all'")
+            raise BenchOptionsError(f"{name} has {item!r}: expected whole numbers, or 'all'")
         return item
     if not isinstance(item, str):
-        raise Refused(f"{name} has {item!r}: expected texts")
+        raise BenchOptionsError(f"{name} has {item!r}: expected texts")
     return item
 
 
-def checked(plan: Plan) -> Plan:
-    """Return the plan without repeats. Raises Refused for unknown names and for numbers that make no sense."""
+def check_plan(plan: SweepPlan) -> SweepPlan:
+    """Return the plan without repeats. Raises Refused for unknown names and invalid numbers."""
     known = {"verbs": VERBS, "dtypes": DTYPES, "peers": PEERS, "places": PLACES}
     single: dict[str, Any] = {}
     for entry in fields(plan):
@@ -157,29 +157,29 @@ def checked(plan: Plan) -> Plan:
             if entry.name in known and item not in known[entry.name]:
                 near = difflib.get_close_matches(str(item), known[entry.name], 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known[entry.name])}"
-                raise Refused(f"{entry.name} has {item!r}; {hint}")
+                raise BenchOptionsError(f"{entry.name} has {item!r}; {hint}")
         if not value and entry.name != "peers":
-            raise Refused(f"{entry.name} is empty: nothing would be measured")
+            raise BenchOptionsError(f"{entry.name} is empty: nothing would be measured")
         single[entry.name] = tuple(dict.fromkeys(value))
     for name, least in (("rounds", 1), ("iters", 1), ("warmup_iters", 0), ("case_seconds", 1)):
         value = getattr(plan, name)
         if value is not None and value < least:
-            raise Refused(f"{name} is {value}: expected at least {least}")
+            raise BenchOptionsError(f"{name} is {value}: expected at least {least}")
     return replace(plan, **single)
 
 
-def table_of(plan: Plan) -> dict[str, Any]:
-    """Return the plan for JSON; `of_table` takes it."""
+def to_table(plan: SweepPlan) -> dict[str, Any]:
+    """Return the plan for JSON; `parse_plan` reads it."""
     values = asdict(plan).items()
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values if value is not None}
 
 
-def cases(plan: Plan, ranks_of_nodes: Sequence[int]) -> tuple[list[Case], list[str]]:
-    """Return the cases in the order in which they run, and what the job is too small for, in words.
+def cases(plan: SweepPlan, ranks_of_nodes: Sequence[int]) -> tuple[list[SweepCase], list[str]]:
+    """Return the cases in the order of measurement, and descriptions of worlds that the job is too small for.
 
-    ranks_of_nodes: how many ranks each node of the job has.
+    ranks_of_nodes: the number of ranks on each node of the job.
     """
-    found: dict[Case, None] = {}
+    found: dict[SweepCase, None] = {}
     unable: dict[str, None] = {}
     for asked_nodes in plan.nodes:
         nodes = asked_nodes or len(ranks_of_nodes)
@@ -197,7 +197,7 @@ def cases(plan: Plan, ranks_of_nodes: Sequence[int]) -> tuple[list[Case], list[s
     return list(found), list(unable)
 
 
-def _of_verb(plan: Plan, verb: Verb, nodes: int, ranks: int) -> Iterator[Case]:
+def _of_verb(plan: SweepPlan, verb: BenchVerb, nodes: int, ranks: int) -> Iterator[SweepCase]:
     has_data = verb.name != "barrier"
     peers = tuple(peer for peer in plan.peers if peer != "pieces" or verb.name == "all_reduce")
     for algorithm in _algorithms(plan, verb):
@@ -207,25 +207,27 @@ def _of_verb(plan: Plan, verb: Verb, nodes: int, ranks: int) -> Iterator[Case]:
                     sizes = _distinct(plan.sizes, verb, dtype, nodes * ranks) if has_data else (0,)
                     for nbytes in sizes:
                         symmetric = plan.symmetric and has_data
-                        yield Case(nodes, ranks, verb.name, dtype, op, algorithm, in_place, symmetric, nbytes, peers)
+                        yield SweepCase(
+                            nodes, ranks, verb.name, dtype, op, algorithm, in_place, symmetric, nbytes, peers
+                        )
 
 
-def _algorithms(plan: Plan, verb: Verb) -> tuple[str, ...]:
+def _algorithms(plan: SweepPlan, verb: BenchVerb) -> tuple[str, ...]:
     if not verb.has_algorithms:
         return ("auto",)
     named = (("auto", *registry.algorithms(verb.name)) if name == EVERY else (name,) for name in plan.algorithms)
     return tuple(dict.fromkeys(name for names in named for name in names))
 
 
-def _in_place(verb: Verb, place: str) -> bool:
-    """Return whether a verb is called in place, where it can be as it is asked for."""
+def _in_place(verb: BenchVerb, place: str) -> bool:
+    """Return whether to call a verb in place, if the verb supports the requested place."""
     if place == "usual" or verb.in_place in ("only", "not"):
         return verb.in_place in ("usual", "only")
     return place == "in"
 
 
-def _distinct(sizes: Sequence[int], verb: Verb, dtype: str, ranks: int) -> tuple[int, ...]:
-    """Return the sizes but for those that are one element for each rank again."""
+def _distinct(sizes: Sequence[int], verb: BenchVerb, dtype: str, ranks: int) -> tuple[int, ...]:
+    """Return the sizes without repeats of one element per rank."""
     counts: dict[int, int] = {}
     for nbytes in sizes:
         elements = nbytes // NUMPY[dtype].itemsize

@@ -1,4 +1,4 @@
-"""Report: print, on rank 0, where and what, a line for each case as it ends, and the sum of it."""
+"""Report: print the job, a line for each case when it ends, and a summary, on rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.bench.rows import OURS
-from commlib.bench.sweep.plan import Case
+from commlib.bench.sweep.plan import SweepCase
 from commlib.bench.table import console
 from commlib.console.text import bytes_text, seconds_text
 
@@ -17,8 +17,8 @@ _TITLES = ("ranks", "verb", "type", "redop", "algorithm", "size", "time", "busbw
 _WIDTHS = (7, 14, 9, 5, 18, 6, 8, 10, 5)
 
 
-class Printer:
-    """Prints on standard output, or nothing if it is silent."""
+class SweepPrinter:
+    """Prints on standard output, or not at all if silent."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
@@ -30,7 +30,7 @@ class Printer:
             self._console.print(text, style=style, markup=False, soft_wrap=True)
 
     def note(self, text: str, *details: str) -> None:
-        """Say one thing on a line of its own, and details below it."""
+        """Print a remark on a separate line, with details below it."""
         self._print(f"# {text}", "dim")
         for detail in details[:_MOST_REMARKS]:
             self._print(f"#   {detail}", "dim")
@@ -38,22 +38,27 @@ class Printer:
             self._print(f"#   and {len(details) - _MOST_REMARKS} more", "dim")
 
     def start(
-        self, facts: Mapping[str, Any], planned: Sequence[Case], left: Sequence[Case], unable: Sequence[str], out: Path
+        self,
+        facts: Mapping[str, Any],
+        planned: Sequence[SweepCase],
+        left: Sequence[SweepCase],
+        unable: Sequence[str],
+        out: Path,
     ) -> None:
-        """Say where it runs, how many cases there are, and what the job is too small for."""
+        """Print the job, the number of cases, and the worlds that the job is too small for."""
         shape = facts["ranks_of_nodes"]
         each = ", ".join(map(str, dict.fromkeys(shape)))
         self.note(f"nodes: {len(shape)}, ranks on each: {each}; {facts['mpi']}, {facts['launcher']}")
         for text in unable:
             self.note(f"left out: {text}")
-        self.note(f"{len(planned)} cases, {len(planned) - len(left)} of them are in {out} already")
+        self.note(f"{len(planned)} cases, {len(planned) - len(left)} of them are already in {out}")
         self._peers = tuple(dict.fromkeys(peer for case in left for peer in case.peers))
         if left:
             titles = _row((*_TITLES, *(f"x {peer}" for peer in self._peers)))
             self._print(titles, "bold")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Print how a case ended."""
+        """Print the result of a case."""
         case, row = line["case"], line["row"]
         ranks = f"{case['nodes']}x{case['ranks_per_node']}"
         size = bytes_text(case["nbytes"]) if case["nbytes"] else ""
@@ -73,7 +78,7 @@ class Printer:
         self._print(_row([*what, *cells]) + ("  WRONG" if is_wrong else ""), "red" if is_wrong else "")
 
     def end(self, endings: Sequence[str], out: Path) -> None:
-        """Say how many ended in which way, and what to do next."""
+        """Print the number of cases by status, and the next command."""
         counts = Counter(endings)
         self.note("measured: " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing was left"))
         self.note(f"results are in {out}; a page of them: commlib bench report {out} -o report.html")

@@ -1,4 +1,4 @@
-"""Worlds: the first ranks of the first nodes measure, while the others sleep until they are done."""
+"""Worlds: the first ranks of the first nodes measure, while the others sleep."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpi4py import MPI
 
 from commlib.topology import Topology
 
-NAP = 0.01  # seconds between two looks of a rank that sleeps: it must leave its core alone
+NAP = 0.01  # seconds between two polls of a sleeping rank, which must leave its core free
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """The ranks that measure. comm: theirs; world: the mpi4py communicator of the same ranks, for peers and figures;
-    control: another one, on which they agree how a case has ended."""
+class SweepWorld:
+    """The ranks that measure. comm: their communicator; world: an mpi4py communicator of the same ranks, for peers and
+    figures; control: another one, on which they agree on the result of a case."""
 
     comm: Any
     world: Any
@@ -26,15 +26,15 @@ class World:
 
 
 def members(topology: Topology, nodes: int, ranks_per_node: int) -> list[int]:
-    """Return the ranks of a world, in the order of nodes."""
+    """Return the ranks of a world, ordered by node."""
     return [rank for ranks in topology.nodes[:nodes] for rank in ranks[:ranks_per_node]]
 
 
 @contextmanager
-def entered(comm: Any, world: Any, nodes: int, ranks_per_node: int) -> Iterator[World | None]:
-    """Yield the world, or None to a rank that is not in it and sleeps at the end until it is done. Collective.
+def enter_world(comm: Any, world: Any, nodes: int, ranks_per_node: int) -> Iterator[SweepWorld | None]:
+    """Yield the world, or None on a rank outside it, which then sleeps until the world is done. Collective.
 
-    comm: of all ranks; world: the mpi4py communicator of the same.
+    comm: of all ranks; world: the mpi4py communicator of the same ranks.
     """
     chosen = members(comm.topology, nodes, ranks_per_node)
     is_in = comm.rank in chosen
@@ -45,15 +45,15 @@ def entered(comm: Any, world: Any, nodes: int, ranks_per_node: int) -> Iterator[
         yield None
     else:
         control = mine.Dup()
-        yield World(part, mine, control)
+        yield SweepWorld(part, mine, control)
         part.close()
         control.Free()
         mine.Free()
-    asleep(world.Ibarrier())
+    wait_asleep(world.Ibarrier())
 
 
-def asleep(request: Any, seconds: float | None = None) -> bool:
-    """Wait for an MPI request with hardly any load; return whether it is done. seconds: wait no longer."""
+def wait_asleep(request: Any, seconds: float | None = None) -> bool:
+    """Wait for an MPI request with little load; return whether it is done. seconds: the maximum time to wait."""
     until = None if seconds is None else time.monotonic() + seconds
     while not request.Test():
         if until is not None and time.monotonic() > until:

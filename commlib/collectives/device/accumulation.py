@@ -1,4 +1,4 @@
-"""Wide: how numbers are combined that cross a network: in a wider dtype where need be, rounded once at the end."""
+"""Wide accumulation: reduce data that crosses a network in a wider dtype if needed, and round once at the end."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import WORKING, kernel_operation, name_of
 from commlib.execution.accumulation import wide_dtype
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
-    """Hold the dtype in which partial results are kept, the operation on them, and what ends a mean, if it is one."""
+class WideAccumulation:
+    """The dtype of partial results, the operation on them, and the final division of a mean."""
 
     dtype: Any
-    operation: ReduceOp
-    finisher: ReduceOp | None
+    operation: ReduceFunction
+    finisher: ReduceFunction | None
 
     @classmethod
-    def of(cls, dtype: Any, op: str, size: int) -> Wide:
-        """Return that of a reduction of arrays of `size` ranks."""
+    def of(cls, dtype: Any, op: str, size: int) -> WideAccumulation:
+        """Return the accumulation of a reduction over `size` ranks."""
         wide, operation = wide_dtype(dtype, op), kernel_operation(name_of(dtype), op)
         is_mean = operation == "mean"
-        finisher = ReduceOp(wide, operation, size) if is_mean else None
-        return cls(WORKING[wide], ReduceOp(wide, "sum" if is_mean else operation), finisher)
+        finisher = ReduceFunction(wide, operation, size) if is_mean else None
+        return cls(WORKING[wide], ReduceFunction(wide, "sum" if is_mean else operation), finisher)
 
     def combine(self, parts: Sequence[DeviceArray], target: DeviceArray) -> None:
-        """Queue target = the first part (operation) the second ...; the target may be one of them."""
+        """Queue target = parts[0] (operation) parts[1] ...; the target may be one of the parts."""
         if target.size:
             self.operation.combine(parts, target)
 

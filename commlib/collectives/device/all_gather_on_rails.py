@@ -1,7 +1,7 @@
-"""All-gather of devices' arrays in groups on several nodes.
+"""All-gather of device arrays in groups on several nodes.
 
-The devices of a node copy from each other; each rail sends what its ranks here have to the other nodes, whose devices
-copy that from each other, too.
+The devices of a node copy from each other. Each rail sends the arrays of its ranks on this node to the other nodes.
+The devices of those nodes copy them from the slot of the rail.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from functools import partial
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.collectives.device.rails import CallPiece, DeviceRails
 from commlib.devices.array import DeviceArray
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open
+from commlib.node.device_collective import Enqueue, OpenSlots
 from commlib.transport.base import WaitHook
 
 
-def all_gather(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
-    """Return an all-gather among all ranks; `board` is where those of this node meet."""
+def all_gather(board: DeviceBoard, open_slots: OpenSlots, group: Group, call: Call) -> Enqueue:
+    """Return an all-gather among all ranks; `board` connects the devices of this node."""
     rails = DeviceRails(board, open_slots, group, call, call.nbytes * group.size)
     on_a_rail = sum(map(len, rails.members(0)))
 
@@ -31,14 +31,14 @@ def all_gather(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -
     return move
 
 
-def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray, piece: Piece) -> Iterator[None]:
+def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray, piece: CallPiece) -> Iterator[None]:
     count, dtype, here, rank = piece.count, call.dtype, rails.number, rails.group.rank
     counts = [count] * rails.group.size
 
     def result(rank: int) -> DeviceArray:
         return target[rank * call.count + piece.start : rank * call.count + piece.stop]
 
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, count, dtype))
     rails.put(x[piece.start : piece.stop], result(rank))
     rails.meet()
@@ -52,10 +52,10 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray,
         for index, member in enumerate(rails.on_same_rail(here, rails.place)):
             rails.put(result(member), block[start + index * count : start + (index + 1) * count])
     yield
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     if rails.on_rail:
         rails.network("all_gather", [block], [layout])
-        for first, last in ((0, start), (stop, layout.count)):  # all that came
+        for first, last in ((0, start), (stop, layout.count)):  # all received chunks
             rails.put(block[first:last], rails.at(slots[rails.place], first, last - first, dtype))
     rails.meet()
     for rail in range(rails.rails):

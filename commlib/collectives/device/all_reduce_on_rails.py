@@ -1,6 +1,6 @@
-"""All-reduce of devices' arrays in groups on several nodes.
+"""All-reduce of device arrays in groups on several nodes.
 
-Reduce-scatter between the devices of a node, an exchange of each share between the nodes, all-gather between devices.
+Reduce-scatter between the devices of a node, all-reduce of each share between the nodes, all-gather between devices.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.accumulation import Wide
-from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.collectives.device.accumulation import WideAccumulation
+from commlib.collectives.device.rails import CallPiece, DeviceRails
 from commlib.devices.array import DeviceArray
 from commlib.execution.accumulation import wide_bytes
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open
+from commlib.node.device_collective import Enqueue, OpenSlots
 from commlib.schedule.layout import even
 from commlib.transport.base import WaitHook
 
 
-def all_reduce(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
-    """Return an all-reduce among all ranks; `board` is where those of this node meet."""
+def all_reduce(board: DeviceBoard, open_slots: OpenSlots, group: Group, call: Call) -> Enqueue:
+    """Return an all-reduce among all ranks; `board` connects the devices of this node."""
     rails = DeviceRails(board, open_slots, group, call, wide_bytes(call.count, call.dtype, call.op))
-    wide = Wide.of(call.dtype, call.op, group.size)
+    wide = WideAccumulation.of(call.dtype, call.op, group.size)
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         rails.begin()
@@ -35,10 +35,10 @@ def all_reduce(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -
 
 
 def _stages(
-    rails: DeviceRails, wide: Wide, longest: int, x: DeviceArray, target: DeviceArray, piece: Piece
+    rails: DeviceRails, wide: WideAccumulation, longest: int, x: DeviceArray, target: DeviceArray, piece: CallPiece
 ) -> Iterator[None]:
     shares = even(piece.count, rails.rails)
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, piece.count, wide.dtype))
     rails.meet()
     own: Any = None
@@ -60,4 +60,4 @@ def _stages(
         start, stop = shares.slice_of(place)
         share = rails.at(slots[place], start, stop - start, wide.dtype)
         rails.put(share, target[piece.start + start : piece.start + stop])
-    rails.meet()  # only then may this slot have something else
+    rails.meet()  # the slots may be reused only after this

@@ -1,7 +1,7 @@
-"""All-to-all of devices' arrays in groups on several nodes.
+"""All-to-all of device arrays in groups on several nodes.
 
-The devices of a node copy from each other what stays there, and what each rail sends to the other nodes; what comes
-over the rails they copy from those.
+The devices of a node copy local chunks directly from each other's slots. Each rail's device collects the chunks for the
+other nodes and sends them; the devices copy the chunks that arrive from the rail's slot.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from functools import partial
 from itertools import chain
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.collectives.device.rails import CallPiece, DeviceRails
 from commlib.devices.array import DeviceArray
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open
+from commlib.node.device_collective import Enqueue, OpenSlots
 from commlib.schedule.layout import uneven
 from commlib.transport.base import WaitHook
 
 
-def all_to_all(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
-    """Return an all-to-all among all ranks; `board` is where those of this node meet."""
+def all_to_all(board: DeviceBoard, open_slots: OpenSlots, group: Group, call: Call) -> Enqueue:
+    """Return an all-to-all among all ranks; `board` connects the devices of this node."""
     rails = DeviceRails(board, open_slots, group, call, call.nbytes)
     largest = max(map(len, rails.nodes))
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         rails.begin()
-        # What comes over a rail for all for whom it stands here; that is at least what a rank sends.
+        # A slot must hold the chunks that arrive over a rail for all its ranks: at least as many as a rank sends.
         parts = group.size * rails.most_members
         crossing = len(rails.nodes) * largest * rails.most_members
         longest = rails.longest(parts, crossing, call.dtype.itemsize)
@@ -38,26 +38,26 @@ def all_to_all(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -
 
 
 def _stages(
-    rails: DeviceRails, call: Call, most: int, x: DeviceArray, target: DeviceArray, piece: Piece
+    rails: DeviceRails, call: Call, most: int, x: DeviceArray, target: DeviceArray, piece: CallPiece
 ) -> Iterator[None]:
-    """most: by how many bytes to choose the algorithm. Where nodes differ, ranks have different amounts to send."""
+    """most: the bytes by which to choose the algorithm. If nodes differ in size, ranks send different amounts."""
     count, dtype, here, size = piece.count, call.dtype, rails.number, len(rails.ranks)
     chunk, rank = call.count // rails.group.size, rails.group.rank
     by_rail = [rails.members(rail) for rail in range(rails.rails)]
     order = list(chain.from_iterable(chain(*members) for members in by_rail))
-    begins = {member: index * count for index, member in enumerate(order)}  # where a slot has what is for whom
+    begins = {member: index * count for index, member in enumerate(order)}  # offsets in a slot
 
     def part(array: DeviceArray, rank: int) -> DeviceArray:
         return array[rank * chunk + piece.start : rank * chunk + piece.stop]
 
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     for member in order:
         rails.put(part(x, member), rails.at(slots[rails.place], begins[member], count, dtype))
     rails.meet()
     for slot, other in zip(slots, rails.ranks, strict=True):
         rails.put(rails.at(slot, begins[rank], count, dtype), part(target, other))
     if rails.on_rail:
-        # For each other node, from each rank here: what is for those ranks there for whom the rail stands.
+        # For each other node, from each rank of this node: the chunks for the ranks of that node on this rail.
         receivers = by_rail[rails.place]
         outgoing = uneven(0 if n == here else size * len(there) * count for n, there in enumerate(receivers))
         leaving = rails.block(piece, outgoing.count, dtype, "leaving")
@@ -68,7 +68,7 @@ def _stages(
                 if length:
                     rails.put(rails.at(slot, begins[there[0]], length, dtype), leaving[begin : begin + length])
     yield
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     if rails.on_rail:
         ours = len(rails.on_same_rail(here, rails.place))
         incoming = uneven(0 if n == here else len(there) * ours * count for n, there in enumerate(rails.nodes))

@@ -1,7 +1,7 @@
-"""Broadcast of devices' arrays in groups on several nodes.
+"""Broadcast of device arrays in groups on several nodes.
 
-The devices of the root's node copy from the root's; each rail sends its share to the other nodes, whose devices gather
-the shares.
+The devices of the root's node copy from the root's slot. Each rail sends its share to the other nodes. The devices of
+those nodes gather the shares.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from functools import partial
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.collectives.device.rails import CallPiece, DeviceRails
 from commlib.devices.array import DeviceArray
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open
+from commlib.node.device_collective import Enqueue, OpenSlots
 from commlib.schedule.layout import even
 from commlib.transport.base import WaitHook
 
 
-def broadcast(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
-    """Return a broadcast among all ranks; `board` is where those of this node meet."""
+def broadcast(board: DeviceBoard, open_slots: OpenSlots, group: Group, call: Call) -> Enqueue:
+    """Return a broadcast among all ranks; `board` connects the devices of this node."""
     rails = DeviceRails(board, open_slots, group, call, call.nbytes)
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
@@ -31,13 +31,13 @@ def broadcast(board: DeviceBoard, open_slots: Open, group: Group, call: Call) ->
     return move
 
 
-def _stages(rails: DeviceRails, call: Call, x: DeviceArray, piece: Piece) -> Iterator[None]:
+def _stages(rails: DeviceRails, call: Call, x: DeviceArray, piece: CallPiece) -> Iterator[None]:
     home, whole = rails.group.topology.node(call.root), x[piece.start : piece.stop]
     shares = even(piece.count, rails.rails)
     start, stop = shares.slice_of(rails.place) if rails.on_rail else (0, 0)
     block = rails.block(piece, stop - start, call.dtype)
     if rails.number == home:
-        slots = rails.board.turn_slots()
+        slots = rails.board.switch_slots()
         slot = rails.at(slots[rails.ranks.index(call.root)], 0, piece.count, call.dtype)
         is_root = rails.group.rank == call.root
         if is_root:
@@ -50,7 +50,7 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, piece: Piece) -> Ite
     if rails.on_rail:
         rails.network("broadcast", [block], [even(len(block), 1)], root=home)
     if rails.number != home:
-        slots = rails.board.turn_slots()
+        slots = rails.board.switch_slots()
         rails.put(block, rails.at(slots[rails.place], start, stop - start, call.dtype))
         rails.meet()
         for place in range(rails.rails):

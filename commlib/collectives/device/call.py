@@ -1,4 +1,4 @@
-"""DeviceCall: a compiled call on arrays of a device, in the order of its group and in that of the callers' streams."""
+"""DeviceCall: a compiled call on device arrays, in the order of its group and of the callers' streams."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from commlib.collectives.device.staging_queue import OnWait, Run, Station
-from commlib.devices.protocol import Event, Stream
-from commlib.runtime.compiled import Compiled
+from commlib.collectives.device.staging_queue import OnWait, Run, StagingQueue
+from commlib.devices.protocol import DeviceEvent, Stream
+from commlib.runtime.compiled_call import CompiledCall
 from commlib.runtime.device_work import DeviceWork
 from commlib.runtime.progress import Progress
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
 
-_Given = tuple[Any, Stream, Event | None]
-"""An array, the stream of its caller, and when it is ready; None: the call is to be queued on that stream."""
+_Given = tuple[Any, Stream, DeviceEvent | None]
+"""An array, its caller's stream, and the event when it is ready; None: queue the call on the caller's stream."""
 
 
 def _never() -> bool:
     return False
 
 
-class DeviceCall(Compiled):
-    """Run `run` after the earlier work of the caller's stream, and let that stream wait for it.
+class DeviceCall(CompiledCall):
+    """Run `run` after the earlier work of the caller's stream, and make that stream wait for the result.
 
-    A blocking call returns when all ranks' data is there and on its way into the result; so does `Work.wait`.
+    A blocking call and `Work.wait` return when all ranks' data has arrived and the copy into the result is queued.
     """
 
     __slots__ = ("_blocks", "_on_wait", "_only_queues", "_run", "_station")
@@ -34,17 +34,17 @@ class DeviceCall(Compiled):
         self,
         progress: Progress,
         text: str,
-        station: Station,
+        station: StagingQueue,
         run: Run,
         *,
         blocks: bool = False,
         only_queues: Callable[[], bool] = _never,
         on_wait: WaitHook | None = None,
     ) -> None:
-        """`blocks`: it blocks in MPI, which nothing can interrupt, so it runs on the progress thread.
+        """`blocks`: the call blocks inside MPI, so it runs on the progress thread: nothing can interrupt it.
 
-        only_queues: whether it does nothing but queue work, as far as is known: then a blocking call's goes to the
-        caller's own stream, which spares four events. on_wait: watches what such a call waits for.
+        only_queues: returns whether the call only queues work, as far as is known. Then a blocking call queues it on
+        the caller's stream, which saves four events. on_wait: the wait hook for such a call.
         """
         super().__init__(progress, text)
         self._station, self._run, self._blocks = station, run, blocks
@@ -57,7 +57,7 @@ class DeviceCall(Compiled):
             return super().now((x, stream, None), target)[0]
         given = x, stream, stream.record()
         if self._blocks:
-            value, done = self._progress.run_through(self.text, partial(self.perform, given, target))
+            value, done = self._progress.run_uninterrupted(self.text, partial(self.perform, given, target))
         else:
             value, done = super().now(given, target)
         device.current().wait(done)
@@ -76,12 +76,12 @@ class DeviceCall(Compiled):
         return self._progress.start(self.text, run, work=work)
 
     def run_in(self, x: Any, target: Any, on_wait: OnWait) -> Any:
-        """Do the same within another call of its station."""
+        """Run it within another call of the same staging queue."""
         return self._run(x, target, on_wait)
 
-    def perform(self, x: _Given, target: Any) -> tuple[Any, Event | None]:
+    def perform(self, x: _Given, target: Any) -> tuple[Any, DeviceEvent | None]:
         array, stream, ready = x
         if ready is None:
             assert self._on_wait is not None
-            return self._station.run_there(stream, self._run, array, target, self._on_wait), None
+            return self._station.run_on_stream(stream, self._run, array, target, self._on_wait), None
         return self._station.run(self.text, self._run, array, ready, target)

@@ -1,6 +1,6 @@
-"""Direct: the way of devices' arrays by messages of their own memory, where the transport takes that.
+"""CUDA-aware path: send device memory in messages, if the transport accepts it.
 
-It is asked for by the name of a schedule, or of a path that takes devices, too.
+The name of a schedule, or of a host path that takes device arrays, selects it, too.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from commlib.collectives.call import Call
 from commlib.collectives.device.staging_queue import OnWait, Run
-from commlib.collectives.host.by_messages import MessageCall
+from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.devices.protocol import Device
 from commlib.group.group import Group
-from commlib.runtime.compiled import Compiled
+from commlib.runtime.compiled_call import CompiledCall
 from commlib.schedule import algorithms
 
 
-class Direct:
-    """See `ways.Way`."""
+class CudaAware:
+    """The device path of messages from device memory."""
 
     name, only_queues = "messages", False
 
@@ -32,14 +32,14 @@ class Direct:
     @property
     def refusal(self) -> str:
         kind = self._device.name
-        return "" if self.is_open else f"{kind}: MPI takes no memory of such devices here (see COMMLIB_CUDA_AWARE)"
+        return "" if self.is_open else f"{kind}: MPI does not accept memory of this device (see COMMLIB_CUDA_AWARE)"
 
     def takes(self, verb: Verb, call: Call) -> bool:
         named = self._named(call)
         return self.is_open and (named is None or named.takes_devices)
 
     def does(self, verb: Verb, call: Call) -> bool:
-        """Return whether it can do a call by the very algorithm that this names."""
+        """Return whether it can run a call by exactly the algorithm that the call names."""
         named = self._named(call)
         if named is None:
             return call.algorithm in algorithms(verb.name)
@@ -52,7 +52,7 @@ class Direct:
         group = self._group
         call = replace(call, algorithm="auto") if call.algorithm == self.name else call
         if self._named(call) is None:
-            direct: Compiled = MessageCall(group, call.text, verb.messages(group, call))
+            direct: CompiledCall = MessageCall(group, call.text, verb.messages(group, call))
         else:
             direct = compile_call(self._paths, group, verb, call)
         return lambda x, target, _: direct.perform(x, target)

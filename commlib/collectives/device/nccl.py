@@ -1,12 +1,12 @@
-"""NCCL: the way of collectives on arrays of GPUs by NVIDIA's library, where each rank has a GPU of its own.
+"""NCCL path: collectives on GPU arrays by NVIDIA's library. Each rank needs its own GPU.
 
-It is made by a group's first call that goes this way. A result is the same to the last bit on all ranks, but NCCL adds
-up in an order of its own: floats are not the same bits as by other paths, nor in every run. What is promised of
-reductions holds: half precision is combined in float32 and rounded once, and means are divided by our kernel. NaN is an
-exception: NCCL's minimum and maximum may pass over it, so "auto" does not choose it for those of floats.
+The first call of a group that uses this path creates the NCCL communicator. All ranks get bitwise equal results. NCCL
+chooses the order of summation, so float results may differ bitwise from other paths and from run to run. Half precision
+accumulates in float32 and is rounded once, and commlib's kernel divides means, as on all paths. NaN is an exception:
+NCCL's min and max may ignore it, so "auto" does not choose NCCL for min and max of floats.
 
-As with NCCL everywhere, groups that share GPUs should be used in the same order on all ranks: kernels of two of them
-may wait for each other.
+As with NCCL in general, call groups that share GPUs in the same order on all ranks: kernels of two groups may wait for
+each other.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ log = logging.getLogger("commlib")
 
 NAME = "nccl"
 
-# Until when all ranks must have joined: they all are there, but with thousands of them NCCL takes a while.
+# Seconds for all ranks to join. All have started joining, but with thousands of ranks NCCL takes a while.
 SECONDS = 120.0
 
 
 def refusal(group: Group, verb: Verb, call: Call) -> str:
-    """Return why NCCL cannot take a call, whatever it finds on the ranks, or "". The same on all ranks."""
+    """Return why NCCL cannot run a call on any machine, or "". The same on all ranks."""
     if call.device != "cuda":
-        return "it is for arrays on a GPU"
+        return "it supports only arrays on a GPU"
     if not group.config.nccl:
         return "COMMLIB_NCCL=0 turns it off"
     if verb.name not in MOVES:
-        return f"it is for {', '.join(MOVES)}"
+        return f"it supports only {', '.join(MOVES)}"
     if call.op:
         dtype, operation = name_of(call.dtype), kernel_operation(name_of(call.dtype), call.op)
         combined = dtype if is_once(call, group.size) else accumulator_dtype(dtype, operation)
         if combined not in nccl.DTYPES or operation not in (*nccl.OPERATIONS, "mean"):
-            return f"it has no {call.op} of {dtype}"
+            return f"it does not support {call.op} of {dtype}"
     if verb.name == "reduce_scatter" and isinstance(call.size, tuple) and call.size[0] % group.size:
         return f"the length of dimension 0, {call.size[0]}, must be a multiple of {group.size}, the number of ranks"
     return ""
 
 
 def check(group: Group, verb: Verb, call: Call) -> None:
-    """Raise UsageError if a call names NCCL, and that cannot take it."""
+    """Raise UsageError if a call names NCCL and NCCL cannot run it."""
     if call.algorithm == NAME and (why := refusal(group, verb, call)):
         raise UsageError(f"{verb.name}: algorithm {NAME!r}: {why}")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Hold what a rank tells of its NCCL: why it has none, or which one, and where its GPU is."""
+class NcclReport:
+    """One rank's report of its NCCL: why it has none, or its version and its GPU."""
 
     error: str = ""
     version: int = 0
     place: tuple[str, str] = ("", "")
-    shares: bool = False  # the user lets ranks share a GPU, and this NCCL can
+    shares: bool = False  # the user allows ranks to share a GPU, and this NCCL supports it
 
 
 class Nccl:
-    """See `ways.Way`: how the ranks of a group reach each other by NCCL, once that is made."""
+    """The device path by NCCL. It holds the group's NCCL communicator once it is made."""
 
     name, only_queues = NAME, False
 
@@ -90,7 +90,7 @@ class Nccl:
     def takes(self, verb: Verb, call: Call) -> bool:
         if call.algorithm != "auto" or self._group.size == 1 or self.refusal or refusal(self._group, verb, call):
             return False
-        return not (call.op in ("min", "max") and name_of(call.dtype) in FLOATS)  # NaN: see above
+        return not (call.op in ("min", "max") and name_of(call.dtype) in FLOATS)  # NCCL may ignore NaN
 
     def run(self, verb: Verb, call: Call) -> Run:
         group, text, move = self._group, call.text, partial(self._move, verb, call)
@@ -107,13 +107,13 @@ class Nccl:
 
     def open(self, text: str, on_wait: OnWait) -> bool:
         if self._ranks is None and not self.refusal:
-            first = f"{text}, which first starts NCCL"
+            first = f"{text}, first starting NCCL"
             self._group.perform_call(first, partial(self._make, first), meets=True)
         return self.is_open
 
     def _make(self, text: str) -> None:
         group = self._group
-        self.refusal = disagreement(group.gather_objects(self._tell()))
+        self.refusal = disagreement(group.gather_objects(self._report()))
         if self.refusal:
             self._log(logging.INFO)
             return
@@ -131,7 +131,7 @@ class Nccl:
                 ranks = NcclRanks.join(self._device, group.size, unique, group.rank, group.name, watch, SECONDS)
             except TransportError as caught:
                 error = f"rank {group.rank}: {caught}"
-        self.refusal = "; ".join(sorted({told for told in group.gather_objects(error) if told}))
+        self.refusal = "; ".join(sorted({text for text in group.gather_objects(error) if text}))
         if self.refusal:
             self._log(logging.WARNING)
             if ranks is not None:
@@ -140,37 +140,37 @@ class Nccl:
         assert ranks is not None
         self._ranks = ranks
         group.attach(ranks)
-        group.end_with(ranks)  # where the group is dropped, not closed: NCCL's end may wait for the other ranks
+        group.end_with(ranks)  # for a group that is dropped, not closed: NCCL's shutdown may wait for the other ranks
 
     def _log(self, level: int) -> None:
         level = level if self._group.rank == 0 else logging.DEBUG
         log.log(level, "%s: NCCL is not used: %s", self._group.name, self.refusal)
 
-    def _tell(self) -> Told:
+    def _report(self) -> NcclReport:
         try:
             version, place = nccl.version(), nccl.place(self._device)
         except TransportError as error:
-            return Told(error=str(error))
+            return NcclReport(error=str(error))
         shares = version >= nccl.SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        return Told("", version, place, shares)
+        return NcclReport("", version, place, shares)
 
 
-def disagreement(everyone: Sequence[Told]) -> str:
-    """Return why these ranks cannot meet by NCCL, or ""."""
-    errors = _ranks_by(told.error for told in everyone)
+def disagreement(everyone: Sequence[NcclReport]) -> str:
+    """Return why these ranks cannot use NCCL together, or ""."""
+    errors = _ranks_by(report.error for report in everyone)
     errors.pop("", None)
     if errors:
         return "; ".join(f"{error} ({ranks_text(on)})" for error, on in errors.items())
-    versions = _ranks_by(told.version for told in everyone)
+    versions = _ranks_by(report.version for report in everyone)
     if len(versions) > 1:
         found = (f"{version} on {ranks_text(on)}" for version, on in versions.items())
         return f"its version must be the same on all ranks: {'; '.join(found)}"
-    shared = {place: on for place, on in _ranks_by(told.place for told in everyone).items() if len(on) > 1}
-    if not shared or all(told.shares for told in everyone):
+    shared = {place: on for place, on in _ranks_by(report.place for report in everyone).items() if len(on) > 1}
+    if not shared or all(report.shares for report in everyone):
         return ""
     found = (f"{ranks_text(on)} share the GPU {bus}" for (_, bus), on in shared.items())
     return (
-        f"{'; '.join(found)}, and it wants one for each rank (from version 2.30 on ranks may share one where "
+        f"{'; '.join(found)}, but NCCL needs one GPU for each rank (from version 2.30 on, ranks may share a GPU if "
         "NCCL_MULTI_RANK_GPU_ENABLE=1 on all of them)"
     )
 

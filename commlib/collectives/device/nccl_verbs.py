@@ -1,4 +1,4 @@
-"""Moves: each verb by NCCL. Half precision is combined in float32, as on all paths, unless it makes no difference."""
+"""NCCL verbs. As on all paths, half precision accumulates in float32, unless this cannot change the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.devices.cuda.nccl import NcclRanks
 from commlib.execution.accumulation import Accumulation
 
 Move = Callable[[NcclRanks, Call, int, DeviceArray, DeviceArray], None]
-"""Queue a call of a verb: on a source and a target, both 1-D, among so many ranks."""
+"""Queue a call of a verb on a 1-D source and target. The int is the number of ranks."""
 
 
 def _all_reduce(ranks: NcclRanks, call: Call, size: int, x: DeviceArray, target: DeviceArray) -> None:
@@ -60,5 +60,5 @@ def _accumulation(call: Call, size: int, x: DeviceArray) -> Accumulation:
 
 
 def is_once(call: Call, size: int) -> bool:
-    """Return whether nothing is rounded more than once, so that NCCL may combine in the dtype of the arrays."""
+    """Return whether the reduction rounds each element at most once, so NCCL may use the dtype of the arrays."""
     return call.op in ("min", "max") or (size == 2 and call.op != "mean")

@@ -1,4 +1,4 @@
-"""Crossing: memory in which what a device sends and receives is while it is on the network, for two pieces in turn."""
+"""Network memory: buffers for sending and receiving a device's data, double-buffered over the pieces of a call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from commlib.devices.protocol import Device
 from commlib.node.device_board import DeviceBoard
 
 
-class Crossing:
-    """See above. It is memory of the host, or of the device itself where messages take that (direct).
+class NetworkMemory:
+    """Two sets of buffers: in host memory, or in device memory if the transport accepts that (`direct`).
 
-    A piece's memory is used again two pieces later: by then what was queued on it must be done.
+    Piece n+2 reuses the buffers of piece n, so the work that piece n queued on them must be done by then.
     """
 
     def __init__(self, device: Device, *, direct: bool) -> None:
@@ -19,11 +19,11 @@ class Crossing:
         self._made: dict[tuple[int, str], list[Any]] = {}
 
     def block(self, piece: int, count: int, dtype: Any, part: str = "") -> Any:
-        """Return memory for so many elements, 1-D. part: its name, where a piece needs more than one."""
+        """Return a 1-D buffer of `count` elements. part: its name, for pieces that need several buffers."""
         nbytes = count * dtype.itemsize
         made = self._made.setdefault((piece % 2, part), [])
         if not made or made[-1].nbytes < nbytes:
-            # What was made before stays, as something queued may still use it: all of it is no more than this one.
+            # Keep the smaller buffers: queued work may still use them. Together they are no larger than the new one.
             made.append(self._make(max(nbytes, 2 * made[-1].nbytes if made else 1)))
         return made[-1][:nbytes].view(dtype)
 
@@ -33,9 +33,9 @@ class Crossing:
         return self._device.wrap(self._device.empty((nbytes,), "uint8"), "memory of a crossing")
 
 
-def crossing_of(board: DeviceBoard, *, direct: bool) -> Crossing:
-    """Return that of a board: one for all its calls, which run one after another."""
-    found: Crossing | None = board.kept.get(Crossing)
+def network_memory_of(board: DeviceBoard, *, direct: bool) -> NetworkMemory:
+    """Return the network memory of a board. All its calls share it, because they run one after another."""
+    found: NetworkMemory | None = board.kept.get(NetworkMemory)
     if found is None:
-        found = board.kept[Crossing] = Crossing(board.device, direct=direct)
+        found = board.kept[NetworkMemory] = NetworkMemory(board.device, direct=direct)
     return found

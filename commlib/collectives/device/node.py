@@ -1,7 +1,7 @@
-"""Node way on devices: move data between the devices of a node's ranks; on several nodes, between those and in them.
+"""Node device path: move data directly between the devices of a node; on several nodes, hierarchically.
 
-A group's first call with arrays of a device finds out whether its ranks' streams can meet and their memory can be
-shared; where one of them cannot, the group's calls go through the host from then on.
+A group's first call with device arrays tests whether the ranks' streams can synchronize and their memory can be shared.
+If this fails on any rank, the group's calls use another path from then on.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.staging_queue import OnWait, Run, Station
+from commlib.collectives.device.staging_queue import OnWait, Run, StagingQueue
 from commlib.collectives.paths import Verb
 from commlib.devices.array import DeviceArray
 from commlib.errors import TransportError
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.group.group import Group
-from commlib.group.weak import WeakPart
+from commlib.group.weak_references import WeakPart
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open, exchange
+from commlib.node.device_collective import Enqueue, OpenSlots, exchange
 
 log = logging.getLogger("commlib")
 
 
-class Peers:
-    """Hold where the ranks of a group meet on one kind of device, once that is made."""
+class DevicePeers:
+    """The board that connects the devices of a group's ranks, once it is made."""
 
-    def __init__(self, group: Group, station: Station) -> None:
+    def __init__(self, group: Group, station: StagingQueue) -> None:
         self.group, self._station = group, station
         self.board: DeviceBoard | None = None
         self.refusal = _refusal(group)
@@ -43,19 +43,19 @@ class Peers:
 
     @property
     def may_exchange(self) -> bool:
-        """Return whether rows may go between the devices, as far as is known. The same on all ranks."""
+        """Whether uneven rows may go between the devices, as far as is known. The same on all ranks."""
         return self.group.one_node and not self.refusal
 
-    def opened(self) -> tuple[DeviceBoard, Open]:
-        """Return the board, which is there, and what makes its slots."""
+    def opened(self) -> tuple[DeviceBoard, OpenSlots]:
+        """Return the board, which must exist, and the function that opens its slots."""
         assert self.board is not None
         group = self.group
         return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
 
     def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
-        """Return the board of this node, made by the first call of all ranks; None if some node can have none."""
+        """Return the board of this node; the first call of all ranks makes it. None if a node cannot have one."""
         if self.board is None and not self.refusal:
-            first = f"{text}, which first lets streams of {self._station.device.name} meet"
+            first = f"{text}, first connecting the streams of {self._station.device.name}"
             self.group.perform_call(first, partial(self._make, on_wait), meets=True)
         return self.board
 
@@ -66,10 +66,10 @@ class Peers:
             board, node = group.open().board, group.hierarchy.node
             made = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
             if made.by_host and not group.one_node:
-                refusal = "some node's devices cannot address each other's memory"
+                refusal = "on some node the devices cannot address each other's memory"
         except TransportError as error:
             refusal = str(error)
-        refusals = [told for told in group.gather_objects(refusal) if told]
+        refusals = [text for text in group.gather_objects(refusal) if text]
         if made is None or refusals:
             if made is not None:
                 made.close()
@@ -82,18 +82,18 @@ class Peers:
 
 
 def _refusal(group: Group) -> str:
-    """Return what is known beforehand against it: the same on all ranks."""
+    """Return why the settings or the topology rule the path out, or "". The same on all ranks."""
     if not group.config.device_peers:
         return "COMMLIB_DEVICE_PEERS=0"
     if not (group.shares_memory or group.is_hierarchical):
-        return "the ranks share no memory"
-    return "" if min(map(len, group.topology.nodes)) > 1 else "some node has one rank"
+        return "the ranks share no host memory"
+    return "" if min(map(len, group.topology.nodes)) > 1 else "some node has only one rank"
 
 
-class Between:
-    """See `ways.Way`: between the devices of a node, in each other's memory; by_host: in the host's if need be."""
+class NodeDevicePath:
+    """The device path between a node's devices. by_host: through host memory if they have no peer access."""
 
-    def __init__(self, peers: Peers, *, by_host: bool = False) -> None:
+    def __init__(self, peers: DevicePeers, *, by_host: bool = False) -> None:
         self._peers, self._by_host = peers, by_host
         self.name = "node" if peers.group.one_node else "hierarchical"
 
@@ -119,11 +119,11 @@ class Between:
 
     def run(self, verb: Verb, call: Call) -> Run:
         group, text, peers = self._peers.group, call.text, self._peers
-        made: list[Move] = []
+        made: list[Enqueue] = []
 
         def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
             if not made:
-                made.append(_made(peers, verb, call))
+                made.append(_compile(peers, verb, call))
             made[0](x, target, on_wait)
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
@@ -132,7 +132,7 @@ class Between:
         return run
 
 
-def _made(peers: Peers, verb: Verb, call: Call) -> Move:
+def _compile(peers: DevicePeers, verb: Verb, call: Call) -> Enqueue:
     group, (board, open_slots) = peers.group, peers.opened()
     if not group.one_node:
         assert verb.hierarchical_on_devices is not None
@@ -140,5 +140,5 @@ def _made(peers: Peers, verb: Verb, call: Call) -> Move:
     if verb.on_devices is not None:
         return verb.on_devices(board, open_slots, call)
     assert verb.exchange is not None
-    op = ReduceOp.of(call.dtype, call.op, group.size) if call.op else None
+    op = ReduceFunction.of(call.dtype, call.op, group.size) if call.op else None
     return exchange(board, open_slots, verb.exchange(call, group.rank, group.size), op)

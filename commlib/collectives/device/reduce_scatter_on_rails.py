@@ -1,7 +1,7 @@
-"""Reduce-scatter of devices' arrays in groups on several nodes.
+"""Reduce-scatter of device arrays in groups on several nodes.
 
-The devices of a node combine what each rail stands for, the rails reduce-scatter that, and hand on what is their
-node's.
+The devices of a node combine the chunks of each rail. The rails reduce-scatter the sums over the network. Each rank
+then copies its chunk from the slot of its rail.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from functools import partial
 from itertools import chain
 
 from commlib.collectives.call import Call
-from commlib.collectives.device.accumulation import Wide
-from commlib.collectives.device.rails import DeviceRails, Piece
+from commlib.collectives.device.accumulation import WideAccumulation
+from commlib.collectives.device.rails import CallPiece, DeviceRails
 from commlib.collectives.operands import row_layout
 from commlib.devices.array import DeviceArray
 from commlib.execution.accumulation import wide_bytes
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, Open
+from commlib.node.device_collective import Enqueue, OpenSlots
 from commlib.schedule.layout import Layout, uneven
 from commlib.transport.base import WaitHook
 
 
-def reduce_scatter(board: DeviceBoard, open_slots: Open, group: Group, call: Call) -> Move:
-    """Return a reduce-scatter among all ranks; `board` is where those of this node meet."""
+def reduce_scatter(board: DeviceBoard, open_slots: OpenSlots, group: Group, call: Call) -> Enqueue:
+    """Return a reduce-scatter among all ranks; `board` connects the devices of this node."""
     assert isinstance(call.size, tuple)
     chunks = row_layout(call.size, group.size)
     rails = DeviceRails(board, open_slots, group, call, wide_bytes(call.count, call.dtype, call.op))
-    wide = Wide.of(call.dtype, call.op, group.size)
+    wide = WideAccumulation.of(call.dtype, call.op, group.size)
     on_a_rail = sum(map(len, rails.members(0)))
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
@@ -40,23 +40,23 @@ def reduce_scatter(board: DeviceBoard, open_slots: Open, group: Group, call: Cal
 
 
 def _stages(
-    rails: DeviceRails, wide: Wide, chunks: Layout, x: DeviceArray, target: DeviceArray, piece: Piece
+    rails: DeviceRails, wide: WideAccumulation, chunks: Layout, x: DeviceArray, target: DeviceArray, piece: CallPiece
 ) -> Iterator[None]:
     counts, rank = [piece.of(count) for count in chunks.counts], rails.group.rank
     by_rail = [list(chain(*rails.members(rail))) for rail in range(rails.rails)]
-    slots = rails.board.turn_slots()
-    _give(rails, wide, list(chain(*by_rail)), counts, x, chunks, slots[rails.place], piece)
+    slots = rails.board.switch_slots()
+    _fill_slot(rails, wide, list(chain(*by_rail)), counts, x, chunks, slots[rails.place], piece)
     rails.meet()
     if rails.on_rail:
         begins = uneven(sum(counts[member] for member in members) for members in by_rail)
         start, stop = begins.slice_of(rails.place)
         parts = [rails.at(slot, start, stop - start, wide.dtype) for slot in slots]
         block = rails.block(piece, stop - start, wide.dtype)
-        combined = block if rails.direct else parts[rails.place]  # nobody else reads this part of this rank's slot
+        combined = block if rails.direct else parts[rails.place]  # no other rank reads this part of this rank's slot
         wide.combine(parts, combined)
         rails.put(combined, block)
     yield
-    slots = rails.board.turn_slots()
+    slots = rails.board.switch_slots()
     if rails.on_rail:
         layout = rails.by_node(rails.place, counts)
         rails.network("reduce_scatter", [block], [layout], op=wide.operation)
@@ -73,17 +73,17 @@ def _stages(
     )
 
 
-def _give(
+def _fill_slot(
     rails: DeviceRails,
-    wide: Wide,
+    wide: WideAccumulation,
     order: Sequence[int],
     counts: Sequence[int],
     x: DeviceArray,
     chunks: Layout,
     slot: int,
-    piece: Piece,
+    piece: CallPiece,
 ) -> None:
-    """Put the ranks' chunks of a piece one after another into a slot, in this order."""
+    """Copy the chunks of a piece into a slot, one for each rank, in this order."""
     offset = 0
     for member in order:
         count, begin = counts[member], chunks.offsets[member] + piece.start

@@ -1,6 +1,6 @@
-"""scatter on devices: the root describes its array within the call, and the other ranks make theirs from that.
+"""scatter on devices: the root sends shape and dtype within the call, and the other ranks allocate their parts.
 
-Between the devices of a node the others copy from the root's; or it goes by messages of the device's memory.
+The data goes between the devices of a node, where the others copy from the root's, or by messages from device memory.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from commlib.collectives.device.node import Peers
-from commlib.collectives.device.staging_queue import OnWait, Station
-from commlib.collectives.operands import Result, apart, result
+from commlib.collectives.device.node import DevicePeers
+from commlib.collectives.device.staging_queue import OnWait, StagingQueue
+from commlib.collectives.operands import Result, copy_if_overlapping, result
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address, device_named, overlap
 from commlib.devices.protocol import Device
@@ -27,27 +27,27 @@ from commlib.schedule.ir import Program
 from commlib.schedule.layout import uneven
 
 
-class Calls(Protocol):
-    """The owner of a call: its group, its station on each device, and where its ranks meet there."""
+class ScatterOwner(Protocol):
+    """The owner of a call: its group, and the staging queue and peers on each device."""
 
     group: Group
 
-    def station(self, device: Device) -> Station: ...
+    def station(self, device: Device) -> StagingQueue: ...
 
-    def peers(self, device: Device) -> Peers: ...
+    def peers(self, device: Device) -> DevicePeers: ...
 
 
-def made_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tuple[int, ...], Any, str], Result]:
-    """Return what does `operands.result` for a kind of device, in memory of the caller's stream.
+def make_result_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tuple[int, ...], Any, str], Result]:
+    """Return a version of `operands.result` for a kind of device that allocates on the caller's stream.
 
-    streams: those of the caller. A device uses memory again in the order of the stream that it was made on: on another
-    one it would be used again while the caller's stream still reads it. Raises UsageError.
+    streams: the caller's. A device reuses memory in the order of the stream that allocated it. On any other stream it
+    could reuse the result while the caller's stream still reads it. Raises UsageError.
     """
     device = device_named(name, "scatter")
     if name not in streams:
         raise UsageError(
-            f"scatter: the array is on a device of the kind {name!r}, which this rank had not when it called scatter: "
-            "pass out, an array there"
+            f"scatter: the root's array is on a device of kind {name!r}, but this rank had used none before the call: "
+            "pass out=, an array on such a device"
         )
 
     def make(out: Any, shape: tuple[int, ...], dtype: Any, verb: str) -> Result:
@@ -57,8 +57,8 @@ def made_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tuple[int,
     return make
 
 
-def move_directly(
-    calls: Calls,
+def scatter_by_messages(
+    calls: ScatterOwner,
     steps: Program,
     text: str,
     array: DeviceArray | None,
@@ -66,10 +66,10 @@ def move_directly(
     made: tuple[tuple[int, ...], Any],
     streams: Mapping[str, Any],
 ) -> None:
-    """Scatter by messages of the device's memory, within an operation of the host's; wait until the part is there.
+    """Scatter by messages from device memory, within a host operation; wait until the part has arrived.
 
-    array: the root's, None elsewhere. part: where this rank's part goes, 1-D; None if the call was refused here, which
-    the other ranks do not know. made: the shape and dtype of a part.
+    array: the root's, None elsewhere. part: the 1-D target of this rank's part; None if this rank refused the call,
+    which the other ranks do not know. made: the shape and dtype of a part.
     """
     group, (shape, dtype) = calls.group, made
     layout = uneven([math.prod(shape)] * group.size)
@@ -85,14 +85,14 @@ def move_directly(
         whole = own.empty((layout.count,), dtype) if x is None else x.reshape(-1)
         group.execute(steps, [[Region(whole, layout)]], text, part=2)
         if target is not None:
-            target[:] = apart(whole[start:stop], target)
+            target[:] = copy_if_overlapping(whole[start:stop], target)
             wait_for(station.device.current().record(), on_wait)
 
     station.run(text, run, array, streams[own.device.name].record(), part)
 
 
-def move_between(
-    calls: Calls,
+def scatter_between_devices(
+    calls: ScatterOwner,
     text: str,
     name: str,
     root: int,
@@ -101,13 +101,13 @@ def move_between(
     made: tuple[tuple[int, ...], Any],
     streams: Mapping[str, Any],
 ) -> bool:
-    """Scatter between the devices of a node, within an operation of the host's, and wait until the part is there.
+    """Scatter between the devices of a node, within a host operation; wait until the part has arrived.
 
-    Returns False on all ranks, and nothing has moved, where those cannot: where a rank has no device of this name, too.
-    See `move_directly`.
+    Returns False on all ranks, without moving data, if a rank has no such device or the devices cannot exchange.
+    For the arguments see `scatter_by_messages`.
     """
     group, (shape, dtype) = calls.group, made
-    device = _here(name, streams)
+    device = _own_device(name, streams)
     able = device is not None and calls.peers(device).may_exchange
     if not group.open().board.meet(1 + able, group.watch(text)) or device is None or not able:
         return False
@@ -119,7 +119,7 @@ def move_between(
         into = device.wrap(device.empty(shape, dtype), "scatter").reshape(-1) if target is None else target
         layout = uneven([into.size] * group.size)
         parts = ranges(layout, into.itemsize)
-        source = into if x is None else _apart(x.reshape(-1), into, layout.offsets[root])
+        source = into if x is None else _copy_if_overlapping(x.reshape(-1), into, layout.offsets[root])
         sends = [NOTHING] * group.size if x is None else parts
         takes = [(0, into.nbytes) if rank == root else NOTHING for rank in range(group.size)]
         exchange(*peers.opened(), Exchange(sends, takes, into.nbytes), None, again=False)(source, into, watch)
@@ -130,8 +130,8 @@ def move_between(
     return bool(moved)
 
 
-def _here(name: str, streams: Mapping[str, Any]) -> Device | None:
-    """Return this rank's device of a kind, if it had one when it called."""
+def _own_device(name: str, streams: Mapping[str, Any]) -> Device | None:
+    """Return this rank's device of a kind, or None if it had not used one when it called."""
     try:
         device: Device = device_named(name, "scatter")
     except UsageError:
@@ -139,7 +139,7 @@ def _here(name: str, streams: Mapping[str, Any]) -> Device | None:
     return device if name in streams else None
 
 
-def _apart(x: DeviceArray, target: DeviceArray, offset: int) -> DeviceArray:
-    """Return `x`, or a copy of it if another part of it than that at `offset` would be overwritten."""
+def _copy_if_overlapping(x: DeviceArray, target: DeviceArray, offset: int) -> DeviceArray:
+    """Return `x`, or a copy of it if the target overlaps it anywhere but exactly at `offset`."""
     own = address(x[offset : offset + target.size]) == address(target)
     return x if own or not overlap(x, target) else x.copy()

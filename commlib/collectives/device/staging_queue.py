@@ -1,4 +1,4 @@
-"""Station: where calls of one group meet one device: a stream of their own, and host memory to go through."""
+"""Staging queue: run the calls of one group on one device, with a private stream and host staging buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from commlib.devices.protocol import Device, Event, Stream
+from commlib.devices.protocol import Device, DeviceEvent, Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import StallError
@@ -16,41 +16,41 @@ from commlib.group.group import Group
 
 log = logging.getLogger("commlib")
 
-# Seconds that a device gets to end its work when its group is closed.
+# Seconds to wait for the device's work when the group is closed.
 LAST = 5.0
 
-# What was given up while a device may still read or write it, which must stay.
+# Abandoned memory that a device may still read or write. It must never be freed.
 _LEFT_BEHIND: list[Any] = []
 
 OnWait = Callable[[], None]
 
 Run = Callable[[Any, Any, OnWait], Any]
-"""Do a call on a source and a target of the device, with this thread's current stream; return its value."""
+"""Run a call on a source and a target of the device, on this thread's current stream; return its value."""
 
 
-class Station:
-    """Runs calls one at a time, in their group's order. The work they queue is done in that order: on one stream, but
-    what its caller waits for is on the caller's.
+class StagingQueue:
+    """Run calls one at a time, in their group's order. The device does their queued work in that order, too.
 
-    So what a call reads of a block of host memory is read before the next one's copy into it.
+    The work goes to one private stream; calls that only queue use their caller's stream (`run_on_stream`). Because of
+    the order, the device has read a host block before the next call copies into it.
     """
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self.device = group, device
-        self._stream, self.way_back = device.stream(), device.stream()
-        """The second one is for copies to the device, beside those from it; in order with the first where calls end."""
-        self._done: Event | None = None  # behind what the last call has queued
-        self._moved: Event | None = (
-            None  # the same, of calls on their callers' streams: one event, recorded anew each time
+        self._stream, self.copy_stream = device.stream(), device.stream()
+        """The second stream copies to the device while the first copies from it. A call ends when both are done."""
+        self._done: DeviceEvent | None = None  # after the last call's queued work
+        self._moved: DeviceEvent | None = (
+            None  # the same for calls on their callers' streams: one event, recorded again each time
         )
         self._blocks: dict[int, Array] = {}
-        # The arrays of calls whose last work is under way: their memory must not be used for anything else.
-        self._held: deque[tuple[Event, Any]] = deque()
+        # The arrays of calls whose work may still run: their memory must not be reused.
+        self._held: deque[tuple[DeviceEvent, Any]] = deque()
         self.let_go: Callable[[], None] | None = None
-        """What ends the waits of its stream for other ranks."""
+        """A function that ends the stream's waits for other ranks."""
 
-    def run(self, text: str, run: Run, x: Any, ready: Event, target: Any) -> tuple[Any, Event]:
-        """Do a call on arrays that are `ready` then; return its value, and the event behind all that it has queued."""
+    def run(self, text: str, run: Run, x: Any, ready: DeviceEvent, target: Any) -> tuple[Any, DeviceEvent]:
+        """Run a call after event `ready`; return its value, and the event after its queued work."""
         while self._held and self._held[0][0].done():
             self._held.popleft()
         with self.device.using(self._stream):
@@ -63,8 +63,8 @@ class Station:
                 self._held.append((done, (x, target)))
         return value, done
 
-    def run_there(self, stream: Stream, run: Run, x: Any, target: Any, on_wait: OnWait) -> Any:
-        """Do a call, which only queues, on its caller's stream, where its arrays are ready; return its value."""
+    def run_on_stream(self, stream: Stream, run: Run, x: Any, target: Any, on_wait: OnWait) -> Any:
+        """Run a call that only queues work, on its caller's stream; return its value."""
         self._await_last(stream)
         try:
             if stream == self.device.current():
@@ -75,27 +75,27 @@ class Station:
             self._done = self._moved = stream.record(self._moved)
 
     def _await_last(self, stream: Stream) -> None:
-        """Let a stream wait for the last call. On its own stream, too: another one may have its number by now."""
+        """Let a stream wait for the last call, even on the same stream: a new stream may have reused its number."""
         if self._done is not None:
             stream.wait(self._done)
 
     def block(self, number: int, nbytes: int, on_wait: OnWait) -> Array:
-        """Return host memory (uint8). The same number is the same memory, for whoever asks for no more than before."""
+        """Return a host staging buffer (uint8). The same number returns the same memory, unless it has to grow."""
         block = self._blocks.get(number)
         if block is None or len(block) < nbytes:
-            wait_for(self._stream.record(), on_wait)  # it may still be read or written
+            wait_for(self._stream.record(), on_wait)  # the device may still use the old block
             block = self._blocks[number] = self.device.staging(nbytes)
         return block[:nbytes]
 
     def leave(self, reason: str) -> None:
-        """End what is under way; with a reason let it go on without the other ranks."""
+        """Wait for the queued work; with a reason, release its waits for other ranks instead."""
         if reason and self.let_go is not None:
             self.let_go()
         elif not reason:
             self._end()
 
     def close(self) -> None:
-        """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
+        """Wait up to LAST seconds for the queued work and drop the memory. Also called after an abort."""
         self._end()
         self._blocks, self._held = {}, deque()
 
@@ -105,15 +105,15 @@ class Station:
 
         def on_wait() -> None:
             if time.monotonic() > deadline:
-                raise StallError(f"{self._group.name}: {self.device.name} still works after {LAST} s")
+                raise StallError(f"{self._group.name}: {self.device.name} has queued work left after {LAST} s")
 
         try:
             wait_for(event, on_wait)
         except StallError as error:
             if self.let_go is not None:
-                self.let_go()  # the others will not come any more, and whoever frees memory would wait for that
-            log.error("%s; its memory is left as it is", error)
+                self.let_go()  # the other ranks will not arrive, and freeing memory would wait for the stream
+            log.error("%s; its buffers are leaked", error)
             _LEFT_BEHIND.append((self._blocks, self._held))
 
     def halt(self) -> None:
-        """Nothing moves in a forked child."""
+        """Do nothing: a forked child moves no data."""

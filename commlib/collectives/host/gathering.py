@@ -1,4 +1,4 @@
-"""Gathering: what all ranks have of any lengths, one after another, within another operation."""
+"""Gathering: concatenate all ranks' arrays of any lengths, within another operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.collectives.host.scheduled import own_program
+from commlib.collectives.host.schedule_path import own_program
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
@@ -18,7 +18,7 @@ from commlib.schedule.layout import uneven
 
 
 def gather_parts(group: Group, text: str, x: Any, whole: Any, counts: Sequence[int]) -> None:
-    """Gather contiguous arrays of `counts[r]` elements of each rank r."""
+    """Gather contiguous arrays into `whole`; rank r contributes `counts[r]` elements."""
     layout, flat = uneven(counts), whole.reshape(-1)
     if group.shares_memory and type(whole) is not DeviceArray:
         exchange = Exchange([(0, x.nbytes)], ranges(layout, x.itemsize), max(layout.counts) * x.itemsize)
@@ -30,7 +30,7 @@ def gather_parts(group: Group, text: str, x: Any, whole: Any, counts: Sequence[i
 
 
 def gather_counts(group: Group, text: str, counts: Array) -> Array:
-    """Return int64 counts of all ranks, as many from each, one after another."""
+    """Return all ranks' int64 counts, concatenated; every rank passes the same number of them."""
     whole = np.empty(group.size * len(counts), np.int64)
     layout = uneven([len(counts)] * group.size)
     if group.shares_memory:

@@ -1,10 +1,10 @@
-"""Collectives of groups on several nodes: shared memory within each, messages between them.
+"""Hierarchical path: collectives of groups on several nodes, by shared memory within and messages between nodes.
 
-Of every node the first few ranks are on a rail, as many as the smallest node has: rank c of each node is in
-*rail* c (`topology`). A reduction is reduce-scattered in the node, so that rail c has slice c of the node's sum;
-each rail combines its slices over the network; and the node gathers them. So every byte crosses the network once
-where it must, and all rails of a node share its network card. The other verbs go the same three steps, as far as
-they need them. Source: the hierarchical all-reduce of Jia et al. 2018, "Highly scalable deep learning training system".
+Local rank c of every node forms *rail* c (`topology`); there are as many rails as the smallest node has ranks. An
+all-reduce takes three steps: reduce-scatter in the node, which gives rail c slice c of the node's sum; all-reduce of
+the slices in each rail, over the network; all-gather in the node. No byte crosses the network more often than it must,
+and all rails of a node share its network card. The other verbs take those of the three steps that they need.
+Source: the hierarchical all-reduce of Jia et al. 2018, "Highly scalable deep learning training system".
 
 Everything runs within one operation. `x` and `target` are contiguous, 1-D.
 """
@@ -16,37 +16,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from commlib.collectives.call import Call
-from commlib.collectives.host.by_messages import MessageCall
-from commlib.collectives.host.rails import Rails, on_rails
+from commlib.collectives.host.message_call import MessageCall
+from commlib.collectives.host.rails import Rails, make_rails_move
 from commlib.collectives.operands import row_layout
 from commlib.collectives.paths import Move, Verb
 from commlib.dtypes import Array
 from commlib.execution.accumulation import Accumulation, wide_bytes
 from commlib.group.group import Group
 from commlib.node.collective import NOTHING, Exchange, ranges
-from commlib.runtime.compiled import Compiled
+from commlib.runtime.compiled_call import CompiledCall
 from commlib.schedule import program
 from commlib.schedule.layout import Layout, even, uneven
 
 
 class Hierarchical:
-    """See `paths.Path`."""
+    """The `paths.Path` for groups on several nodes."""
 
     name, is_automatic, takes_devices = "hierarchical", True, False
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if not group.is_hierarchical:
             return f"{group.name} is on one node, has one rank on each, or COMMLIB_NODE_PATH=0"
-        return "" if verb.hierarchical is not None else "it has no hierarchical form"
+        return "" if verb.hierarchical is not None else "it has no hierarchical implementation"
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
+    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
         assert verb.hierarchical is not None
         return MessageCall(group, call.text, verb.hierarchical(group, call))
 
 
 def broadcast(group: Group, call: Call) -> Move:
     """Scatter in the root's node, broadcast in each rail, all-gather in the nodes."""
-    return on_rails(group, call, call.nbytes, _broadcast)
+    return make_rails_move(group, call, call.nbytes, _broadcast)
 
 
 def _broadcast(call: Call, node: Rails, x: Array, target: Array) -> None:
@@ -69,19 +69,19 @@ def _broadcast(call: Call, node: Rails, x: Array, target: Array) -> None:
 
 
 def _rail_layout(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
-    """Return where each rank's chunk of one rail lies in it, node by node; `counts[r]` elements for rank r."""
+    """Return the layout of one rail's buffer, one chunk for each rank, by node; `counts[r]` elements for rank r."""
     members = [rank for number in range(len(node.nodes)) for rank in node.on_same_rail(number, rail)]
     return uneven(counts[rank] for rank in members)
 
 
 def _by_node(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
-    """Return the same rail in one chunk for each node."""
+    """Return the layout of the same buffer with one chunk for each node."""
     return uneven(sum(counts[rank] for rank in node.on_same_rail(number, rail)) for number in range(len(node.nodes)))
 
 
 def reduce_scatter(group: Group, call: Call) -> Move:
-    """Reduce in the node what each rail stands for, reduce-scatter in each rail, hand on in the node."""
-    return on_rails(group, call, wide_bytes(call.count, call.dtype, call.op), _reduce_scatter)
+    """Reduce each rail's chunks in the node, reduce-scatter in each rail, distribute the results in the node."""
+    return make_rails_move(group, call, wide_bytes(call.count, call.dtype, call.op), _reduce_scatter)
 
 
 def _reduce_scatter(call: Call, node: Rails, source: Array, target: Array) -> None:
@@ -117,11 +117,11 @@ def _reduce_scatter(call: Call, node: Rails, source: Array, target: Array) -> No
         accumulation.finish(part, reduced)
     else:
         reduced = np.empty(0, target.dtype)
-    _hand_on(node, reduced, counts, target)
+    _distribute(node, reduced, counts, target)
 
 
-def _hand_on(node: Rails, held: Array, counts: Sequence[int], target: Array) -> None:
-    """Give each rank of the node its chunk, which the rank of its rail has."""
+def _distribute(node: Rails, held: Array, counts: Sequence[int], target: Array) -> None:
+    """Copy each rank of the node its chunk from the rank that is on its rail."""
     item = target.itemsize
     sends = [NOTHING] * len(node.ranks)
     if node.on_rail:
@@ -135,8 +135,8 @@ def _hand_on(node: Rails, held: Array, counts: Sequence[int], target: Array) -> 
 
 
 def all_gather(group: Group, call: Call) -> Move:
-    """Collect in the node what each rail stands for, all-gather in each rail, gather in the node."""
-    return on_rails(group, call, call.nbytes * group.size, _all_gather)
+    """Gather each rail's chunks in the node, all-gather in each rail, all-gather in the node."""
+    return make_rails_move(group, call, call.nbytes * group.size, _all_gather)
 
 
 def _all_gather(call: Call, node: Rails, x: Array, target: Array) -> None:
@@ -169,15 +169,15 @@ def _all_gather(call: Call, node: Rails, x: Array, target: Array) -> None:
 
 
 def all_to_all(group: Group, call: Call) -> Move:
-    """Collect in the node what goes over each rail, exchange in each rail, hand on in the node."""
-    return on_rails(group, call, call.nbytes, _all_to_all)
+    """Gather the outgoing chunks of each rail in the node, exchange in each rail, distribute in the node."""
+    return make_rails_move(group, call, call.nbytes, _all_to_all)
 
 
 def _all_to_all(call: Call, node: Rails, x: Array, target: Array) -> None:
     group = node.group
     size, item, chunk = len(node.ranks), x.itemsize, len(x) // group.size
     nbytes = chunk * item
-    # For each node: the chunks of all ranks here for its ranks in my rail, receiver by receiver.
+    # For each node: the chunks from all ranks of this node to that node's ranks in my rail, receiver by receiver.
     rail = node.place if node.on_rail else 0
     receivers = [len(node.on_same_rail(number, rail)) if node.on_rail else 0 for number in range(len(node.nodes))]
     outgoing = uneven(number * size * chunk for number in receivers)
@@ -196,23 +196,23 @@ def _all_to_all(call: Call, node: Rails, x: Array, target: Array) -> None:
     incoming = uneven(here * len(ranks) * chunk for ranks in node.nodes)
     arrived = np.empty(incoming.count, x.dtype)
     if node.on_rail:
-        # Where nodes differ, ranks have different amounts to send.
+        # If nodes differ in size, ranks send different amounts; the choice must be the same on all ranks.
         most = max(receivers) * max(map(len, node.nodes)) * len(node.nodes) * nbytes
         node.network("all_to_all", [leaving, arrived], [outgoing, incoming], nbytes=most)
-    # From each node: for each of my rail's ranks here, the chunks of all ranks there.
+    # From each node: for each rank of my rail on this node, the chunks from all ranks of that node.
     for number, ranks in enumerate(node.nodes):
         sent = len(ranks) * chunk
         landed = np.empty(sent, x.dtype)
         counts = [sent] * group.size
         begin = incoming.offsets[number]
-        _hand_on(node, arrived[begin : begin + here * sent], counts, landed)
+        _distribute(node, arrived[begin : begin + here * sent], counts, landed)
         for index, rank in enumerate(ranks):
             target[rank * chunk : (rank + 1) * chunk] = landed[index * chunk : (index + 1) * chunk]
 
 
 def barrier(group: Group, call: Call) -> Move:
-    """Meet in the node, then between the nodes, then in the node again."""
-    return on_rails(group, call, 0, _barrier)
+    """Synchronize the ranks of each node, then the nodes, then the ranks of each node again."""
+    return make_rails_move(group, call, 0, _barrier)
 
 
 def _barrier(call: Call, node: Rails, x: Array, target: Array) -> None:

@@ -1,6 +1,6 @@
-"""All-reduce of a group on several nodes: while one part is on the network, the node combines the next.
+"""Hierarchical all-reduce: while one part of the data crosses the network, the node combines the next part.
 
-See `hierarchical` for the steps of one part; those of several overlap.
+`hierarchical` describes the steps of one part. Here the steps of several parts overlap.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from math import ceil
 
 from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
-from commlib.collectives.host.rails import Rails, on_rails
-from commlib.collectives.host.scheduled import choose, persistent
+from commlib.collectives.host.rails import Rails, make_rails_move
+from commlib.collectives.host.schedule_path import choose, make_persistent_move
 from commlib.collectives.paths import Move
 from commlib.dtypes import Array
 from commlib.execution.accumulation import Accumulation, is_in_halves, wide_bytes
-from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.persistent_programs import PERSISTENT_BYTES, PersistentAllReduce
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, Range, ranges
@@ -25,24 +25,24 @@ from commlib.node.signature import signature
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, even
 
-# What a rail reduces while its node combines the next part: several blocks for the executor.
+# Bytes of a part on each rail, enough for several blocks of the executor.
 PART_BYTES = 1 << 20
 
 
 def all_reduce(group: Group, call: Call) -> Move:
-    """Reduce-scatter in the node, all-reduce in each rail, all-gather in the node, each of some part of the data."""
+    """Reduce-scatter in the node, all-reduce in each rail and all-gather in the node, part by part."""
     if call.nbytes <= PERSISTENT_BYTES and not is_in_halves(call.dtype, call.op):
-        return persistent(group, call.text, partial(_small_all_reduce, group, call))
-    return on_rails(group, call, wide_bytes(call.count, call.dtype, call.op), _all_reduce)
+        return make_persistent_move(group, call.text, partial(_small_all_reduce, group, call))
+    return make_rails_move(group, call, wide_bytes(call.count, call.dtype, call.op), _all_reduce)
 
 
 def _all_reduce(call: Call, node: Rails, source: Array, target: Array) -> None:
-    """While one part is on the network, the node combines the next one and gathers the last."""
+    """Overlap three parts: one crosses the network, the node combines the next and gathers the previous one."""
     accumulation = Accumulation(source, call.op, node.group.size)
     x = accumulation.x
-    # The rails' slices; in the node's shared memory the work may be anywhere, so it is where the result goes.
+    # The rails' slices are reduced here. The node path accepts any memory, so use the result's if the dtype fits.
     work = x if accumulation.widened else target
-    parts = _Parts(node, x)
+    parts = _PartSplit(node, x)
 
     def combine(number: int) -> None:
         where, shares = parts.ranges[number], parts.shares(number, x.itemsize)
@@ -73,10 +73,10 @@ def _all_reduce(call: Call, node: Rails, source: Array, target: Array) -> None:
     )
 
 
-class _Parts:
-    """How an all-reduce goes through the nodes and the network part by part: the same number of blocks on all ranks.
+class _PartSplit:
+    """The split of an all-reduce into parts, and of each part into blocks: the same numbers on all ranks.
 
-    `ranges` are the parts' elements in the whole, `pieces` the blocks in which a rail reduces its slice of a part.
+    ranges: the elements of each part. pieces: the blocks in which a rail reduces its slice of a part.
     """
 
     def __init__(self, node: Rails, x: Array) -> None:
@@ -84,13 +84,13 @@ class _Parts:
         self._whole = even(len(x), max(1, x.nbytes // (node.rails * PART_BYTES)))
         starts = self._whole.offsets
         self.ranges = [slice(start, stop) for start, stop in itertools.pairwise(starts)]
-        # Of the longest slice of any rail: its number of blocks is that of all.
+        # The longest slice of any rail decides the number of blocks on all rails.
         nbytes = even(len(x), node.rails).counts[0] * x.itemsize
         choice = choose(group, "all_reduce", "auto", nodes, nbytes, sharing=node.rails)
         each = ceil(choice.segments / len(self.ranges))
         pipelined = find("all_reduce", choice.algorithm).segmented
         self.pieces = 1 if pipelined else each
-        rank, size = (node.number, nodes) if node.on_rail else (0, 1)  # alone there is nothing to send
+        rank, size = (node.number, nodes) if node.on_rail else (0, 1)  # off the rails there is nothing to send
         self.program = program("all_reduce", choice.algorithm, rank, size, segments=each if pipelined else 1)
 
     def _layout(self, number: int) -> Layout:
@@ -98,26 +98,26 @@ class _Parts:
         return even(where.stop - where.start, self._node.rails)
 
     def shares(self, number: int, item_bytes: int) -> list[Range]:
-        """Return what each rail reduces of a part, in bytes from the beginning of the part."""
+        """Return each rail's slice of a part, in bytes from the start of the part."""
         return ranges(self._layout(number), item_bytes)
 
     def slice(self, number: int) -> slice:
-        """Return what this rank's rail reduces of a part, in elements of the whole."""
+        """Return the slice of a part for this rank's rail, in elements from the start of the data."""
         start, stop = self._layout(number).slice_of(self._node.place)
         first = self.ranges[number].start
         return slice(first + start, first + stop)
 
     def blocks(self, number: int) -> list[Layout]:
-        """Return the blocks of this rank's slice of a part, for the program; without elements if it is on no rail."""
+        """Return the blocks of this rank's slice of a part, for the program; empty blocks if the rank is on no rail."""
         mine = self.slice(number) if self._node.on_rail else slice(0, 0)
         cuts = blocks(mine.stop - mine.start, self.program.regions[0], self.pieces)
         return [Layout(tuple(mine.start + offset for offset in layout.offsets)) for layout in cuts]
 
 
 def _small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
-    """Return the same over one rail, set up once: each node's first rank combines, exchanges and hands out."""
+    """Prepare a small all-reduce over one rail: each node's first rank combines, exchanges and distributes."""
     hierarchy, text = group.hierarchy, call.text
-    small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)
+    small = PersistentAllReduce(ReduceFunction.of(call.dtype, call.op, group.size), call.count)
     size, is_first = len(hierarchy.ranks), hierarchy.place == 0
     at, everything = address_of(small.buffer), (0, small.buffer.nbytes)
     if size > 1:
@@ -129,7 +129,7 @@ def _small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
         assert rail is not None
         choice = choose(group, "all_reduce", "auto", rail.size, everything[1])
         steps = program("all_reduce", choice.algorithm, rail.rank, rail.size)
-        small.then_messages(steps, rail, signature(text), group.on_wait(text))
+        small.add_messages(steps, rail, signature(text), group.on_wait(text))
     if size > 1:
         takes = [everything if other == 0 and not is_first else NOTHING for other in range(size)]
         spread = NodeCollective.exchange(

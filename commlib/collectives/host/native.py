@@ -1,36 +1,36 @@
-"""The path of MPI's own all-reduce, in pieces: MPI libraries are several times faster so than on large arrays."""
+"""Native path: MPI's own all-reduce, in pieces. MPI libraries reduce pieces several times faster than large arrays."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.host.by_messages import BlockingCall, MessageCall
+from commlib.collectives.host.message_call import BlockingCall, MessageCall
 from commlib.collectives.paths import Verb
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import BITWISE, Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_widened
 from commlib.group.group import Group
-from commlib.runtime.compiled import Compiled
+from commlib.runtime.compiled_call import CompiledCall
 
 
 class Native:
-    """See `paths.Path`. Only where it is asked for."""
+    """A `paths.Path`, used only if `algorithm="native"` selects it."""
 
     name, is_automatic, takes_devices = "native", False, True
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if verb.name != "all_reduce":
-            return "it is for all_reduce only"
+            return "it supports only all_reduce"
         if group.native is None:
-            return "it needs MPI, and this communicator has none"
+            return "it needs MPI, and this communicator does not use MPI"
         dtype = name_of(call.dtype)
         if is_widened(call.dtype, call.op):
             return f"MPI cannot reduce {dtype} by {kernel_operation(dtype, call.op)} without losing digits"
         return ""
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
+    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
         from mpi4py import MPI
 
         mpi_op = _operation(MPI, call)
@@ -38,20 +38,20 @@ class Native:
 
         def move(x: Array, target: Array) -> None:
             accumulation = Accumulation(x, call.op, group.size)
-            work = accumulation.work_in(target)
-            is_there = type(work) is not DeviceArray
-            if not is_there:  # MPI reads at once
+            work = accumulation.working_array(target)
+            on_host = type(work) is not DeviceArray
+            if not on_host:  # MPI reads the memory immediately, not in stream order
                 wait_for(work.device.current().record(), group.watch(f"{call.text}: work on {call.device}", ()))
             for start in range(0, len(work), piece):
                 part = work[start : start + piece]
-                group.native.Allreduce(MPI.IN_PLACE, part if is_there else _addressed(MPI, part), mpi_op)
+                group.native.Allreduce(MPI.IN_PLACE, part if on_host else _mpi_buffer(MPI, part), mpi_op)
             accumulation.finish(work, target)
 
         return MessageCall(group, call.text, move) if group.size == 1 else BlockingCall(group, call.text, move)
 
 
-def _addressed(MPI: Any, array: DeviceArray) -> list[Any]:
-    """Return a device's memory as mpi4py takes it."""
+def _mpi_buffer(MPI: Any, array: DeviceArray) -> list[Any]:
+    """Return device memory as an mpi4py buffer specification."""
     return [MPI.buffer.fromaddress(array.address, array.nbytes), MPI.Datatype.fromcode(array.dtype.char)]
 
 

@@ -1,4 +1,4 @@
-"""Node path: move data through the shared memory of a node, for groups that lie on one node."""
+"""Node path: move data through shared memory, for groups on one node."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from commlib.collectives.call import Call
 from commlib.collectives.paths import Verb
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
 from commlib.node.context import NodeContext
-from commlib.runtime.compiled import Compiled
+from commlib.runtime.compiled_call import CompiledCall
 
 
-class Node:
-    """See `paths.Path`."""
+class NodePath:
+    """The `paths.Path` through a node's shared memory."""
 
     name, is_automatic, takes_devices = "node", True, False
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if not group.shares_memory:
             return f"{group.name} has no shared memory: its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
-        return "" if verb.exchange or verb.on_node else "it has no form in shared memory"
+        return "" if verb.exchange or verb.on_node else "it has no shared-memory implementation"
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
+    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
         return _compile(verb, call, group.open()) if group.is_open else Opening(group, verb, call)
 
 
@@ -34,12 +34,12 @@ def _compile(verb: Verb, call: Call, context: NodeContext) -> NodeCollective:
     assert verb.exchange is not None
     board = context.board
     exchange = verb.exchange(call, board.rank, board.size)
-    op = ReduceOp.of(call.dtype, call.op, board.size) if call.op else None
+    op = ReduceFunction.of(call.dtype, call.op, board.size) if call.op else None
     return NodeCollective.exchange(context, call.text, exchange, op, counted=True)
 
 
-class Opening(Compiled):
-    """Open a board for a group that had none. The first call that runs makes it, on all ranks."""
+class Opening(CompiledCall):
+    """A call of a group without a board. The first call to run opens the board, on all ranks."""
 
     __slots__ = ("_call", "_group", "_made", "_verb")
 
@@ -49,7 +49,7 @@ class Opening(Compiled):
         self._made: NodeCollective | None = None
 
     @property
-    def settled(self) -> Compiled:
+    def settled(self) -> CompiledCall:
         return self if self._made is None else self._made
 
     def perform(self, x: Any, target: Any) -> Any:

@@ -9,25 +9,25 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.collectives.host.gathering import gather_counts, gather_parts
-from commlib.collectives.host.scheduled import own_program
+from commlib.collectives.host.schedule_path import own_program
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.group.operation import Operation
-from commlib.group.root import checked_root
+from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective
 from commlib.schedule.layout import even
 
 
 def broadcast_object(group: Group, value: Any, root: int) -> Operation:
-    root = checked_root(group, "broadcast_object", root)
+    root = check_root(group, "broadcast_object", root)
     text = f"broadcast_object, root={root}"
-    data = pickle.dumps(value) if group.rank == root else b""  # what cannot be pickled must fail before ranks meet
+    data = pickle.dumps(value) if group.rank == root else b""  # fails for an unpicklable value before ranks meet
     return Operation(text, lambda: broadcast_bytes(group, data, root, text), finish=pickle.loads)
 
 
 def broadcast_bytes(group: Group, data: bytes, root: int, text: str) -> bytes:
-    """Broadcast bytes, whose number only `root` knows, within an operation."""
+    """Broadcast bytes within an operation. Only `root` knows their number."""
     length = np.array([len(data)], np.int64)
     _broadcast(group, length, root, text, 0)
     array = np.frombuffer(data, np.uint8) if group.rank == root else np.empty(int(length[0]), np.uint8)
@@ -48,7 +48,7 @@ def _broadcast(group: Group, array: Array, root: int, text: str, part: int) -> N
 
 
 def all_gather_object(group: Group, value: Any, text: str = "all_gather_object") -> Operation:
-    """Return the operation. text: what it is called; one of another text is another call."""
+    """Return the operation. text: names the call; ranks that pass different texts make different calls."""
     data = np.frombuffer(pickle.dumps(value), np.uint8)
 
     def run() -> list[Array]:

@@ -1,6 +1,6 @@
-"""This rank's node in one kind of hierarchical call: exchanges in it, and verbs between the nodes.
+"""Rails: the steps of one hierarchical call, exchanges within this rank's node and verbs between the nodes.
 
-What a call needs again each time it runs, tables and compiled exchanges, is made once and found by its number.
+The compiled exchanges of a call and their tables are made once; a later run finds them by their number in the call.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
-from commlib.collectives.host.scheduled import choose
+from commlib.collectives.host.schedule_path import choose
 from commlib.collectives.paths import Move
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.dtypes import Array
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, Range
@@ -24,7 +24,7 @@ from commlib.schedule.layout import Layout, blocks, cut
 
 
 class Rails:
-    """This rank's node, and the rails that a call of so many bytes uses."""
+    """This rank's node, and the rails that a call of `nbytes` uses."""
 
     def __init__(self, group: Group, text: str, nbytes: int) -> None:
         self.group, self.text = group, text
@@ -38,7 +38,7 @@ class Rails:
         self._part = self._step = 0
 
     def begin(self) -> None:
-        """Count exchanges and parts anew: the call begins."""
+        """Begin a run of the call: restart the numbers of exchanges and parts."""
         self._part = self._step = 0
 
     def on_same_rail(self, node: int, rail: int) -> tuple[int, ...]:
@@ -51,10 +51,10 @@ class Rails:
         source: Array,
         target: Array,
         *,
-        op: ReduceOp | None = None,
+        op: ReduceFunction | None = None,
         kind: Hashable = None,
     ) -> None:
-        """Exchange among the node's ranks. `kind` is the same for those exchanges that may share their tables."""
+        """Exchange among the node's ranks. Exchanges with the same `kind` share their tables."""
         if self._context is None:
             (begin, length), (to, _) = exchange.sends[0], exchange.takes[0]
             if length and address_of(source) + begin != address_of(target) + to:
@@ -68,7 +68,7 @@ class Rails:
         call.run_at(address_of(source), address_of(target))
 
     def padded(self, parts: Sequence[Range]) -> list[Range]:
-        """Return the parts for the first places, and nothing for the others."""
+        """Return `parts` for the first local ranks, and NOTHING for the rest of the node."""
         return [*parts, *[NOTHING] * (len(self.ranks) - len(parts))]
 
     def network(
@@ -78,13 +78,13 @@ class Rails:
         layouts: Sequence[Layout],
         *,
         root: int = 0,
-        op: ReduceOp | None = None,
+        op: ReduceFunction | None = None,
         nbytes: int | None = None,
     ) -> None:
-        """Run a verb among this rank's rail, one chunk (or one array, split evenly) for each node.
+        """Run a verb among this rank's rail, with one chunk for each node, or with one array, split evenly.
 
-        nbytes: by what to choose the algorithm, the same on all ranks of the rail; by default what the first array
-        has, where that is.
+        nbytes: the size by which to choose the algorithm, the same on all ranks of the rail; by default that of the
+        first layout.
         """
         rail = self.hierarchy.rail
         assert rail is not None
@@ -106,7 +106,7 @@ class Rails:
         self.group.execute(run, regions, self.text, op, part=self._part, transport=rail)
 
     def gather_shares(self, target: Array, shares: Sequence[Range], kind: Hashable = None) -> None:
-        """Give every rank the shares that the rails have."""
+        """All-gather the rails' shares to every rank of the node."""
         own = shares[self.place] if self.on_rail else NOTHING
         takes = self.padded(shares)
         offsets = [offset for offset, _ in takes]
@@ -117,8 +117,8 @@ class Rails:
 Run = Callable[[Call, Rails, Array, Array], None]
 
 
-def on_rails(group: Group, call: Call, nbytes: int, run: Run) -> Move:
-    """Return what does `run` on the rails that a call of so many bytes uses; they are found when it first runs."""
+def make_rails_move(group: Group, call: Call, nbytes: int, run: Run) -> Move:
+    """Return a Move that runs `run` on the rails for a call of `nbytes`. The first run sets them up."""
     made: list[Rails] = []
 
     def move(x: Array, target: Array) -> None:

@@ -1,4 +1,4 @@
-"""Messages of an all_to_all_v: to and from each rank one, of any length, several ranks at once."""
+"""Messages of an all_to_all_v: one to and one from each rank, of any length, to several ranks at once."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from commlib.group.group import Group
 from commlib.node.signature import signature
 from commlib.schedule.layout import Layout
 
-# Ranks that messages go to at once. More would only crowd the network.
+# Ranks to send to at once. More would only congest the network.
 WINDOW = 8
 
-_PARTS = ", parts"  # apart from what else the call sends
+_PARTS = ", parts"  # separates these tags from the call's other messages
 
 
 def exchange(
     group: Group, text: str, x: Any, outof: Layout, target: Any, into: Layout, *, is_certain: bool
 ) -> dict[int, int]:
-    """Exchange parts of flat arrays within an operation; return the bytes that came from whom others were expected.
+    """Exchange parts of flat arrays within an operation; return {peer: bytes received} for unexpected lengths.
 
-    -1 stands for too many. is_certain: ranks have told each other the lengths, and they are right. Else each message is
-    looked at before it is taken: a posted receive that is too short may overwrite memory.
+    -1 bytes means a message longer than expected. is_certain: ranks have exchanged the lengths. Otherwise each message
+    is probed before it is received, because a message longer than its posted receive may overwrite memory.
     """
     transport, rank, size, tag = group.transport, group.rank, group.size, group.history + signature(text + _PARTS)
     on_wait, posted = group.watch(text), group.posted
     receive: Any = transport.recv if is_certain else transport.recv_probed
     keep, put = outof.slice_of(rank), into.slice_of(rank)
     target[slice(*put)] = x[slice(*keep)]
-    if type(x) is DeviceArray:  # what is queued may still use the memory
+    if type(x) is DeviceArray:  # queued work may still use the memory
         wait_for(x.device.current().record(), on_wait)
     odd: dict[int, int] = {}
     for number, first in enumerate(range(1, size, WINDOW)):

@@ -1,4 +1,4 @@
-"""all_gather: every rank gets the arrays of all ranks, one after another."""
+"""all_gather: every rank gets the arrays of all ranks, concatenated in rank order."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.call_table import Calls, PreparedCall
 from commlib.collectives.device import all_gather_on_rails
 from commlib.collectives.host import hierarchical
-from commlib.collectives.host.scheduled import planned
-from commlib.collectives.operands import result, source, stacked
+from commlib.collectives.host.schedule_path import plan_program
+from commlib.collectives.operands import result, source, stacked_shape
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
@@ -20,19 +20,19 @@ from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import cut, uneven
 
 
-def all_gather(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
+def all_gather(calls: Calls, x: Any, out: Any, algorithm: str) -> PreparedCall:
     group = calls.group
     array = source(x, "all_gather")
-    target = result(out, stacked(group.size, array), array.dtype, "all_gather", device_of(array))
+    target = result(out, stacked_shape(group.size, array), array.dtype, "all_gather", device_of(array))
     flat, count = array.reshape(-1), array.size
     own = target.flat[group.rank * count : (group.rank + 1) * count]
-    in_place = count > 0 and address(flat) == address(own)  # each rank's lies in its own part
+    in_place = count > 0 and address(flat) == address(own)  # x is already this rank's part of out
     if not in_place and overlap(flat, target.flat):
-        flat = flat.copy()  # it would be overwritten before all have read it
+        flat = flat.copy()  # the result would overwrite x before all ranks have read it
     call = Call("all_gather", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
     verb = _IN_PLACE if in_place else VERB
     key = (array.dtype, array.shape, algorithm, *["in place"] * in_place)
-    return Ready.into(calls.find(verb, call, key, target.array.shape), flat, target, x)
+    return PreparedCall.into(calls.find(verb, call, key, target.array.shape), flat, target, x)
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:
@@ -47,7 +47,7 @@ def _exchange_in_place(call: Call, rank: int, size: int) -> Exchange:
 
 
 def _messages(group: Group, call: Call) -> Move:
-    steps, pieces = planned(group, call, call.nbytes * group.size)
+    steps, pieces = plan_program(group, call, call.nbytes * group.size)
     layout = uneven([call.count] * group.size)
     layouts = cut(layout, pieces if steps.sends_single_chunks else 1)
     start, stop = layout.slice_of(group.rank)

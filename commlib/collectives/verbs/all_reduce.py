@@ -1,21 +1,21 @@
-"""all_reduce: every rank gets the combination of all ranks' arrays."""
+"""all_reduce: every rank gets the reduction of all ranks' arrays."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.call_table import Calls, PreparedCall
 from commlib.collectives.device import all_reduce_on_rails
 from commlib.collectives.host import hierarchical_all_reduce
-from commlib.collectives.host.scheduled import choose, own_program, persistent
-from commlib.collectives.operands import apart, result, source
+from commlib.collectives.host.schedule_path import choose, make_persistent_move, own_program
+from commlib.collectives.operands import copy_if_overlapping, result, source
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_in_halves, is_widened, wide_bytes
-from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.persistent_programs import PERSISTENT_BYTES, PersistentAllReduce
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.node import device_collective
@@ -27,7 +27,7 @@ from commlib.schedule import find
 from commlib.schedule.layout import blocks
 
 
-def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
+def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> PreparedCall:
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce", device_of(array))
     device = name_of_device(array)
@@ -38,23 +38,23 @@ def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready
         kernel_operation(name_of(array.dtype), op)
         call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm, device=device)
         compiled = calls.new_all_reduce(VERB, call, key)
-    return Ready.into(compiled, apart(array.reshape(-1), target.flat), target, x)
+    return PreparedCall.into(compiled, copy_if_overlapping(array.reshape(-1), target.flat), target, x)
 
 
 def _on_node(context: NodeContext, call: Call) -> NodeCollective:
-    op = ReduceOp.of(call.dtype, call.op, context.board.size)
+    op = ReduceFunction.of(call.dtype, call.op, context.board.size)
     return NodeCollective.all_reduce(context, call.text, call.count, op)
 
 
-def _on_devices(board: DeviceBoard, open_slots: device_collective.Open, call: Call) -> device_collective.Move:
-    op = ReduceOp.of(call.dtype, call.op, board.size)
+def _on_devices(board: DeviceBoard, open_slots: device_collective.OpenSlots, call: Call) -> device_collective.Enqueue:
+    op = ReduceFunction.of(call.dtype, call.op, board.size)
     return device_collective.all_reduce(board, open_slots, call.count, op)
 
 
 def choose_algorithm(group: Group, verb: str, call: Call) -> tuple[str, int]:
-    """Return an algorithm for a reduction among all ranks, and into how many segments to cut the data."""
+    """Return an algorithm for a reduction among all ranks, and the number of segments to cut the data into."""
     if call.algorithm == "auto" and is_widened(call.dtype, call.op):
-        # On most ways partial sums travel, in a wider dtype; they may travel a better way, but twice the bytes.
+        # Only "direct" sends the narrow inputs. All others send partial sums in a wider dtype: twice the bytes.
         narrow = choose(group, verb, "direct", group.size, call.nbytes)
         others = choose(group, verb, "auto", group.size, wide_bytes(call.count, call.dtype, call.op))
         best = min(narrow, others, key=lambda choice: choice.seconds)
@@ -72,15 +72,15 @@ def _messages(group: Group, call: Call) -> Move:
     if call.nbytes <= PERSISTENT_BYTES and not call.device and not is_in_halves(call.dtype, call.op):
 
         def prepare() -> PersistentAllReduce:
-            small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)
-            small.then_messages(steps, group.transport, signature(text), group.on_wait(text))
+            small = PersistentAllReduce(ReduceFunction.of(call.dtype, call.op, group.size), call.count)
+            small.add_messages(steps, group.transport, signature(text), group.on_wait(text))
             return small
 
-        return persistent(group, text, prepare)
+        return make_persistent_move(group, text, prepare)
 
     def move(x: Array, target: Array) -> None:
         accumulation = Accumulation(x, call.op, group.size, once=name == "direct")
-        work = accumulation.work_in(target)
+        work = accumulation.working_array(target)
         layouts = blocks(len(work), steps.regions[0], 1 if pipelined else segments)
         group.execute(steps, [[Region(work, layout)] for layout in layouts], text, accumulation.reduce_op)
         accumulation.finish(work, target)

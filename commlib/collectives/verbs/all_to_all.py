@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.call_table import Calls, PreparedCall
 from commlib.collectives.device import all_to_all_on_rails
 from commlib.collectives.host import hierarchical
-from commlib.collectives.host.scheduled import planned
-from commlib.collectives.operands import apart_from, result, rows, source
+from commlib.collectives.host.schedule_path import plan_program
+from commlib.collectives.operands import copy_if_shared, result, rows, source
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
@@ -20,7 +20,7 @@ from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import cut, uneven
 
 
-def all_to_all(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
+def all_to_all(calls: Calls, x: Any, out: Any, algorithm: str) -> PreparedCall:
     size = calls.group.size
     array = source(x, "all_to_all")
     length, _ = rows(array, "all_to_all")
@@ -30,9 +30,11 @@ def all_to_all(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
             "use all_to_all_v for uneven parts"
         )
     target = result(out, array.shape, array.dtype, "all_to_all", device_of(array))
-    flat = apart_from(array.reshape(-1), target.flat)  # every chunk may be overwritten before it has been sent
+    flat = copy_if_shared(array.reshape(-1), target.flat)  # a receive may overwrite a chunk before it is sent
     call = Call("all_to_all", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
-    return Ready.into(calls.find(VERB, call, (array.dtype, array.shape, algorithm), array.shape), flat, target, x)
+    return PreparedCall.into(
+        calls.find(VERB, call, (array.dtype, array.shape, algorithm), array.shape), flat, target, x
+    )
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:
@@ -42,7 +44,7 @@ def _exchange(call: Call, rank: int, size: int) -> Exchange:
 
 
 def _messages(group: Group, call: Call) -> Move:
-    steps, pieces = planned(group, call, call.nbytes)
+    steps, pieces = plan_program(group, call, call.nbytes)
     pieces = pieces if steps.sends_single_chunks else 1
     chunk = call.count // group.size
     layouts = [cut(uneven([chunk] * chunks), pieces) for chunks in steps.regions]

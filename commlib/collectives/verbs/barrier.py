@@ -1,14 +1,14 @@
-"""barrier: every rank waits until all are there."""
+"""barrier: every rank waits until all ranks have called it."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from commlib.collectives.call import Call
+from commlib.collectives.call_table import Calls, PreparedCall
 from commlib.collectives.host import hierarchical
-from commlib.collectives.host.scheduled import own_program
+from commlib.collectives.host.schedule_path import own_program
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.dtypes import Array
 from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
@@ -18,8 +18,8 @@ NOTHING = np.empty(0, np.uint8)
 _CALL = Call("barrier", None, NOTHING.dtype)
 
 
-def barrier(calls: Calls) -> Ready:
-    return Ready.into(calls.find(VERB, _CALL, ()), NOTHING, None, None)
+def barrier(calls: Calls) -> PreparedCall:
+    return PreparedCall.into(calls.find(VERB, _CALL, ()), NOTHING, None, None)
 
 
 def _on_node(context: NodeContext, call: Call) -> NodeCollective:

@@ -1,33 +1,33 @@
-"""gather: one rank gets the arrays of all ranks, one after another."""
+"""gather: one rank gets the arrays of all ranks, concatenated in rank order."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.host.scheduled import own_program
-from commlib.collectives.operands import apart_from, result, source, stacked
+from commlib.collectives.call_table import Calls, PreparedCall
+from commlib.collectives.host.schedule_path import own_program
+from commlib.collectives.operands import copy_if_shared, result, source, stacked_shape
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
-from commlib.group.root import checked_root
+from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, ranges
 from commlib.schedule.layout import uneven
 
 
-def gather(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
+def gather(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> PreparedCall:
     group = calls.group
     array = source(x, "gather")
-    root = checked_root(group, "gather", root)
-    shape = stacked(group.size, array)
+    root = check_root(group, "gather", root)
+    shape = stacked_shape(group.size, array)
     target = result(out, shape, array.dtype, "gather", device_of(array)) if group.rank == root else None
-    flat = array.reshape(-1) if target is None else apart_from(array.reshape(-1), target.flat)
+    flat = array.reshape(-1) if target is None else copy_if_shared(array.reshape(-1), target.flat)
     call = Call("gather", array.shape, array.dtype, root=root, algorithm=algorithm, device=name_of_device(array))
     compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm), shape)
-    return Ready.into(compiled, flat, target, x)
+    return PreparedCall.into(compiled, flat, target, x)
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:

@@ -1,34 +1,34 @@
-"""reduce: one rank gets the combination of all ranks' arrays."""
+"""reduce: one rank gets the reduction of all ranks' arrays."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.host.scheduled import planned
-from commlib.collectives.operands import apart, result, source
+from commlib.collectives.call_table import Calls, PreparedCall
+from commlib.collectives.host.schedule_path import plan_program
+from commlib.collectives.operands import copy_if_overlapping, result, source
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
-from commlib.group.root import checked_root
+from commlib.group.root import check_root
 from commlib.node.collective import Exchange
 from commlib.schedule.layout import blocks
 
 
-def reduce(calls: Calls, x: Any, op: str, root: int, out: Any, algorithm: str) -> Ready:
+def reduce(calls: Calls, x: Any, op: str, root: int, out: Any, algorithm: str) -> PreparedCall:
     group = calls.group
     array = source(x, "reduce")
-    root = checked_root(group, "reduce", root)
+    root = check_root(group, "reduce", root)
     kernel_operation(name_of(array.dtype), op)
     target = result(out, array.shape, array.dtype, "reduce", device_of(array)) if group.rank == root else None
-    flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
+    flat = array.reshape(-1) if target is None else copy_if_overlapping(array.reshape(-1), target.flat)
     call = Call("reduce", array.size, array.dtype, op, root, algorithm, device=name_of_device(array))
     compiled = calls.find(VERB, call, (array.dtype, array.shape, op, root, algorithm), array.shape)
-    return Ready.into(compiled, flat, target, x)
+    return PreparedCall.into(compiled, flat, target, x)
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:
@@ -38,7 +38,7 @@ def _exchange(call: Call, rank: int, size: int) -> Exchange:
 
 
 def _messages(group: Group, call: Call) -> Move:
-    steps, pieces = planned(group, call, call.nbytes)
+    steps, pieces = plan_program(group, call, call.nbytes)
 
     def move(x: Array, target: Array) -> None:
         accumulation = Accumulation(x, call.op, group.size)

@@ -1,4 +1,4 @@
-"""reduce_scatter and reduce_scatter_v: every rank gets its part of the combination of all ranks' arrays."""
+"""reduce_scatter and reduce_scatter_v: every rank gets its part of the reduction of all ranks' arrays."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.call_table import Calls, PreparedCall
 from commlib.collectives.device import reduce_scatter_on_rails
 from commlib.collectives.host import hierarchical
-from commlib.collectives.host.scheduled import own_program
+from commlib.collectives.host.schedule_path import own_program
 from commlib.collectives.operands import result, rows, source
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.verbs.all_reduce import choose_algorithm
 from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array, kernel_operation, name_of
@@ -25,14 +25,14 @@ from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import Layout, cut, even, uneven
 
 
-def reduce_scatter(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
+def reduce_scatter(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> PreparedCall:
     array = source(x, "reduce_scatter")
     rows(array, "reduce_scatter")
     call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm, device=name_of_device(array))
     return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm))
 
 
-def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: Any, algorithm: str) -> Ready:
+def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: Any, algorithm: str) -> PreparedCall:
     verb, size = "reduce_scatter_v", calls.group.size
     array = source(x, verb)
     length, _ = rows(array, verb)
@@ -46,7 +46,7 @@ def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: 
     return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm, shares))
 
 
-def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashable) -> Ready:
+def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashable) -> PreparedCall:
     rank, size = calls.group.rank, calls.group.size
     kernel_operation(name_of(array.dtype), call.op)
     start, stop = _layout(call, size).slice_of(rank)
@@ -54,8 +54,8 @@ def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashab
     target = result(out, shape, array.dtype, call.verb, device_of(array))
     flat = array.reshape(-1)
     if overlap(flat, target.flat) and address(target.flat) != address(flat[start:stop]):
-        flat = flat.copy()  # where others still read
-    return Ready.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape), flat, target, x)
+        flat = flat.copy()  # the result would overwrite data that other ranks still read
+    return PreparedCall.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape), flat, target, x)
 
 
 def _rows(call: Call, size: int) -> Sequence[int]:
@@ -90,7 +90,7 @@ def _messages(group: Group, call: Call) -> Move:
 
     def move(x: Array, target: Array) -> None:
         accumulation = Accumulation(x, call.op, group.size, once=name == "direct")
-        work = accumulation.x if accumulation.widened else x.copy()  # the input stays as it is
+        work = accumulation.x if accumulation.widened else x.copy()  # the input must not change
         regions = [[Region(work, piece)] for piece in cut(layout, pieces)]
         group.execute(steps, regions, call.text, accumulation.reduce_op)
         accumulation.finish(work[start:stop], target)

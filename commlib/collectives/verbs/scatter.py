@@ -1,4 +1,4 @@
-"""scatter: give every rank its part of one rank's array. Only that rank knows the shape and dtype."""
+"""scatter: every rank gets its part of the root's array. Only the root knows the shape and dtype."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.collectives.device.scatter import made_for, move_between, move_directly
-from commlib.collectives.device.staged import deliver, fetch
-from commlib.collectives.host.by_messages import MessageCall
+from commlib.collectives.call_table import Calls, PreparedCall
+from commlib.collectives.device.host_staging import deliver, fetch
+from commlib.collectives.device.scatter import make_result_for, scatter_between_devices, scatter_by_messages
+from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.host.objects import broadcast_bytes
-from commlib.collectives.host.scheduled import own_program
-from commlib.collectives.operands import Result, apart_from, result, rows, source
-from commlib.collectives.ready import Calls, Ready
+from commlib.collectives.host.schedule_path import own_program
+from commlib.collectives.operands import Result, copy_if_shared, result, rows, source
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import name_of_device
 from commlib.devices.registry import streams
@@ -22,16 +22,16 @@ from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
-from commlib.group.root import checked_root
+from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, ranges
 from commlib.schedule.layout import Layout, uneven
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
+def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> PreparedCall:
     group = calls.group
-    root = checked_root(group, "scatter", root)
+    root = check_root(group, "scatter", root)
     if algorithm == "node" and not group.shares_memory and group.size > 1:
         raise UsageError(
             f"scatter: algorithm 'node': {group.name} has no shared memory: its ranks are on several nodes, or "
@@ -40,27 +40,31 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
     on_node = group.shares_memory and algorithm in ("auto", "node")
     steps = own_program(group, "scatter", "binomial_tree" if algorithm in ("auto", "node") else algorithm, root=root)
     at_root = group.rank == root
-    array = _checked(x, group.size) if at_root else _NOTHING
+    array = _check_source(x, group.size) if at_root else _NOTHING
     text = f"scatter, root={root}, algorithm={algorithm}"
-    current = streams()  # the caller's, not those of the thread in which this will run
+    current = streams()  # of the caller's thread; `move` may run in another
 
     def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:
-        # Only the root knows what it scatters, so that the others need not pass an array.
+        # The root sends shape and dtype, so the other ranks need not pass an array.
         meta = pickle.dumps((array.shape, array.dtype.name, name_of_device(array)) if at_root else None)
         (length, *row), dtype_name, device = pickle.loads(broadcast_bytes(group, meta, root, text))
         shape, dtype = (length // group.size, *row), numpy_dtype(dtype_name)
         given: Result | None = None
         refused = None
         try:
-            make = made_for(device, current) if device else result
+            make = make_result_for(device, current) if device else result
             given = make(out, shape, dtype, "scatter")
-        except UsageError as error:  # the others do not know: take part, then say so
+        except UsageError as error:  # the other ranks go on: take part, then raise
             refused = error
         whole, part = array if at_root else None, None if given is None else given.flat
-        if device and on_node and move_between(calls, text, device, root, whole, part, (shape, dtype), current):
+        if (
+            device
+            and on_node
+            and scatter_between_devices(calls, text, device, root, whole, part, (shape, dtype), current)
+        ):
             return given, refused
         if device and algorithm != "node" and group.transport.accepts(device):
-            move_directly(calls, steps, text, whole, part, (shape, dtype), current)
+            scatter_by_messages(calls, steps, text, whole, part, (shape, dtype), current)
             return given, refused
         target = result(None, shape, dtype, "scatter") if given is None or device else given
         array = fetch(calls, array, text) if type(array) is DeviceArray else array
@@ -76,10 +80,10 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
             deliver(calls, given.flat, target.flat, text, current[device])
         return given, refused
 
-    return Ready(MessageCall(group, text, move, flat=False), array, array, _deliver, x=x if at_root else None)
+    return PreparedCall(MessageCall(group, text, move, flat=False), array, array, _deliver, x=x if at_root else None)
 
 
-def _checked(x: Any, size: int) -> Any:
+def _check_source(x: Any, size: int) -> Any:
     array = source(x, "scatter")
     length, _ = rows(array, "scatter")
     if length % size:
@@ -91,7 +95,7 @@ def _on_node(group: Group, text: str, flat: Array | None, target: Array, root: i
     layout: Layout = uneven([target.size] * group.size)
     sends = ranges(layout, target.itemsize) if flat is not None else [NOTHING] * group.size
     takes = [(0, target.nbytes if rank == root else 0) for rank in range(group.size)]
-    origin = target if flat is None else apart_from(flat, target)
+    origin = target if flat is None else copy_if_shared(flat, target)
     exchange = Exchange(sends, takes, target.nbytes)
     NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(origin), address_of(target))
 

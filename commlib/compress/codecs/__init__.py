@@ -1,1 +1,1 @@
-"""Codecs: turn float32 arrays into fewer bytes, and back."""
+"""Codecs: encode float32 arrays in fewer bytes, and decode them."""

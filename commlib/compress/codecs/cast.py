@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.checks import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, describe_codec
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.protocol import Code
@@ -16,10 +16,10 @@ _FORMATS: dict[str, tuple[Code, float]] = {"e4m3": ("e4m3", 448.0), "e5m2": ("e5
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Rounding to float16 or bfloat16: 2 bytes an element, to nearest even, without a scale.
+    """Rounds to float16 or bfloat16, to nearest even without a scale: 2 bytes per element.
 
-    What is too large for float16 decodes to an infinity, as an infinity does, and NaN to NaN; such an element leaves
-    its residual as it was. Raises UsageError for another dtype.
+    A value too large for float16 decodes to an infinity, as an infinity does, and NaN decodes to NaN; such an element
+    does not change its residual. Raises UsageError for another dtype.
     """
 
     dtype: str = "float16"
@@ -29,7 +29,7 @@ class Cast:
 
     def __post_init__(self) -> None:
         if self.dtype not in _NAMES:
-            raise UsageError(f"a cast goes to one of {', '.join(_NAMES)}, not {self.dtype!r}")
+            raise UsageError(f"a cast needs a dtype of {', '.join(_NAMES)}, not {self.dtype!r}")
 
     @property
     def name(self) -> str:
@@ -39,24 +39,24 @@ class Cast:
         return 2 * count
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """See `Codec.encode`. Nothing depends on the seed."""
+        """Encode as `Codec.encode` does. The seed has no effect."""
         needed = self.payload_bytes(len(x))
         kernels, before, after = check_encode(x, payload, needed, residual)
         kernels.narrow(x, before, after, payload, self.dtype == "bfloat16")
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
+        """Decode as `Codec.decode` does."""
         kernels = check_decode(payload, out, self.payload_bytes(len(out)))
         kernels.widen(payload, out, self.dtype == "bfloat16", add)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """Rounding to floats of 8 bits, scaled by block so that the greatest magnitude becomes the greatest such float.
+    """Rounds to 8-bit floats, scaled per block: the greatest magnitude becomes the greatest such float.
 
-    format: "e4m3" (3 bits of mantissa, 2^-9 to 448) or "e5m2" (2 bits, 2^-16 to 57344); see Micikevicius et al. 2022.
-    A block with an infinity or NaN decodes to NaN. Raises UsageError for another format or block.
+    format: "e4m3" (3 bits of mantissa, 2^-9 to 448) or "e5m2" (2 bits, 2^-16 to 57344); see Micikevicius et al. 2022. A
+    block with an infinity or NaN decodes to NaN. Raises UsageError for another format or block.
     """
 
     format: str = "e4m3"
@@ -71,7 +71,7 @@ class Float8:
 
     @property
     def name(self) -> str:
-        return described(f"fp8_{self.format}", self)
+        return describe_codec(f"fp8_{self.format}", self)
 
     @property
     def align(self) -> int:
@@ -81,7 +81,7 @@ class Float8:
         return 4 * -(-count // self.block) + count
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """See `Codec.encode`. Nothing depends on the seed."""
+        """Encode as `Codec.encode` does. The seed has no effect."""
         needed = self.payload_bytes(len(x))
         kernels, before, after = check_encode(x, payload, needed, residual)
         code, top = _FORMATS[self.format]
@@ -89,6 +89,6 @@ class Float8:
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
+        """Decode as `Codec.decode` does."""
         kernels = check_decode(payload, out, self.payload_bytes(len(out)))
         kernels.restore(payload, out, self.block, _FORMATS[self.format][0], add)

@@ -1,11 +1,11 @@
-"""Quantising codecs: round float32 to integers of 8 or 4 bits, scaled by block."""
+"""Quantizing codecs: round float32 to integers of 8 or 4 bits, scaled per block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.checks import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, describe_codec
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.protocol import Code
@@ -16,10 +16,10 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Multiples of a block's greatest magnitude divided by 127 (8 bits) or 7 (4 bits); Dettmers 2015 and ZeRO++ 2023.
+    """Rounds to multiples of a block's greatest magnitude over 127 (8 bits) or 7 (4 bits); Dettmers 2015, ZeRO++ 2023.
 
-    rounding: "nearest" or "stochastic"; with the latter the expectation of what is decoded is the value. A block that
-    has an infinity or NaN decodes to NaN. Raises UsageError for other bits, blocks or roundings.
+    rounding: "nearest" or "stochastic"; with the latter the decoded value has the true value as its expectation. A
+    block with an infinity or NaN decodes to NaN. Raises UsageError for other bits, blocks or roundings.
     """
 
     bits: int = 8
@@ -30,14 +30,14 @@ class Blocks:
 
     def __post_init__(self) -> None:
         if self.bits not in _CODES:
-            raise UsageError(f"blocks are quantised to 8 or 4 bits, not {self.bits}")
+            raise UsageError(f"blocks are quantized to 8 or 4 bits, not {self.bits}")
         if self.rounding not in _ROUNDINGS:
             raise UsageError(f"rounding is one of {', '.join(_ROUNDINGS)}, not {self.rounding!r}")
         check_block(self.block)
 
     @property
     def name(self) -> str:
-        return described(f"int{self.bits}", self)
+        return describe_codec(f"int{self.bits}", self)
 
     @property
     def align(self) -> int:
@@ -51,7 +51,7 @@ class Blocks:
         return 4 * -(-count // self.block) + -(-count * self.bits // 8)
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """See `Codec.encode`."""
+        """Encode as `Codec.encode` does."""
         needed = self.payload_bytes(len(x))
         kernels, before, after = check_encode(x, payload, needed, residual)
         code, top = _CODES[self.bits]
@@ -60,17 +60,17 @@ class Blocks:
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
+        """Decode as `Codec.decode` does."""
         kernels = check_decode(payload, out, self.payload_bytes(len(out)))
         kernels.restore(payload, out, self.block, _CODES[self.bits][0], add)
 
 
 @dataclass(frozen=True, slots=True)
 class QSGD:
-    """Multiples of a block's Euclidean norm divided by `levels`, rounded at random without bias; Alistarh et al. 2017.
+    """Rounds to multiples of the block's Euclidean norm over `levels`, at random and unbiased; Alistarh et al. 2017.
 
-    bucket: the paper's word for the elements that share a norm. Codes take 8 bits each, whatever the levels (1 to 127).
-    A block with an infinity or NaN decodes to NaN. Raises UsageError for other levels or buckets.
+    bucket: the paper's term for the elements that share a norm. Codes take 8 bits each, for any number of levels (1 to
+    127). A block with an infinity or NaN decodes to NaN. Raises UsageError for other levels or buckets.
     """
 
     levels: int = 127
@@ -81,12 +81,12 @@ class QSGD:
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
-            raise UsageError(f"levels must be from 1 to 127, so that a code fits in 8 bits, not {self.levels}")
+            raise UsageError(f"levels must be from 1 to 127, to fit a code in 8 bits, not {self.levels}")
         check_block(self.bucket, "bucket")
 
     @property
     def name(self) -> str:
-        return described("qsgd", self)
+        return describe_codec("qsgd", self)
 
     @property
     def align(self) -> int:
@@ -96,7 +96,7 @@ class QSGD:
         return 4 * -(-count // self.bucket) + count
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """See `Codec.encode`."""
+        """Encode as `Codec.encode` does."""
         needed = self.payload_bytes(len(x))
         kernels, before, after = check_encode(x, payload, needed, residual)
         top = float(self.levels)
@@ -104,6 +104,6 @@ class QSGD:
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
+        """Decode as `Codec.decode` does."""
         kernels = check_decode(payload, out, self.payload_bytes(len(out)))
         kernels.restore(payload, out, self.bucket, "int8", add)

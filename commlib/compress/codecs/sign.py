@@ -1,21 +1,21 @@
-"""Sign codec: send one bit for each element."""
+"""Sign codec: send one bit per element."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.checks import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, describe_codec
 from commlib.dtypes import Array
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Signs, times the mean magnitude of their block.
+    """Sends signs, times the mean magnitude of their block.
 
-    EF-signSGD (Karimireddy et al. 2019); 1-bit Adam (Tang et al. 2021) has one magnitude for all. A zero decodes
-    to the mean with the zero's own sign, unless its whole block is zero: only feedback makes that good. A block with an
-    infinity or NaN decodes to NaN. Raises UsageError for another block.
+    EF-signSGD (Karimireddy et al. 2019); 1-bit Adam (Tang et al. 2021) has one magnitude for all elements. A zero
+    decodes to the mean with the sign of the zero, unless its block is all zeros; only feedback corrects this. A block
+    with an infinity or NaN decodes to NaN. Raises UsageError for another block.
     """
 
     block: int = 1024
@@ -27,7 +27,7 @@ class Sign:
 
     @property
     def name(self) -> str:
-        return described("sign", self)
+        return describe_codec("sign", self)
 
     @property
     def align(self) -> int:
@@ -37,12 +37,12 @@ class Sign:
         return 4 * -(-count // self.block) + -(-count // 8)
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """See `Codec.encode`. Nothing depends on the seed."""
+        """Encode as `Codec.encode` does. The seed has no effect."""
         needed = self.payload_bytes(len(x))
         kernels, before, after = check_encode(x, payload, needed, residual)
         kernels.signs(x, before, after, payload, self.block)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
+        """Decode as `Codec.decode` does."""
         check_decode(payload, out, self.payload_bytes(len(out))).unsign(payload, out, self.block, add)

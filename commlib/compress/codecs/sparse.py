@@ -1,7 +1,7 @@
 """Sparse codecs: send a few elements of an array and their indices. All others count as zero.
 
-Indices travel as gaps, in a byte each where one element in a hundred is sent. Both codecs want error feedback: what is
-not sent is then only late (Stich et al. 2018).
+Indices travel as gaps, in one byte each if one element in a hundred is sent. Both codecs need error feedback, which
+delays the unsent elements instead of losing them (Stich et al. 2018).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from commlib.errors import UsageError
 from commlib.kernels.protocol import SPARSE_HEADER, Value
 
 VALUES: tuple[Value, ...] = ("float32", "float16", "bfloat16")
-"""In what values may travel."""
+"""Dtypes in which values may travel."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Send the elements of largest magnitude, `ratio` of all, at least one; of equal ones the first.
+    """Sends the elements of largest magnitude, `ratio` of all, at least one; among equal ones, the first.
 
-    They are found exactly. Zeros are not sent. What is infinite or NaN counts as the largest, and if there is any then
-    nothing else is sent: it arrives as it is, and its residual stays what it was. values: float32, float16 or bfloat16;
-    what is rounded off stays in the residual; what overflows arrives as infinite and stays there too. Source: Strom
-    2015; Aji and Heafield 2017.
+    The selection is exact. Zeros are not sent. Infinities and NaNs count as the largest. If there are any, only they
+    are sent: they arrive unchanged, and their residuals do not change. values: float32, float16 or bfloat16. The
+    rounding error stays in the residual. A value that overflows arrives as an infinity and also stays in the residual.
+    Source: Strom 2015; Aji and Heafield 2017.
     """
 
     ratio: float = 0.01
@@ -48,30 +48,30 @@ class TopK:
 
     def sent(self, count: int) -> int:
         """Return how many of `count` elements are sent."""
-        return sent(self.ratio, count)
+        return count_sent(self.ratio, count)
 
     def payload_bytes(self, count: int) -> int:
         """Return the length of the longest payload."""
         return most_bytes(count, self.sent(count), self.values)
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """Write the largest elements to `payload`. See `Codec`."""
+        """Write the largest elements to `payload`, as `Codec.encode` does."""
         kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
         return kernels.largest(x, before, after, self.sent(len(x)), self.values, payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """Write what `payload` stands for to `out`, or add it. See `Codec`."""
+        """Decode `payload` into `out`, or add its values, as `Codec.decode` does."""
         read(payload, self.values, out, add)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomK:
-    """Send elements that the seed chooses, `ratio` of all, at least one: the same indices on all ranks.
+    """Sends elements that the seed chooses, `ratio` of all, at least one: the same indices on all ranks.
 
-    One is drawn from each of so many stretches of equal length, which begin anywhere: all have the same chance.
-    unbiased: multiply by count / number sent, so that the expectation is the array (and feedback is not needed). If
-    anything is infinite or NaN then NaNs are sent; its residual stays what it was. Source: Stich et al. 2018; Wangni
-    et al. 2018.
+    The array is cut into equal stretches with a random offset, and one element is drawn from each, so all have the same
+    chance. unbiased: multiply by count / number sent, which makes the array the expectation (and needs no feedback). If
+    any element is infinite or NaN, NaNs are sent and the residual does not change. Source: Stich et al. 2018; Wangni et
+    al. 2018.
     """
 
     ratio: float = 0.01
@@ -93,29 +93,29 @@ class RandomK:
 
     def sent(self, count: int) -> int:
         """Return how many of `count` elements are sent."""
-        return sent(self.ratio, count)
+        return count_sent(self.ratio, count)
 
     def payload_bytes(self, count: int) -> int:
         """Return the length of the longest payload."""
         return most_bytes(count, self.sent(count), "float32")
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
-        """Write the elements that `seed` chooses to `payload`. See `Codec`."""
+        """Write the elements that `seed` chooses to `payload`, as `Codec.encode` does."""
         kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
         return kernels.random(x, before, after, self.sent(len(x)), seed, self._scale(len(x)), payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
-        """Write what `payload` stands for to `out`, or add it. See `Codec`."""
+        """Decode `payload` into `out`, or add its values, as `Codec.decode` does."""
         read(payload, "float32", out, add)
 
     def choose(self, count: int, seed: int) -> Array:
-        """Return the indices that `seed` chooses, ascending (uint32)."""
+        """Return the indices that `seed` chooses, in ascending order (uint32)."""
         indices = np.empty(self.sent(count), np.uint32)
         HOST.kernels.draw(count, seed, indices)
         return indices
 
     def take(self, x: Array, indices: Array, values: Array, residual: tuple[Array, Array] | None = None) -> None:
-        """Write what `encode` sends of these indices to `values` (float32), all on one device. `residual` as there."""
+        """Write the values that `encode` sends for these indices to `values` (float32), all on one device."""
         before, after = (None, None) if residual is None else residual
         device_of(x).kernels.take(x, before, after, indices, self._scale(len(x)), values)
 
@@ -123,13 +123,13 @@ class RandomK:
         return count / self.sent(count) if self.unbiased and count else 1.0
 
 
-def sent(ratio: float, count: int) -> int:
-    """Return how many elements are `ratio` of `count`: at least one, unless there is none."""
+def count_sent(ratio: float, count: int) -> int:
+    """Return `ratio` times `count`, rounded: at least one, unless `count` is 0."""
     return min(count, max(1, round(ratio * count)))
 
 
 def read(payload: Array, value: Value, out: Array, add: bool) -> None:
-    """Decode a sparse payload. Raises UsageError if it is none, or one of a longer array."""
+    """Decode a sparse payload. Raises UsageError if it is invalid, or if its array was longer."""
     wrong = check_decode(payload, out, SPARSE_HEADER).read_sparse(payload, value, out, add)
     if wrong:
         what = {

@@ -1,12 +1,12 @@
 """Deep Gradient Compression (Lin et al. 2018): add up sparse gradients as if they were dense, with momentum.
 
-On each rank and for each parameter, with its gradient g (clipped to clip_norm / sqrt(ranks)):
+For each rank and parameter, with the gradient g (clipped to clip_norm / sqrt(ranks)):
 
-    u = m u + g       momentum, before anything is chosen ("momentum correction"); nesterov: u = m (u + g)
-    v = v + u         what has not been sent yet; nesterov: v = v + u + g
-    send the largest elements of v; where they are sent, u = v = 0 ("momentum factor masking")
+    u = m u + g       momentum, before the selection ("momentum correction"); nesterov: u = m (u + g)
+    v = v + u         unsent values; nesterov: v = v + u + g
+    send the largest elements of v; set u = v = 0 for them ("momentum factor masking")
 
-What is sent is added up over the ranks.
+The sent values are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 from math import isfinite, sqrt
 from typing import Any
 
-from commlib.compress.codecs.sparse import TopK, check_ratio, check_values, sent
+from commlib.compress.codecs.sparse import TopK, check_ratio, check_values, count_sent
 from commlib.compress.feedback import Residual, add_counter, counter
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Comm, Part, State
+from commlib.compress.scheme import BucketPart, CodecRanks, State
 from commlib.compress.schemes.all_gather import DENSE_BELOW
 from commlib.compress.schemes.sparse_payload import GatheredPayload
 from commlib.devices.host import HOST
@@ -30,12 +30,13 @@ from commlib.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DGC:
-    """Sparse gradients with momentum of their own. The optimizer must be plain SGD: momentum would count twice.
+    """Sparse gradients with built-in momentum. The optimizer must be plain SGD, or momentum would count twice.
 
-    ratio: of a parameter's elements that are sent. warmup: the ratios of the first `warmup_steps` steps, equally many
-    for each; the paper's take 4 epochs. clip_norm: to what norm a parameter's gradient, as the reduction gets it, is
-    clipped in the sum over the ranks; parameters are clipped one by one, as in the authors' code. values: the dtype in
-    which values travel. Parameters with fewer than `dense_below` elements travel whole, with ordinary momentum.
+    ratio: the share of a parameter's elements that is sent. warmup: the ratios of the first `warmup_steps` steps, for
+    an equal number of steps each; the paper's warm-up takes 4 epochs. clip_norm: the maximum norm of a parameter's
+    gradient in the sum over the ranks, applied before the reduction; parameters are clipped one by one, as in the
+    authors' code. values: the dtype of sent values. Parameters with fewer than `dense_below` elements are sent in full,
+    with ordinary momentum.
     """
 
     ratio: float = 0.001
@@ -70,7 +71,7 @@ class DGC:
 
     @property
     def divisible(self) -> bool:
-        return self.clip_norm is None  # a piece does not know the norm of the whole
+        return self.clip_norm is None  # a piece does not know the norm of the full parameter
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step, counted from 0."""
@@ -78,15 +79,17 @@ class DGC:
             return self.ratio
         return self.warmup[step * len(self.warmup) // self.warmup_steps]
 
-    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> DGCReducer:
+    def reducer(
+        self, comm: CodecRanks, parts: Sequence[BucketPart], *, key: str = "", device: Device = HOST
+    ) -> DGCReducer:
         """Return the reducer of a bucket with these parts."""
         return DGCReducer(comm, parts, self, Memory(device, comm.watch))
 
 
 class DGCReducer:
-    """Reduces one bucket. It remembers momentum, accumulated gradients and the step, by parameter."""
+    """Reduces one bucket. Keeps momentum, accumulated gradients and the step, by parameter."""
 
-    def __init__(self, comm: Comm, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
+    def __init__(self, comm: CodecRanks, parts: Sequence[BucketPart], scheme: DGC, memory: Memory) -> None:
         self._scheme, self._parts, self._kernels = scheme, tuple(parts), memory.kernels
         self._sparse = [part for part in parts if part.count >= scheme.dense_below]
         self._dense = [part for part in parts if part.count < scheme.dense_below]
@@ -114,7 +117,7 @@ class DGCReducer:
 
         def encode(number: int, gradient: Any, room: Any) -> int:
             part = self._sparse[number]
-            at, k = slice(part.start, part.stop), sent(ratio, part.count)
+            at, k = slice(part.start, part.stop), count_sent(ratio, part.count)
             state = u[at], v[at], u_after[at], v_after[at]
             return kernels.accumulate(
                 gradient, *state, self._scale(gradient), momentum, nesterov, k, scheme.values, room
@@ -123,13 +126,13 @@ class DGCReducer:
         return self._payload.reduce(values, flags, encode)
 
     def commit(self) -> None:
-        """Let the last reduction count."""
+        """Accept the last reduction."""
         self._momentum.commit()
         self._accumulated.commit()
         self._open = False
 
     def rollback(self) -> None:
-        """Let the last reduction count as not done."""
+        """Undo the last reduction."""
         self._momentum.rollback()
         self._accumulated.rollback()
         self._step -= self._open
@@ -143,14 +146,14 @@ class DGCReducer:
         return add_counter(self._parts, "step", self._step, state)
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what is known by parameter names. The step is that of the parameter that is furthest."""
+        """Load the state by parameter names. The step is the highest of all parameters."""
         self.commit()
         self._momentum.load(self._parts, "momentum", state)
         self._accumulated.load(self._parts, "accumulated", state)
         self._step = counter(self._parts, "step", state, self._step)
 
     def _scale(self, gradient: Any) -> float:
-        """Return what to multiply a gradient by so that it is clipped. One that is not finite stays what it is."""
+        """Return the factor that clips a gradient: 1 for a gradient that is not finite."""
         if self._clip is None:
             return 1.0
         norm = sqrt(self._kernels.squares(gradient))

@@ -1,4 +1,4 @@
-"""Low rank: factor one matrix of a bucket for PowerSGD, between its messages."""
+"""Low-rank factors: factor one matrix of a bucket for PowerSGD, between its messages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from commlib.compress.feedback import is_finite
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Part
+from commlib.compress.scheme import BucketPart
 from commlib.kernels.protocol import Kernels
 
-# Well below the largest float32, 3.4e38: sums that stay below it cannot overflow, in whichever order they are taken.
+# Well below the largest float32, 3.4e38: sums below it cannot overflow, in any order of addition.
 _SAFE = 1e38
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A parameter as a matrix, and where it is in the bucket, in the residuals and in the factors. Units: elements."""
+class LowRankMatrix:
+    """A parameter as a matrix, with its range in the bucket, the residuals and the factors, in elements."""
 
-    part: Part
+    part: BucketPart
     rank: int
     residual: slice
     left: slice
@@ -38,9 +38,9 @@ class Matrix:
         return self.part.count // self.part.shape[0]
 
     def begin(self, memory: Memory, factor: Any, step: int) -> None:
-        """Make the rows of `factor` (rank * cols) orthonormal, after replacing those that say nothing by random ones.
+        """Replace empty rows of `factor` (rank * cols) by random ones, then make the rows orthonormal.
 
-        A factor of zeros says nothing, and would stay zero for ever: so does one of a gradient that was zero once.
+        A row of zeros would stay zero forever. It occurs after a gradient was zero once.
         """
         orthonormalise = memory.kernels.orthonormalise
         if orthonormalise(factor, self.rank, self.epsilon) == 0:
@@ -48,7 +48,7 @@ class Matrix:
         (values,) = memory.on_host(factor)
         rows = values.reshape(self.rank, self.cols)
         empty = ~rows.any(axis=1)
-        # Uniform numbers, not normal ones: their bits depend on no library's logarithm.
+        # Uniform numbers, because the bits of normal ones depend on a library's logarithm.
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self.seed, step))))
         rows[empty] = generator.random((int(empty.sum()), self.cols), np.float32) - np.float32(0.5)
         memory.put(factor, values)
@@ -67,21 +67,21 @@ class Matrix:
         return True
 
     def expand(self, kernels: Kernels, values: Any, after: Any, left: Any, right: Any, own_right: Any) -> bool:
-        """Write what this rank lost to the residual `after`, if any, and left right^T to the matrix.
+        """Write this rank's loss to the residual `after`, if any, and left right^T to the matrix.
 
-        Returns whether that is finite.
+        Returns whether the matrix is finite.
         """
         matrix = self._of(values)
         kernels.expand(matrix, after[self.residual], self.rows, self.cols, left, right, own_right, self.rank)
         if isinstance(right, np.ndarray):
-            # No element of `left` is larger than 1, so `right` shows what the product can be at most.
+            # No element of `left` is larger than 1, so `right` bounds the product.
             most = np.abs(right.reshape(self.rank, self.cols)).sum(axis=0, dtype=np.float64).max()
             if most < _SAFE:
                 return True
         return is_finite(matrix)
 
     def spoil(self, kernels: Kernels, values: Any) -> None:
-        """Make the matrix NaN, the same bits everywhere."""
+        """Set the matrix to NaN, with the same bits on all ranks."""
         matrix = self._of(values)
         kernels.fill(matrix, 0)
         kernels.scale(matrix, math.nan)

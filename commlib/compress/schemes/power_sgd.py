@@ -1,12 +1,12 @@
 """PowerSGD: reduce matrices as products of thin factors, by one step of power iteration in every reduction.
 
     M = gradient + residual               rows x cols, on every rank
-    P = M Q          all-reduced          Q: cols x rank, the one of the last step
+    P = M Q          all-reduced          Q: cols x rank, from the last step
     P = orthonormal basis of P
     Q = M^T P        all-reduced
     result = P Q^T,  residual = M - P Q_own^T
 
-All of it is linear in M, so plain all-reduces add the factors up, two for a bucket, however many matrices it has.
+All steps are linear in M, so plain all-reduces add up the factors: two per bucket, for any number of matrices.
 Source: Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019).
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 
 from commlib.compress.feedback import is_finite
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Comm, Part, State
-from commlib.compress.schemes.low_rank import Matrix
+from commlib.compress.scheme import BucketPart, CodecRanks, State
+from commlib.compress.schemes.low_rank import LowRankMatrix
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
@@ -32,13 +32,13 @@ from commlib.observe.journal import journal_of
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD:
-    """Send each matrix as two factors with `rank` columns; everything else, in the same message, as it is.
+    """Sends each matrix as two factors with `rank` columns, and all other parameters uncompressed in the same message.
 
-    A parameter with two dimensions or more is a matrix, of shape[0] rows. It is compressed if that makes it more than
-    `min_compression_rate` times smaller. `warm_start` begins with the factor of the last step, which makes the power
-    iteration converge over the steps; else with a random one. The first `start` reductions are exact. A factor's column
-    is dropped if less than `epsilon` of it is independent of the others. `seed` must be the same on all ranks. Raises
-    UsageError for values that make no sense.
+    A parameter with two dimensions or more is a matrix of shape[0] rows. It is compressed if that makes it more than
+    `min_compression_rate` times smaller. `warm_start` begins with the factor of the last step, which lets the power
+    iteration converge over the steps; otherwise it begins with a random one. The first `start` reductions are exact. A
+    factor's column is dropped if less than `epsilon` of it is independent of the others. `seed` must be the same on all
+    ranks. Raises UsageError for invalid values.
     """
 
     rank: int = 4
@@ -62,22 +62,24 @@ class PowerSGD:
     @property
     def name(self) -> str:
         options = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        said = [f"{name}={value}" for name, value, default in options if name == "rank" or value != default]
-        return "powersgd:" + ",".join(said)
+        settings = [f"{name}={value}" for name, value, default in options if name == "rank" or value != default]
+        return "powersgd:" + ",".join(settings)
 
     @property
     def divisible(self) -> bool:
         return False
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """Return how many columns the factors of a parameter have; 0 if it is not compressed."""
+        """Return the number of columns of a parameter's factors; 0 if it is not compressed."""
         if len(shape) < 2 or 0 in shape:
             return 0
         rows, cols = shape[0], int(np.prod(shape[1:]))
         rank = min(self.rank, rows, cols)
         return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
 
-    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> PowerReducer:
+    def reducer(
+        self, comm: CodecRanks, parts: Sequence[BucketPart], *, key: str = "", device: Device = HOST
+    ) -> PowerReducer:
         """Return the reducer of a bucket with these parts."""
         return PowerReducer(self, comm, parts, key, Memory(device, comm.watch))
 
@@ -85,16 +87,18 @@ class PowerSGD:
 class PowerReducer:
     """Reduces one bucket by low-rank factors.
 
-    A matrix that is not finite on some rank, or whose products overflow, comes back as NaN everywhere; then the
-    residuals and factors of the whole bucket stay what they were.
+    A matrix that is not finite on some rank, or whose products overflow, becomes NaN on all ranks. Then the residuals
+    and factors of the entire bucket do not change.
     """
 
-    def __init__(self, scheme: PowerSGD, comm: Comm, parts: Sequence[Part], key: str, memory: Memory) -> None:
+    def __init__(
+        self, scheme: PowerSGD, comm: CodecRanks, parts: Sequence[BucketPart], key: str, memory: Memory
+    ) -> None:
         self._scheme, self._comm, self._memory = scheme, comm, memory
         self._count = max((part.stop for part in parts), default=0)
-        self._matrices: list[Matrix] = []
+        self._matrices: list[LowRankMatrix] = []
         self._journal = journal_of(comm)
-        self._others: list[Part] = []
+        self._others: list[BucketPart] = []
         residual = left = right = 0
         for part in parts:
             rank = scheme.rank_of(part.shape)
@@ -102,7 +106,7 @@ class PowerReducer:
                 self._others.append(part)
                 continue
             rows, cols = part.shape[0], part.count // part.shape[0]
-            matrix = Matrix(
+            matrix = LowRankMatrix(
                 part,
                 rank,
                 residual=slice(residual, residual + part.count),
@@ -114,8 +118,8 @@ class PowerReducer:
             self._matrices.append(matrix)
             residual, left, right = matrix.residual.stop, matrix.left.stop, matrix.right.stop
         self._left_count = left
-        self._message = memory.empty(0)  # made when the number of flags is known
-        # Twice what is remembered: as it was before the last reduction, and as it is if that one counts.
+        self._message = memory.empty(0)  # allocated when the number of flags is known
+        # Two versions of the state: before the last reduction, and after it if it counts.
         count = residual if scheme.feedback else 0
         self._residuals = memory.zeros(count), memory.zeros(count)
         self._factors = memory.zeros(right), memory.zeros(right)
@@ -127,7 +131,7 @@ class PowerReducer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank handed to others in the last reduction: 2(P-1)/P of what was all-reduced."""
+        """Bytes that this rank sent in the last reduction: 2(P-1)/P of the all-reduced bytes."""
         return 2 * (self._comm.size - 1) * self._reduced // self._comm.size
 
     def reduce(self, values: Any, flags: Any) -> bool:
@@ -144,7 +148,7 @@ class PowerReducer:
         return finite
 
     def commit(self) -> None:
-        """Let the last reduction count."""
+        """Accept the last reduction."""
         if self._open:
             self._steps += 1
             if self._steps > self._scheme.start:
@@ -152,11 +156,11 @@ class PowerReducer:
             self._open = False
 
     def rollback(self) -> None:
-        """Let the last reduction count as not done."""
+        """Undo the last reduction."""
         self._open = False
 
     def state(self) -> State:
-        """Return {"residual": what was lost, "q": rank x columns, the last factor, "step": reductions that counted}."""
+        """Return {"residual": the loss, "q": the last factor (rank x cols), "step": accepted reductions}."""
         steps = self._steps + self._open
         current = 1 - self._current if self._open and steps > self._scheme.start else self._current
         state: State = {}
@@ -171,7 +175,7 @@ class PowerReducer:
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what is known by parameter names. Factors and steps must be the same on all ranks."""
+        """Load the state by parameter names. Factors and steps must be the same on all ranks."""
         self.commit()
         there = self._residuals[self._current], self._factors[self._current]
         residuals, factors = self._memory.on_host(*there)

@@ -1,7 +1,7 @@
-"""Pack the sparse parameters of one bucket into one message, and add up those of all ranks.
+"""Pack the sparse parameters of one bucket into one message, and add up the messages of all ranks.
 
-All ranks get the payloads of all, or, where they share the indices, an all-reduce adds up the values. Parameters that
-are small ("dense" here) travel in the same message as they are.
+Every rank gets the payloads of all ranks. If ranks share the indices, an all-reduce adds up the values instead. Small
+parameters (called "dense" here) travel uncompressed in the same message.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from commlib.compress.codecs.sparse import RandomK
 from commlib.compress.feedback import is_finite
 from commlib.compress.flags import count_flags, pack_flags
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Comm, Part
-from commlib.devices.arrays import readable
+from commlib.compress.scheme import BucketPart, CodecRanks
+from commlib.devices.arrays import as_contiguous
 from commlib.observe.journal import journal_of
 
 
 class GatheredPayload:
-    """All-gather one bucket.
+    """Reduction of one bucket by an all-gather. Layout of a message:
 
-    lengths: of the message and of each payload (int64) | dense parts (float32) | flags (bits) | payloads
+        lengths: of the message and of each payload (int64) | dense parts (float32) | flags (bits) | payloads
 
     Payloads start at multiples of 8 bytes.
     """
 
     def __init__(
         self,
-        comm: Comm,
-        dense: Sequence[Part],
-        sparse: Sequence[Part],
+        comm: CodecRanks,
+        dense: Sequence[BucketPart],
+        sparse: Sequence[BucketPart],
         most: Callable[[int], int],
         decode: Callable[..., None],
         memory: Memory,
@@ -41,15 +41,15 @@ class GatheredPayload:
         self._journal = journal_of(comm)
         self._head = 8 * (1 + len(sparse))
         self._exact = self._head + 4 * sum(part.count for part in dense)
-        self._room = sum(_up(most(part.count)) for part in sparse)
-        self._message = memory.empty(0, np.uint8)  # made when the number of flags is known
+        self._room = sum(_round_up(most(part.count)) for part in sparse)
+        self._message = memory.empty(0, np.uint8)  # allocated when the number of flags is known
         self.sent_bytes = 0
 
     def reduce(self, values: Any, flags: Any, encode: Callable[[int, Any, Any], int]) -> bool:
-        """Replace values and flags by their sums. `encode` writes the payload of the i-th sparse part to the room."""
+        """Replace values and flags by their sums. `encode` writes the payload of the i-th sparse part."""
         memory, kernels = self._memory, self._memory.kernels
         bits = self._exact + -(-len(flags) // 8)
-        first = _up(bits)
+        first = _round_up(bits)
         if len(self._message) != first + self._room:
             self._message = memory.zeros(first + self._room, np.uint8)
         message, lengths = self._message, np.zeros(1 + len(self._sparse), np.int64)
@@ -59,10 +59,10 @@ class GatheredPayload:
             at = first
             for number, part in enumerate(self._sparse):
                 lengths[1 + number] = used = encode(number, values[part.start : part.stop], message[at:])
-                at += _up(used)
+                at += _round_up(used)
             lengths[0] = at
             memory.put(message[: self._head], lengths.view(np.uint8))
-        arrived = readable(self._comm.all_gather_v(message[:at]), "compression")
+        arrived = as_contiguous(self._comm.all_gather_v(message[:at]), "compression")
         self.sent_bytes = (self._comm.size - 1) * at
         with self._journal.span("codec", "decode", bytes=arrived.nbytes):
             kernels.fill(values, 0)
@@ -79,7 +79,7 @@ class GatheredPayload:
                 at = start + first
                 for part, length in zip(self._sparse, lengths[1:].tolist(), strict=True):
                     self._decode(arrived[at : at + length], values[part.start : part.stop], add=True)
-                    at += _up(length)
+                    at += _round_up(length)
                 start += int(lengths[0])
             memory.put(flags, count_flags(all_bits, len(flags)))
             _unpack(total, self._dense, values)
@@ -88,16 +88,21 @@ class GatheredPayload:
 
 
 class SharedIndices:
-    """All-reduce one bucket whose indices are the same on all ranks: flags, dense parts, and the chosen values."""
+    """Reduction of one bucket with shared indices: all-reduces flags, dense parts and the chosen values."""
 
     def __init__(
-        self, comm: Comm, dense: Sequence[Part], sparse: Sequence[Part], codec: RandomK, memory: Memory
+        self,
+        comm: CodecRanks,
+        dense: Sequence[BucketPart],
+        sparse: Sequence[BucketPart],
+        codec: RandomK,
+        memory: Memory,
     ) -> None:
         self._comm, self._dense, self._sparse, self._codec, self._memory = comm, dense, sparse, codec, memory
         self._journal = journal_of(comm)
         self._exact = sum(part.count for part in dense)
         self._chosen = sum(codec.sent(part.count) for part in sparse)
-        self._buffer = memory.empty(0)  # made when the number of flags is known
+        self._buffer = memory.empty(0)  # allocated when the number of flags is known
 
     @property
     def sent_bytes(self) -> int:
@@ -133,18 +138,18 @@ class SharedIndices:
         return is_finite(buffer)
 
 
-def _up(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // 8) * 8
 
 
-def _pack(values: Any, parts: Sequence[Part], packed: Any) -> None:
+def _pack(values: Any, parts: Sequence[BucketPart], packed: Any) -> None:
     at = 0
     for part in parts:
         packed[at : at + part.count] = values[part.start : part.stop]
         at += part.count
 
 
-def _unpack(packed: Any, parts: Sequence[Part], values: Any) -> None:
+def _unpack(packed: Any, parts: Sequence[BucketPart], values: Any) -> None:
     at = 0
     for part in parts:
         values[part.start : part.stop] = packed[at : at + part.count]

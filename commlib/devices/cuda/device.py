@@ -1,4 +1,4 @@
-"""CudaDevice: the GPU of this process as the seam asks for it. See `devices.protocol.Device`."""
+"""CudaDevice: the GPU of this process behind the device protocol. See `devices.protocol.Device`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
-from commlib.devices.cuda import foreign
+from commlib.devices.cuda import foreign_arrays
+from commlib.devices.cuda.host_mapped import HostMapped
+from commlib.devices.cuda.launch_tape import LaunchTape
 from commlib.devices.cuda.launcher import CupyLauncher
-from commlib.devices.cuda.peers import Exported, Opened, PeerMemory, share
-from commlib.devices.cuda.reached import Reached
+from commlib.devices.cuda.peers import CudaExportedMemory, CudaOpenedMemory, GpuPeerMemory, share
 from commlib.devices.cuda.signals import CudaSignals
 from commlib.devices.cuda.stream import CudaEvent, CudaStream
-from commlib.devices.cuda.tape import Tape
 from commlib.dtypes import KNOWN, Array, name_of
 from commlib.errors import TransportError, UsageError
 from commlib.kernels.protocol import Kernels
@@ -28,9 +28,9 @@ from commlib.protocols import SharedMemory
 
 
 class CudaDevice:
-    """One GPU, by way of CuPy: its current stream is this thread's, its pool gives the memory.
+    """One GPU, through CuPy, with CuPy's current stream and CuPy's memory pool.
 
-    Arrays are those of any library; what the device makes itself are CuPy's.
+    It accepts arrays of any library. The arrays that it makes are CuPy's.
     """
 
     name = "cuda"
@@ -39,13 +39,13 @@ class CudaDevice:
         self.index, self._cupy, self._cuda = index, cupy, cupy.cuda
         self._gpu = self._cuda.Device(index)
         self._new_event = partial(self._cuda.Event, disable_timing=True)
-        # Host memory of copies under way: its pool would give it to somebody else.
+        # Host memory of copies in flight, which its pool must not reuse yet.
         self._under_way: deque[tuple[CudaEvent, Array]] = deque()
         self._looking = threading.Lock()
-        self.tape = Tape()
+        self.tape = LaunchTape()
 
     def makes(self, x: Any) -> bool:
-        """Return whether an array is one of CuPy's, as those are that it makes itself."""
+        """Return whether an array has the type that this device makes: CuPy's."""
         return type(x) is self._cupy.ndarray
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class CudaDevice:
 
     @cached_property
     def kernels(self) -> Kernels:
-        from commlib.kernels.cuda.table import CudaKernels  # with all kernels' sources: only where one is asked for
+        from commlib.kernels.cuda.table import CudaKernels  # loads all kernels' sources, so only on first use
 
         return CudaKernels(CupyLauncher(self, self._cupy))
 
@@ -65,11 +65,11 @@ class CudaDevice:
         return CudaStream(self._cuda.get_current_stream(self.index), self._gpu, self._new_event)
 
     def existing(self, number: int) -> CudaStream:
-        """Return a stream that another library has made, by its address."""
+        """Return another library's stream by its address."""
         stream = self._cuda.Stream
         if number == 0:
             return CudaStream(stream.null, self._gpu, self._new_event)
-        return CudaStream(stream.from_external(_Numbered(number)), self._gpu, self._new_event)
+        return CudaStream(stream.from_external(_ForeignStream(number)), self._gpu, self._new_event)
 
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
@@ -82,7 +82,7 @@ class CudaDevice:
         return self._cupy.ndarray(shape, kind, memptr=self._allocate(nbytes, f"an array {shape} of {name_of(kind)}"))
 
     def memory(self, nbytes: int, what: str) -> DeviceArray:
-        """Return memory of the current stream (uint8). what: it is for. Raises TransportError if there is none."""
+        """Allocate memory (uint8) on the current stream. what: its purpose. Raises TransportError if there is none."""
         pointer = self._allocate(nbytes, what)
         return DeviceArray(self, pointer.ptr, (nbytes,), np.uint8, pointer)
 
@@ -91,17 +91,19 @@ class CudaDevice:
             with self._gpu:
                 return self._cuda.alloc(max(nbytes, 1))
         except self._cuda.memory.OutOfMemoryError as error:
-            raise TransportError(f"no memory on GPU {self.index} for {nbytes} bytes, {what}: {self._left()}") from error
+            raise TransportError(
+                f"no memory on GPU {self.index} for {nbytes} bytes, {what}: {self._memory_report()}"
+            ) from error
 
-    def _left(self) -> str:
-        """Say who has how much, and what helps."""
+    def _memory_report(self) -> str:
+        """Describe the free and used memory, and how to free some."""
         pool = self._cupy.get_default_memory_pool()
         with self._gpu:
             free, total = self._cuda.runtime.memGetInfo()
         return (
-            f"{free} of its {total} bytes are free; CuPy's pool holds {pool.total_bytes()}, of which it uses "
-            f"{pool.used_bytes()}. What other libraries keep is freed by them (torch.cuda.empty_cache()), what CuPy "
-            "keeps by cupy.get_default_memory_pool().free_all_blocks()"
+            f"{free} of its {total} bytes are free; CuPy's pool holds {pool.total_bytes()}, of which "
+            f"{pool.used_bytes()} are in use. Free the caches of other libraries (torch.cuda.empty_cache()) or of CuPy "
+            "(cupy.get_default_memory_pool().free_all_blocks())"
         )
 
     def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
@@ -113,50 +115,51 @@ class CudaDevice:
         if self.makes(x):
             if x.dtype in KNOWN and x.flags.c_contiguous:
                 return DeviceArray(self, x.data.ptr, x.shape, x.dtype, x, self.current())
-            there = foreign.Described(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
+            found = foreign_arrays.ForeignArray(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
         else:
-            there = self._described(x, verb, what, written)
+            found = self._describe(x, verb, what, written)
         try:
-            name_of(there.dtype)
+            name_of(found.dtype)
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
-        if not there.contiguous:
+        if not found.contiguous:
             raise UsageError(
-                f"{verb}: {what} of shape {there.shape} is not contiguous: on a GPU nothing is copied unasked; pass "
-                "cupy.ascontiguousarray(x), or x.contiguous() in PyTorch"
+                f"{verb}: {what} of shape {found.shape} is not contiguous, and GPU arrays are not copied implicitly: "
+                "pass cupy.ascontiguousarray(x), or x.contiguous() in PyTorch"
             )
-        if written and there.read_only:
+        if written and found.read_only:
             raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
-        owner = x if there.keep is None else (x, there.keep)
-        return DeviceArray(self, there.address, there.shape, there.dtype, owner, self.current())
+        owner = x if found.keep is None else (x, found.keep)
+        return DeviceArray(self, found.address, found.shape, found.dtype, owner, self.current())
 
-    def _described(self, x: Any, verb: str, what: str, written: bool) -> foreign.Described:
-        """Describe another library's array, in order with the current stream."""
+    def _describe(self, x: Any, verb: str, what: str, written: bool) -> foreign_arrays.ForeignArray:
+        """Describe another library's array; make the current stream wait for its contents."""
         here = self.current()
-        number = foreign.plain_number(here.raw.ptr)
-        theirs = foreign.current_of(x)
+        number = foreign_arrays.plain_number(here.raw.ptr)
+        theirs = foreign_arrays.current_stream_of(x)
         try:
             if hasattr(type(x), "__dlpack__") and theirs is None:
-                there = foreign.by_dlpack(x, number)
-                theirs, unknown = there.stream, True  # where the library goes on
+                found = foreign_arrays.describe_dlpack(x, number)
+                theirs, unknown = found.stream, True  # the library's later work may run on any stream
             else:
-                there = foreign.by_interface(x.__cuda_array_interface__)
-                theirs, unknown = there.stream if theirs is None else theirs, False
+                found = foreign_arrays.describe_interface(x.__cuda_array_interface__)
+                theirs, unknown = found.stream if theirs is None else theirs, False
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
-        except Exception as error:  # each library raises its own, for example for tensors that need a gradient
+        except Exception as error:  # library-specific, for example for tensors that require a gradient
             raise UsageError(f"{verb}: {what} of type {type(x).__name__} cannot be read: {error}") from error
         if written and (unknown or theirs not in (None, number)):
-            at = "a stream that is not known here" if unknown else f"stream {theirs:#x}"
+            at = "an unknown stream" if unknown else f"stream {theirs:#x}"
             raise UsageError(
-                f"{verb}: {what}, a {type(x).__module__} array, is written, and used on {at}, while the current one is "
-                f"{number:#x}: pass a CuPy array over it (cupy.from_dlpack), or make its stream CuPy's current one "
-                "(with cupy.cuda.Stream.from_external(stream):); commlib_torch does that for PyTorch"
+                f"{verb}: {what}, a {type(x).__module__} array, is in use on {at}, but the result is written on the "
+                f"current stream {number:#x}, and nothing would order the accesses: pass a CuPy array over it "
+                "(cupy.from_dlpack), or make its stream CuPy's current one (with "
+                "cupy.cuda.Stream.from_external(stream):); commlib_torch does this for PyTorch"
             )
         if theirs not in (None, number):
             assert theirs is not None
             here.wait(self.existing(theirs).record())
-        return there
+        return found
 
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
@@ -164,18 +167,18 @@ class CudaDevice:
         if target.nbytes == 0:
             return
         if self.tape.is_recording:
-            assert not isinstance(target, np.ndarray) and not isinstance(source, np.ndarray), "the host's may be gone"
+            assert not isinstance(target, np.ndarray) and not isinstance(source, np.ndarray), "host memory may be gone"
             self.tape.add(self._copy, target.address, source.address, target.nbytes)
             return
         here = self.current()
         with self._gpu:
             self._copy(here.raw.ptr, _at(target), _at(source), target.nbytes)
         if host := [array for array in (target, source) if isinstance(array, np.ndarray)]:
-            there, kept = here.record(), self._under_way
-            with self._looking:  # else two threads that see the first one done would take the second one, too
+            event, kept = here.record(), self._under_way
+            with self._looking:  # without it two threads could both pop after seeing one done event
                 while kept and kept[0][0].done():
                     kept.popleft()
-                kept.extend((there, array) for array in host)
+                kept.extend((event, array) for array in host)
 
     def _copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
@@ -200,24 +203,24 @@ class CudaDevice:
         with self._gpu:
             return np.frombuffer(self._cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
 
-    def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> PeerMemory:
+    def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> GpuPeerMemory:
         return share(self._cuda, self.index, nbytes, rank, gather)
 
-    def export(self, nbytes: int) -> Exported:
-        return Exported(self._cuda, self.index, nbytes)
+    def export(self, nbytes: int) -> CudaExportedMemory:
+        return CudaExportedMemory(self._cuda, self.index, nbytes)
 
-    def open(self, handle: str) -> Opened:
-        return Opened(self._cuda, self.index, handle)
+    def open(self, handle: str) -> CudaOpenedMemory:
+        return CudaOpenedMemory(self._cuda, self.index, handle)
 
-    def reach(self, memory: SharedMemory) -> Reached:
-        return Reached(self._gpu, self._cuda, memory)
+    def reach(self, memory: SharedMemory) -> HostMapped:
+        return HostMapped(self._gpu, self._cuda, memory)
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
         return CudaSignals(self._gpu, self._cuda, memory, tell, hear)
 
 
-class _Numbered:
-    """A stream of another library as CuPy takes it."""
+class _ForeignStream:
+    """Another library's stream in the form that CuPy accepts."""
 
     def __init__(self, number: int) -> None:
         self._number = number

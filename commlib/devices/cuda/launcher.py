@@ -1,4 +1,4 @@
-"""CupyLauncher: load kernels that were compiled for this GPU, and queue them on the current stream."""
+"""CupyLauncher: load kernels compiled for this GPU, and launch them on the current stream."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.cuda.binaries import binary
-from commlib.devices.cuda.tape import Tape
+from commlib.devices.cuda.launch_tape import LaunchTape
 from commlib.devices.protocol import Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.kernels.cuda.launcher import Defines
-from commlib.kernels.cuda.sources import OPTIONS, whole
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 _LANES = 32  # threads of a worker
 _WORKERS_OF_A_BLOCK = 8
 _THREADS = _WORKERS_OF_A_BLOCK * _LANES
 
 
-class Memory(Protocol):
-    """What it needs of its device."""
+class LauncherDevice(Protocol):
+    """The part of `CudaDevice` that the launcher uses."""
 
     index: int
-    tape: Tape
+    tape: LaunchTape
 
     def memory(self, nbytes: int, what: str) -> DeviceArray: ...
 
@@ -39,14 +39,14 @@ class Memory(Protocol):
 
 
 class CupyLauncher:
-    """See `kernels.cuda.launcher.Launcher`."""
+    """A `kernels.cuda.launcher.Launcher` by CuPy."""
 
-    def __init__(self, device: Memory, cupy: Any) -> None:
+    def __init__(self, device: LauncherDevice, cupy: Any) -> None:
         self._device, self._cupy = device, cupy
         runtime = cupy.cuda.runtime
         self._multiprocessors: int = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device.index)
         self._capability = int(cupy.cuda.Device(device.index).compute_capability)
-        # And of how many blocks at most: more would begin when the first ones have ended, and find too little to do.
+        # By kernel: the function and the most blocks that are resident at once. More blocks would only start late.
         self._functions: dict[tuple[Any, ...], tuple[Any, int]] = {}
         self._driver = cupy.cuda.driver
         self._compiling = threading.Lock()
@@ -66,7 +66,7 @@ class CupyLauncher:
         with self._compiling:
             if key not in self._functions:
                 options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
-                path = binary(self._cupy, whole(source), options, self._capability, source)
+                path = binary(self._cupy, expand_source(source), options, self._capability, source)
                 function = self._cupy.RawModule(path=path).get_function(kernel)
                 resident = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, _THREADS, 0)
                 self._functions[key] = function, resident * self._multiprocessors
@@ -78,21 +78,21 @@ class CupyLauncher:
 
     def read(self, memory: Any, dtype: Any) -> Array:
         device = self._device
-        assert not device.tape.is_recording, "what the host reads is not there before it is queued"
-        there: Array = device.staging(memory.nbytes)
-        device.copy(there, memory)
+        assert not device.tape.is_recording, "a recording has no results for the host to read"
+        block: Array = device.staging(memory.nbytes)
+        device.copy(block, memory)
         wait_for(device.current().record(), lambda: None)
-        return there.view(dtype)
+        return block.view(dtype)
 
 
 class _Launch:
-    """A kernel with its arguments where the driver reads them: calling it costs less than CuPy's function does."""
+    """A kernel launch with its arguments packed for the driver: cheaper than CuPy's function call."""
 
     __slots__ = ("_blocks", "_function", "_handle", "_kept", "_pointers", "_queue")
 
     def __init__(self, queue: Callable[..., None], function: Any, blocks: int, args: tuple[Any, ...]) -> None:
         self._queue, self._blocks = queue, blocks
-        self._function, self._handle = function, function.kernel.ptr  # which is gone with the function
+        self._function, self._handle = function, function.kernel.ptr  # valid while the function lives
         held = [np.array(arg) for arg in args]
         array = (ctypes.c_void_p * len(held))(*(arg.ctypes.data for arg in held))
         self._kept, self._pointers = (held, array), ctypes.addressof(array)

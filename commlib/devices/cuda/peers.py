@@ -1,8 +1,8 @@
-"""PeerMemory: memory of the GPUs of a node's ranks that each of them can address, through CUDA's IPC handles.
+"""GpuPeerMemory: memory on the GPUs of a node's ranks that all of them can address, through CUDA IPC handles.
 
-Whoever made memory may not free it while another process has it open, so each rank says when it has closed what it had
-opened, in a page of host memory that all see; what somebody still has open stays until that one has closed it, or is
-gone.
+A process must not free its memory while another process has it open. So each rank sets a flag in shared host memory
+when it has closed the others' memory. Memory that a process still has open is kept until that process closes it or
+ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.buffers import shared_memory
-from commlib.devices.protocol import OutOfReachError
+from commlib.devices.protocol import UnreachableMemoryError
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
 
@@ -27,8 +27,8 @@ _PAGE = 4096
 
 
 @dataclass(slots=True)
-class _Opened:
-    """What one rank has of a shared memory. closed: pages in which ranks say that they closed what they had opened."""
+class _PeerMapping:
+    """One rank's part of a PeerMemory. closed: pages where each rank sets a flag after closing the others' memory."""
 
     cuda: Any
     gpu: int
@@ -36,17 +36,17 @@ class _Opened:
     others: list[int]
     closed: SharedMemory
     rank: int
-    processes: list[int]  # of all ranks; 0 where that says nothing here
+    processes: list[int]  # process ids of all ranks; 0 if the id has no meaning here
 
     def close(self) -> None:
-        """Close what was opened of others."""
+        """Close the memory of the other ranks."""
         with self.cuda.Device(self.gpu):
             for address in self.others:
                 self.cuda.runtime.ipcCloseMemHandle(address)
         ctypes.c_int64.from_address(self.closed.bases[self.rank]).value = 1
 
     def free(self) -> bool:
-        """Free what was made here, if all others have closed it; return whether they have."""
+        """Free this rank's memory if all other ranks have closed it; return whether they have."""
         for base, process in zip(self.closed.bases, self.processes, strict=True):
             if not ctypes.c_int64.from_address(base).value and not _is_gone(process):
                 return False
@@ -68,13 +68,13 @@ def _is_gone(process: int) -> bool:
     return False
 
 
-# What was given up here, and somebody else may still have open. A finalizer may run in any thread, and within another.
-_lingering: list[_Opened] = []
+# Released here, but perhaps still open in another process. A finalizer may run in any thread and inside another.
+_lingering: list[_PeerMapping] = []
 _lock = threading.RLock()
 
 
 def sweep() -> None:
-    """Free what nobody has open any more."""
+    """Free the memory that no process has open any more."""
     with _lock:
         given_up, _lingering[:] = _lingering[:], []
     left = [opened for opened in given_up if not opened.free()]
@@ -82,31 +82,31 @@ def sweep() -> None:
         _lingering.extend(left)
 
 
-class PeerMemory:
-    """See `protocols.SharedMemory`: `nbytes` of zeroed memory of each rank's GPU."""
+class GpuPeerMemory:
+    """`nbytes` of zeroed memory on each rank's GPU, as a `protocols.SharedMemory`."""
 
-    def __init__(self, bases: list[int], nbytes: int, opened: _Opened) -> None:
+    def __init__(self, bases: list[int], nbytes: int, opened: _PeerMapping) -> None:
         self.bases, self.nbytes = bases, nbytes
-        # Arrays may outlive the group. At the process' end the driver frees all, and may be gone before this.
+        # Arrays may outlive the group. At process exit the driver frees all memory, perhaps before a finalizer runs.
         self._end = weakref.finalize(self, _give_up, opened)
         self._end.atexit = False
 
     def close(self) -> None:
-        """Close what was opened of others, and free what was made here as soon as they have done so, too."""
+        """Close the other ranks' memory, and free this rank's as soon as they have closed it."""
         self._end()
 
 
-def _give_up(opened: _Opened) -> None:
+def _give_up(opened: _PeerMapping) -> None:
     opened.close()
     with _lock:
         _lingering.append(opened)
     sweep()
 
 
-def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMemory:
-    """Return memory of all ranks' GPUs. Collective; `gather` tells every rank's value to all.
+def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> GpuPeerMemory:
+    """Return memory on all ranks' GPUs. Collective; `gather` all-gathers values.
 
-    Raises TransportError on all ranks if one of them cannot have its part, or cannot open another's.
+    Raises TransportError on all ranks if one of them cannot allocate its memory or open another's.
     """
     sweep()
     runtime = cuda.runtime
@@ -121,21 +121,21 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
         answers = gather((answer, error))
         if errors := [error for _, error in answers if error]:
             raise kind(
-                f"cannot {what} {nbytes} bytes on the GPUs of {len(answers)} ranks ({'; '.join(errors)}): is there so "
-                "much, are all GPUs of the node visible to all of its ranks (CUDA_VISIBLE_DEVICES, containers: "
-                "--ipc=host), and can they reach each other (nvidia-smi topo -p2p r)?"
+                f"cannot {what} {nbytes} bytes on the GPUs of {len(answers)} ranks ({'; '.join(errors)}): is there "
+                "enough memory, are all GPUs of the node visible to all of its ranks (CUDA_VISIBLE_DEVICES, in "
+                "containers --ipc=host), and do they support peer access (nvidia-smi topo -p2p r)?"
             )
         return [answer for answer, _ in answers]
 
     def make() -> tuple[int, tuple[int, str]]:
         made.append(address := runtime.malloc(max(nbytes, 1)))
         runtime.memset(address, 0, max(nbytes, 1))
-        cuda.Stream.null.synchronize()  # others will read it on streams of theirs
+        cuda.Stream.null.synchronize()  # other ranks will read it on their own streams
         return address, _identity()
 
     def open_all() -> None:
         for place, ((address, process), handle) in enumerate(zip(parts, handles, strict=True)):
-            if place == rank or process == _identity():  # ranks may be threads, and a process cannot open its own
+            if place == rank or process == _identity():  # ranks may be threads; no process opens its own handle
                 bases.append(address)
             else:
                 bases.append(runtime.ipcOpenMemHandle(handle))
@@ -147,28 +147,28 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
     closed = shared_memory.share(rank, _PAGE, gather)
     try:
         parts = everywhere("make", make, TransportError)
-        handles = everywhere("export", lambda: runtime.ipcGetMemHandle(made[0]), OutOfReachError)
-        everywhere("open", open_all, OutOfReachError)
+        handles = everywhere("export", lambda: runtime.ipcGetMemHandle(made[0]), UnreachableMemoryError)
+        everywhere("open", open_all, UnreachableMemoryError)
     except TransportError:
         with cuda.Device(gpu):
             for address in opened:
                 runtime.ipcCloseMemHandle(address)
-            gather(None)  # all have closed what they had opened
+            gather(None)  # wait until all ranks have closed the others' memory
             for address in made:
                 runtime.free(address)
         closed.close()
         raise
     processes = [0 if closed.is_named else process for _, (process, _) in parts]
-    return PeerMemory(bases, nbytes, _Opened(cuda, gpu, made[0], opened, closed, rank, processes))
+    return GpuPeerMemory(bases, nbytes, _PeerMapping(cuda, gpu, made[0], opened, closed, rank, processes))
 
 
 def _identity() -> tuple[int, str]:
-    """Return what distinguishes this process from all others of this host, in whatever containers they are."""
+    """Return an identity that is unique among all processes of this host, even across containers."""
     return os.getpid(), os.readlink("/proc/self/ns/pid")
 
 
-class Exported:
-    """See `devices.protocol.Exported`."""
+class CudaExportedMemory:
+    """GPU memory as `devices.protocol.CudaExportedMemory`."""
 
     def __init__(self, cuda: Any, gpu: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -176,7 +176,7 @@ class Exported:
             with cuda.Device(gpu):
                 self.address: int = cuda.runtime.malloc(max(nbytes, 1))
                 self._end = weakref.finalize(self, _free, cuda, gpu, self.address)
-                self._end.atexit = False  # at the process' end the driver frees all
+                self._end.atexit = False  # at process exit the driver frees all memory
                 handle: bytes = cuda.runtime.ipcGetMemHandle(self.address)
         except cuda.runtime.CUDARuntimeError as error:
             raise TransportError(f"cannot make {nbytes} bytes on GPU {gpu} for another process: {error}") from error
@@ -191,14 +191,14 @@ def _free(cuda: Any, gpu: int, address: int) -> None:
         cuda.runtime.free(address)
 
 
-class Opened:
-    """See `devices.protocol.Opened`."""
+class CudaOpenedMemory:
+    """A mapping of another process's GPU memory, as `devices.protocol.CudaOpenedMemory`."""
 
     def __init__(self, cuda: Any, gpu: int, handle: str) -> None:
         process, space, address, raw = json.loads(handle)
         self.address: int = address
         self._end: Any = None
-        if (process, space) == _identity():  # ranks may be threads, and a process cannot open its own
+        if (process, space) == _identity():  # ranks may be threads; no process opens its own handle
             return
         try:
             with cuda.Device(gpu):
@@ -206,7 +206,7 @@ class Opened:
         except cuda.runtime.CUDARuntimeError as error:
             raise TransportError(
                 f"cannot open memory of process {process} on GPU {gpu}: {error}: are all GPUs of the node visible to "
-                "all of its ranks, and can they reach each other (nvidia-smi topo -p2p r)?"
+                "all of its ranks, and do they support peer access (nvidia-smi topo -p2p r)?"
             ) from error
         self._end = weakref.finalize(self, _close, cuda, gpu, self.address)
         self._end.atexit = False

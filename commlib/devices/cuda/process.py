@@ -1,18 +1,18 @@
-"""The GPU of this process: found when something of it is first used."""
+"""The GPU of this process, chosen on first use."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from commlib.devices.cuda import foreign
+from commlib.devices.cuda import foreign_arrays
 from commlib.devices.cuda.device import CudaDevice
 from commlib.errors import UsageError
 from commlib.extras import install
 
 
 class _Process:
-    """Holds the device, once there is one."""
+    """The device of this process, once it is chosen."""
 
     def __init__(self) -> None:
         self.device: CudaDevice | None = None
@@ -23,9 +23,10 @@ _process = _Process()
 
 
 def device(index: int = -1) -> CudaDevice:
-    """Return this process' GPU. index: that of an array; -1 where that is not known: the one that is current.
+    """Return this process' GPU. index: the GPU of an array; -1 if unknown.
 
-    The first one that is used stays the process' own. Raises UsageError if there is none, or for another one.
+    The first call chooses the GPU for the process: `index`, or the current GPU. Raises UsageError if there is no GPU,
+    or for another GPU later.
     """
     with _process.lock:
         if _process.device is None:
@@ -33,31 +34,31 @@ def device(index: int = -1) -> CudaDevice:
         found = _process.device
     if index not in (-1, found.index):
         raise UsageError(
-            f"an array is on GPU {index}, but this process has used GPU {found.index} so far, and uses one GPU: "
-            "choose it before anything is made there (torch.cuda.set_device, cupy.cuda.Device(n).use(), or "
-            "CUDA_VISIBLE_DEVICES), by the rank's place on its node (local_rank)"
+            f"an array is on GPU {index}, but this process already uses GPU {found.index}, and a process uses only one "
+            "GPU: choose it by local_rank before the first allocation (torch.cuda.set_device, "
+            "cupy.cuda.Device(n).use(), or CUDA_VISIBLE_DEVICES)"
         )
     return found
 
 
-def used() -> CudaDevice | None:
-    """Return the GPU that this process has used before, if any."""
+def find_used() -> CudaDevice | None:
+    """Return the GPU that this process already uses, or None."""
     return _process.device
 
 
 def device_of(x: Any) -> CudaDevice | None:
-    """Return the GPU that has an array of any library; None if it is not on one. Raises UsageError."""
+    """Return the GPU of an array of any library; None if the array is not on a GPU. Raises UsageError."""
     found = _process.device
-    if found is not None and found.makes(x):  # by far the most frequent
+    if found is not None and found.makes(x):  # by far the most frequent case
         return found if x.data.device_id == found.index else device(x.data.device_id)
-    index = foreign.gpu_of(x)
+    index = foreign_arrays.gpu_of(x)
     return None if index is None else device(index)
 
 
 def choose(place: int) -> None:
-    """Let this process, the `place`-th one of its node, use the GPU that is its share of those that it sees.
+    """Make GPU `place` modulo the number of visible GPUs current; `place` is the local rank.
 
-    Raises UsageError if there is none. What was used before stays.
+    Raises UsageError if there is none. A GPU that the process already uses stays its GPU.
     """
     cupy, runtime = _library()
     try:
@@ -67,7 +68,7 @@ def choose(place: int) -> None:
 
 
 def refusal() -> str:
-    """Return why this process has none."""
+    """Return why this process has no GPU, or ""."""
     try:
         device()
     except UsageError as error:
@@ -92,7 +93,7 @@ def _make(index: int) -> CudaDevice:
 
 
 def _library() -> tuple[Any, Any]:
-    """Return CuPy, and what it has of CUDA's runtime. Raises UsageError."""
+    """Return CuPy and its module of the CUDA runtime. Raises UsageError."""
     try:
         import cupy
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""CudaSignals: let streams of several processes wait for each other, with no host and no kernel in between.
+"""CudaSignals: synchronize streams of several processes without the host and without kernels.
 
-The words that they write and wait for are host memory that all ranks of the node map, and CUDA knows by
-cudaHostRegister. So the host can read them, and let go streams that wait for somebody who will not come. The operations
-are the driver's own, in one call for a meeting (cuStreamBatchMemOp); CuPy has no function for it. A write is behind all
-that its stream has done before, for everybody who sees it; a wait costs no multiprocessor.
+The streams write and wait for flags in host memory, which all ranks of the node map and register with CUDA
+(cudaHostRegister). So the host can read the flags, and release streams that wait for a lost rank. One driver call
+queues the writes and waits of a synchronization (cuStreamBatchMemOp); CuPy has no function for it. A write is visible
+only after all earlier work of its stream. A wait occupies no multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.devices.cuda.reached import Reached
+from commlib.devices.cuda.host_mapped import HostMapped
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
 
@@ -35,22 +35,22 @@ _UNTIL_NOT_BEHIND = 0  # CU_STREAM_WAIT_VALUE_GEQ, which is cyclic
 
 @cache
 def driver() -> Any:
-    """Return the driver's library. Raises OSError where there is none."""
+    """Return the CUDA driver library. Raises OSError if there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 class CudaSignals:
-    """See `devices.protocol.Signals`."""
+    """Stream memory operations as `devices.protocol.Signals`."""
 
     def __init__(self, gpu: Any, cuda: Any, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> None:
         """gpu: a cupy.cuda.Device. Raises TransportError."""
         self._cuda = cuda
         try:
-            self._memory = Reached(gpu, cuda, memory)
+            self._memory = HostMapped(gpu, cuda, memory)
             self._queue = driver().cuStreamBatchMemOp_v2
         except (OSError, AttributeError, TransportError) as error:
             raise TransportError(
-                f"streams of GPU {gpu.id} cannot wait for those of other processes: {error}"
+                f"streams of GPU {gpu.id} cannot wait for streams of other processes: {error}"
             ) from error
         self._operations = np.zeros(len(tell) + len(hear), OPERATION)
         self._operations["operation"] = [*[WRITE_VALUE_32] * len(tell), *[WAIT_VALUE_32] * len(hear)]
@@ -63,7 +63,7 @@ class CudaSignals:
         self._values[:] = number
         stream = ctypes.c_void_p(self._cuda.get_current_stream().ptr)
         if status := self._queue(stream, ctypes.c_uint(len(self._operations)), self._at, ctypes.c_uint(0)):
-            raise TransportError(f"the driver refused to let a stream wait for other processes: CUresult {status}")
+            raise TransportError(f"cuStreamBatchMemOp: a stream cannot wait for other processes: CUresult {status}")
 
     def close(self) -> None:
         self._memory.close()

@@ -1,4 +1,4 @@
-"""CudaStream and CudaEvent: streams and events of CuPy as the seam asks for them."""
+"""CudaStream and CudaEvent: CuPy's streams and events behind the device protocol."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class CudaEvent:
-    """See `devices.protocol.Event`."""
+    """A CUDA event as `devices.protocol.Event`."""
 
     __slots__ = ("raw",)
 
@@ -18,10 +18,10 @@ class CudaEvent:
 
 
 class CudaStream:
-    """See `devices.protocol.Stream`. Two are equal if they are the same stream.
+    """A CUDA stream as `devices.protocol.Stream`. Two objects are equal if they are the same stream.
 
-    gpu: a cupy.cuda.Device. Another one may be current in a thread that records or waits, where events are made, too,
-    and a default stream is that of the current one.
+    gpu: a cupy.cuda.Device. `record` and `wait` make it current, because another GPU may be current in the calling
+    thread, and both new events and the default stream belong to the current GPU.
     """
 
     __slots__ = ("_gpu", "_new_event", "raw")

@@ -1,4 +1,4 @@
-// Write up to COUNT addresses to memory of the device: an argument is the quickest way there.
+// Write up to COUNT addresses to device memory. Kernel arguments are the fastest path to it.
 #include "common.cuh"
 
 struct Addresses {

@@ -1,4 +1,4 @@
-"""Arguments of kernels: each exactly as wide as the kernel declares it."""
+"""Kernel arguments: numpy scalars of the exact widths that kernels declare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.buffers.views import address_of
 u64, i32, u32, f32 = np.uint64, np.int32, np.uint32, np.float32
 
 
-def at(x: Any) -> np.uint64:
+def pointer_to(x: Any) -> np.uint64:
     """Return the address of an array; 0 for None."""
     if x is None:
         return np.uint64(0)

@@ -1,12 +1,12 @@
-// Blocks: copy rows x columns of runs of elements, from one order of dimensions to another.
+// Block copies: copy rows x columns of runs of elements to another order of dimensions.
 //
-// ELEMENT is an unsigned number of an element's size. Where runs are short, a thread has an element at a time, in the
-// target's order; else a worker has a run.
+// ELEMENT is an unsigned integer of an element's size. For short runs, a thread copies single elements, in the target's
+// order; otherwise a worker copies a run.
 #include "runs.cuh"
 
 struct Blocks {
     u64 rows, columns, run;
-    u64 from_row, from_column;  // elements from one to the next, in the source
+    u64 from_row, from_column;  // distances in elements in the source
     u64 to_row, to_column;      // and in the target
 
     __device__ u64 from(u64 block) const { return block / columns * from_row + block % columns * from_column; }

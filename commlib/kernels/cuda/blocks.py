@@ -1,4 +1,4 @@
-"""Blocks: copy runs of elements from one order of dimensions to another. See blocks.cu."""
+"""Block copies: copy runs of elements to another order of dimensions. See blocks.cu."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 import numpy as np
 
-from commlib.kernels.cuda.arguments import at
-from commlib.kernels.cuda.launcher import Launcher
-from commlib.kernels.protocol import Blocks
+from commlib.kernels.cuda.arguments import pointer_to
+from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.protocol import BlockLayout
 
 _FIELDS = ("rows", "columns", "run", "from_row", "from_column", "to_row", "to_column")
 _Blocks = np.dtype([(name, "u8") for name in _FIELDS])
 
 _SHORT, _THREADS = 32, 32
-"""Elements of a run below which threads copy single ones; and how many of these are a worker."""
+"""Length of runs below which threads copy single elements, and the number of elements per worker."""
 
 
-def copy_blocks(launcher: Launcher, source: Any, target: Any, blocks: Blocks) -> None:
-    """Copy blocks of elements of any dtype, the same on both sides."""
+def copy_blocks(launcher: KernelLauncher, source: Any, target: Any, blocks: BlockLayout) -> None:
+    """Copy blocks of elements of any dtype, the same in both arrays."""
     item = int(source.dtype.itemsize)
     units, defines = max(1, item // 8), {"ELEMENT": f"u{8 * min(item, 8)}"}
-    told = np.zeros((), _Blocks)
+    layout = np.zeros((), _Blocks)
     for name in _FIELDS:
-        told[name] = getattr(blocks, name) * (units if name not in ("rows", "columns") else 1)
+        layout[name] = getattr(blocks, name) * (units if name not in ("rows", "columns") else 1)
     count, length = blocks.rows * blocks.columns, blocks.run * units
     if length < _SHORT:
         kernel, workers = "copy_elements", -(-count * length // _THREADS)
     else:
         kernel, workers = "copy_blocks", count
-    launcher.launch("blocks.cu", kernel, defines, workers, told, at(source), at(target))
+    launcher.launch("blocks.cu", kernel, defines, workers, layout, pointer_to(source), pointer_to(target))

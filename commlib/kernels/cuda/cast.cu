@@ -1,4 +1,4 @@
-// Convert SOURCE to TARGET, both names of elements.cuh.
+// Convert SOURCE to TARGET, both type names of elements.cuh.
 #include "elements.cuh"
 #include "runs.cuh"
 
@@ -16,7 +16,7 @@ struct Casting {
 };
 
 extern "C" __global__ void cast(const SOURCE *source, TARGET *target, u64 count) {
-    // The wider elements make runs of 16 bytes.
+    // The wider type has runs of 16 bytes.
     if constexpr (sizeof(TARGET) > sizeof(SOURCE)) each_run<WIDE<TARGET>>(target, count, Casting{source, target});
     else each_run<WIDE<SOURCE>>(source, count, Casting{source, target});
 }

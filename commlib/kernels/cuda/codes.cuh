@@ -1,6 +1,6 @@
-// One code: how a number in units of its block is rounded, written and read. See kernels/host/quantise.py.
+// Codes: round a number in units of its block to a code, and read and write codes. See kernels/host/quantise.py.
 //
-// CODE: one of the four below. AT_RANDOM: whether integers are rounded to one of both neighbours by chance.
+// CODE: one of the four below. AT_RANDOM: whether integers are rounded at random to one of the two neighbors.
 #pragma once
 #include "floats.cuh"
 #include "memory.cuh"
@@ -13,14 +13,14 @@
 
 #define CODE_BITS (CODE == INT4 ? 4u : 8u)
 
-// Whether the GPU rounds to small floats by itself, as those from sm_89 on do.
+// Whether the GPU has instructions for small floats, as from sm_89 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && CODE >= E4M3
 #define CONVERTS 1
 #else
 #define CONVERTS 0
 #endif
 
-// Return how many bytes the codes of n elements of a block take.
+// Return the number of bytes of the codes of n elements of a block.
 __device__ inline u32 bytes_of(u32 n) { return CODE == INT4 ? (n + 1) / 2 : n; }
 
 // Return 2^exponent.
@@ -28,7 +28,7 @@ __device__ inline float power_of_two(i32 exponent) { return float_of((u32)(expon
 
 #if CODE == INT8 || CODE == INT4
 
-// 1.5 * 2^23: a number below 2^22 that is added to it is rounded to an integer, to nearest even, in the lowest bits.
+// 1.5 * 2^23: adding a number below 2^22 rounds it to an integer, to nearest even, in the lowest bits.
 #define TO_INTEGER 12582912.0f
 
 __device__ inline float least_unit() { return LEAST_NORMAL; }
@@ -38,7 +38,7 @@ __device__ inline u32 code_of(float wanted, float top, u32 index, Keys keys) {
     float nearest = wanted + TO_INTEGER;
 #if AT_RANDOM
     float near = nearest - TO_INTEGER;
-    float rest = wanted - near;  // exact, at most a half: the chance of the neighbour on its side
+    float rest = wanted - near;  // exact, at most a half: the probability of the neighbor on its side
     float step = float_of(bits_of(1.0f) | (bits_of(rest) & SIGN));
     float chosen = near + (uniform(index, keys) < float_of(magnitude_of(rest)) ? step : 0.0f);
     nearest = lesser(greater(chosen, -top), top) + TO_INTEGER;
@@ -57,7 +57,7 @@ __device__ inline float decoded(u32 code, float unit) {
 #define SHIFT (23 - MANTISSA)
 #define BIAS ((u32)(126 + EXPONENT) << MANTISSA)
 
-// Return what rounds to the least denormal code, to nearest even, what is added to it.
+// Return the number whose addition rounds to the least denormal code, to nearest even.
 __device__ inline float to_denormal() { return power_of_two(EXPONENT - MANTISSA + 23); }
 
 // Return the unit whose product with the least denormal code is the least normal float32.
@@ -71,7 +71,7 @@ __device__ inline u32 code_of(float wanted, float, u32, Keys) {
     return (float_of(size) < power_of_two(EXPONENT) ? denormal : normal) | (bits_of(wanted) & SIGN) >> 24;
 }
 
-// A code's bits at the place of those of a float32, normal or denormal, are the number but for the exponent's bias.
+// A code's bits at the position of a float32's bits, normal or denormal, are the number up to the exponent's bias.
 __device__ inline float decoded(u32 code, float unit) {
     float small = float_of((code & 127u) << SHIFT | (code & 128u) << 24);
     return small * power_of_two(126 + EXPONENT) * unit;
@@ -84,8 +84,8 @@ __device__ inline float decoded(u32 code, float unit) {
 #define CONVERT "cvt.rn.satfinite.e5m2x2.f32 "
 #endif
 
-// Return the codes of four numbers, given in units, each in a byte from the lowest on. The same as `code_of` for all
-// that is no NaN and is rounded to no more than the greatest code.
+// Return the codes of four numbers, given in units, one per byte from the lowest on. The same as `code_of` for all
+// numbers except NaN and numbers that round above the greatest code.
 __device__ inline u32 converted(float a, float b, float c, float d) {
     u32 word;
     asm("{.reg .b16 low, high; " CONVERT "low, %2, %1; " CONVERT "high, %4, %3; mov.b32 %0, {low, high};}"
@@ -97,7 +97,7 @@ __device__ inline u32 converted(float a, float b, float c, float d) {
 
 #endif
 
-// Return four elements whose codes are each in a byte of a word, from its lowest bit, or from another, on.
+// Return four elements with one code per byte of a word, starting at its lowest bit or at another one.
 __device__ inline Four four_decoded(u32 word, float unit) {
     Four v;
     UNROLL for (u32 k = 0; k < 4; ++k) v.at[k] = decoded(word >> (8 * k) & 255u, unit);

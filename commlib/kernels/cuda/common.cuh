@@ -1,13 +1,13 @@
-// What every kernel here includes. NVRTC compiles these files for a GPU; tests compile the same files with g++ and run a
-// launch as a loop (tests/cuda/on_host.h and on_lanes.h say what the words below are there).
+// The common include of all kernels. NVRTC compiles these files for a GPU; tests compile the same files with g++ and
+// run a launch as a loop (tests/cuda/on_host.h and on_lanes.h define the names below for them).
 //
-// A kernel is written for *workers*: groups of LANES threads that go through the data together, LANES neighbours at a
-// time, and may combine what each of them found (`all_max`, `all_sum`, `all_or`). On a GPU a worker is a warp. In the
-// tests it is one thread, for which combining is nothing, or 32 fibers; so no kernel may need a certain number. A kernel
-// whose items have nothing to do with each other uses `thread()` and `threads()` instead, which are lanes of all workers.
+// A kernel is written for *workers*: groups of LANES threads that process the data together, LANES adjacent elements at
+// a time, and may combine their results (`all_max`, `all_sum`, `all_or`). On a GPU a worker is a warp. In the tests it
+// is one thread, for which combining is a no-op, or 32 fibers; so no kernel may require a certain number of lanes. A
+// kernel with independent items uses `thread()` and `threads()` instead, which number the lanes of all workers.
 //
-// Arithmetic is that of IEEE 754, one rounding for each operation as it is written: no fused multiply-adds (compiled
-// with --fmad=false), no flushing of denormal numbers. So results are the host's kernels', bit for bit.
+// Arithmetic follows IEEE 754, with one rounding per operation: no fused multiply-adds (compiled with --fmad=false), no
+// flushing of denormal numbers. Results therefore equal the host kernels', bit for bit.
 #pragma once
 
 typedef signed char i8;
@@ -19,9 +19,9 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Behind __global__: so few registers that so many blocks of 8 workers are resident at once on a multiprocessor. A
-// launch has up to 8 for each. What is not resident begins when the others end, and alone it would not keep the memory
-// busy: so it is best if 8 are, else a number that divides 8.
+// Used after __global__: limits registers to keep this many blocks of 8 workers resident on a multiprocessor. A launch
+// has up to 8 blocks per multiprocessor. Blocks that are not resident begin when others end, and alone do not saturate
+// the memory. The best value is therefore 8, else a number that divides 8.
 #define RESIDENT(blocks) __launch_bounds__(256, blocks)
 
 #ifdef __CUDACC__
@@ -29,13 +29,13 @@ typedef unsigned long long u64;
 #define LANES 32u
 #define EVERY_LANE 0xffffffffu
 #ifndef KERNEL
-#define KERNEL(name)  // behind each kernel: tests make of it what they launch
+#define KERNEL(name)  // after each kernel: tests define the launch with it
 #endif
 
 __device__ inline u64 thread() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline u64 threads() { return (u64)gridDim.x * blockDim.x; }
 
-// Return the greatest of all lanes' values, to all of them.
+// Return the greatest of all lanes' values, to all lanes.
 __device__ inline u32 all_max(u32 value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_max_sync(EVERY_LANE, value);
@@ -48,20 +48,20 @@ __device__ inline u32 all_max(u32 value) {
 #endif
 }
 
-// Return the sum of all lanes' values, to all of them; the order is fixed, though it is not that of the host.
+// Return the sum of all lanes' values, to all lanes; the order is fixed, but differs from the host's.
 template <class T>
 __device__ inline T all_sum(T value) {
     for (u32 apart = LANES / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(EVERY_LANE, value, apart);
     return value;
 }
 
-// Return the bits that this lane's word and those of all lanes a multiple of `apart` away have, a power of two.
+// Return the bitwise or of the words of this lane and of all lanes at multiples of `apart`, a power of two.
 __device__ inline u32 bits_apart(u32 word, u32 apart) {
     for (; apart < LANES; apart *= 2) word |= __shfl_xor_sync(EVERY_LANE, word, apart);
     return word;
 }
 
-// Return whether any lane's value is true, to all of them.
+// Return whether any lane's value is true, to all lanes.
 __device__ inline bool all_or(bool value) { return __any_sync(EVERY_LANE, value); }
 
 #ifdef __CUDA_ARCH__

@@ -1,16 +1,16 @@
-// How often each value of a digit occurs, and which of them the k-th largest number has.
+// Histograms of digits, and the digit of the k-th largest number.
 #pragma once
 #include "scan.cuh"
 
-#define DIGITS 2048u  // values that a digit may have
+#define DIGITS 2048u  // possible values of a digit
 #define DIGITS_PER_LANE (DIGITS / LANES)
 
-// A table of counts lies so that a lane's digits, which follow each other, are read along with the other lanes'.
+// The layout of a table of counts lets all lanes read their consecutive digits with coalesced loads.
 __device__ inline u32 place_of(u32 digit) { return digit % DIGITS_PER_LANE * LANES + digit / DIGITS_PER_LANE; }
 
 #ifdef __CUDACC__
-// A block counts in its own memory, because all together would stand in line for the few digits that most numbers have.
-// Every thread of a block must begin and end.
+// A block counts in shared memory, because threads of all blocks would contend for the few digits that most numbers
+// have. Every thread of a block must begin and end.
 __device__ inline u32 *begin_counts(u32 *) {
     __shared__ u32 counts[DIGITS];
     for (u32 i = threadIdx.x; i < DIGITS; i += blockDim.x) counts[i] = 0;
@@ -27,8 +27,8 @@ __device__ inline void end_counts(const u32 *counts, u32 *table) {
     }
 }
 
-// Return what a block's first worker computes, to all its threads, of which every one must come: together they would
-// read a table as long as they read data.
+// Return a value that a block's first worker computes, to all threads of the block, which must all call it: if all
+// workers read the table, this would take as long as reading the data.
 template <class Compute>
 __device__ inline auto once(Compute compute) {
     __shared__ decltype(compute()) kept;
@@ -51,7 +51,7 @@ struct Counted {
     u32 all, high;
 };
 
-// Return how many numbers there are, and how many have at least this digit, to all lanes.
+// Return the number of all numbers, and the number of those with at least this digit, to all lanes.
 __device__ inline Counted count_all(const u32 *table, u32 digit) {
     Counted own = {0, 0};
     for (u32 j = 0; j < DIGITS_PER_LANE; ++j) {
@@ -64,10 +64,10 @@ __device__ inline Counted count_all(const u32 *table, u32 digit) {
 
 struct Choice {
     u32 digit;
-    u32 rest;  // which one it is of those that have this digit, counted from 1
+    u32 rest;  // its rank among the numbers with this digit, from 1
 };
 
-// Return the digit that the k-th largest number has, to all lanes; k is at least 1, and there are as many.
+// Return the digit of the k-th largest number, to all lanes; k is at least 1 and at most the number of numbers.
 __device__ inline Choice choose(const u32 *table, u32 k) {
     u32 own = 0;
     for (u32 j = 0; j < DIGITS_PER_LANE; ++j) own += table[j * LANES + lane()];

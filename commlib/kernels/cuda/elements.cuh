@@ -1,6 +1,5 @@
-// What elements are: a type for each dtype of commlib/dtypes.py, named as there with a capital, such as Bfloat16.
-// `widen` makes of an element what it is computed with; converted back, as in `(Bfloat16)value`, that is rounded to
-// nearest even.
+// Element types: one for each dtype of commlib/dtypes.py, with the capitalized name, such as Bfloat16. `widen` converts
+// an element to the type of the computation. The conversion back, as in `(Bfloat16)value`, rounds to nearest even.
 #pragma once
 #include "common.cuh"
 
@@ -15,7 +14,7 @@ typedef u64 Uint64;
 typedef float Float32;
 typedef double Float64;
 
-// Round float64 to float32 such that rounding again is the same as rounding once: what is lost sets the last bit.
+// Round float64 to float32 such that a second rounding equals a single one: a nonzero loss sets the last bit.
 __device__ inline float to_odd(double value) {
     float rounded = (float)value;
     u32 bits = bits_of(rounded);
@@ -31,16 +30,16 @@ struct Float16 {
     __device__ explicit Float16(float value) : bits(float_to_half(value)) {}
     __device__ explicit Float16(double value) : Float16(to_odd(value)) {}
     template <class Integer>
-    __device__ explicit Float16(Integer value) : Float16((float)value) {}  // twice rounded, as numpy does
+    __device__ explicit Float16(Integer value) : Float16((float)value) {}  // rounded twice, as in numpy
 };
 
 struct Bfloat16 {
     u16 bits;
 
     Bfloat16() = default;
-    __device__ explicit Bfloat16(float value) {  // other numbers become float32 first, as on the host
+    __device__ explicit Bfloat16(float value) {  // other types convert to float32 first, as on the host
         u32 wide = bits_of(value);
-        // A GPU's own NaN has all bits set: rounding would carry it into -0.
+        // The GPU's NaN has all bits set: rounding would turn it into -0.
         if (value != value) bits = (u16)(wide >> 16 | 0x40);
         else bits = (u16)((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
     }
@@ -54,7 +53,7 @@ struct Bool {
     __device__ explicit Bool(Wide value) : byte(value != 0) {}
 };
 
-// A word of four integers without regard to their sign, or of four truth values.
+// A word of four integers of either signedness, or of four booleans.
 struct FourBytes {
     u32 bytes;
 };
@@ -75,9 +74,9 @@ typedef Complex<double> Complex128;
 
 __device__ inline float widen(Float16 x) { return half_to_float(x.bits); }
 __device__ inline float widen(Bfloat16 x) { return float_of((u32)x.bits << 16); }
-__device__ inline u8 widen(Bool x) { return x.byte != 0; }  // any byte but 0 is true
+__device__ inline u8 widen(Bool x) { return x.byte != 0; }  // any nonzero byte is true
 __device__ inline u32 widen(FourBools x) {
-    u32 low = (x.bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // sets the upper bit of a byte that has another one
+    u32 low = (x.bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // sets the highest bit of a byte if another bit is set
     return (low | x.bytes) >> 7 & 0x01010101u;
 }
 template <class T>

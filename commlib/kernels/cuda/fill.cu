@@ -1,4 +1,4 @@
-// Write one ELEMENT to all elements.
+// Set all elements to one ELEMENT.
 #include "elements.cuh"
 #include "runs.cuh"
 

@@ -1,4 +1,4 @@
-// Tell whether a float32 is infinite or NaN, by writing 1 to `found`, which was 0.
+// Write 1 to `found`, which was 0, if a float32 is infinite or NaN.
 #include "floats.cuh"
 #include "runs.cuh"
 
@@ -11,7 +11,7 @@ struct Search {
         auto run = read<float, N>(x + start);
         bool any = false;
         UNROLL for (u32 i = 0; i < N; ++i) any |= !is_finite(run.get(i));
-        if (any) *found = 1;  // all who write write the same
+        if (any) *found = 1;  // all writers write the same value
     }
 };
 

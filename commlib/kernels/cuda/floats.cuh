@@ -1,4 +1,4 @@
-// Floats: what the codecs ask of a float32, by its bits.
+// Float bits: float32 operations for the codecs.
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +9,7 @@
 #define GREATEST float_of(0x7F7FFFFFu)
 #define NOT_A_NUMBER float_of(0x7FC00000u)
 
-// Return the bits of |value|. They are ordered as the numbers are, and infinities and NaN come last.
+// Return the bits of |value|. They compare like the numbers, with infinities and NaN last.
 __device__ inline u32 magnitude_of(float value) { return bits_of(value) & MAGNITUDE; }
 __device__ inline bool is_finite(float value) { return magnitude_of(value) < INFINITY_BITS; }
 __device__ inline bool is_nan(float value) { return magnitude_of(value) > INFINITY_BITS; }

@@ -1,19 +1,19 @@
-// The sum by halves of kernels/host/blocks.py: the upper half is added to the lower one until one is left. The order is
-// the host's, so the bits are. There may be no -0 among the numbers: where an upper half is one shorter, zero is added,
-// which changes no other number.
+// The sum by halves of kernels/host/blocks.py: the upper half is added to the lower half until one number is left. The
+// order is the host's, so the bits are equal. No number may be -0: if an upper half is one shorter, a zero is added,
+// which does not change other numbers.
 #pragma once
 #include "memory.cuh"
 
-// Return how many of n numbers are left when they were halved so often.
+// Return how many of n numbers are left after this many halvings.
 __device__ inline u32 halved(u32 n, u32 levels) { return (n + (1u << levels) - 1) >> levels; }
 
-// Return what becomes of one of the numbers left after some levels. leaf(i): the i-th of the n numbers, up to 2^20.
+// Return one of the numbers left after some levels. leaf(i): the i-th of the n numbers, up to 2^20.
 //
-// It is the sum over 2^levels rows. Of their bits the lowest says whether a number was in the upper half at first, the
-// next one whether it was after the first addition, and so on; so in this order sums are complete one after another.
+// It is the sum over 2^levels rows. The lowest bit of a row tells whether a number was in the upper half at first, the
+// next bit whether it was after the first addition, and so on; in this order sums are completed one after another.
 template <class Leaf>
 __device__ inline float column_sum(u32 n, u32 levels, u32 column, Leaf leaf) {
-    float lower[21];  // of each level, the sum that waits for the one of its upper half
+    float lower[21];  // per level, the sum that waits for the sum of its upper half
     float sum = 0;
     for (u32 row = 0; row < 1u << levels; ++row) {
         u32 i = column;
@@ -46,7 +46,7 @@ __device__ inline float sum_of_lanes(float value, u32 n) {
 inline float sum_of_lanes(float value, u32) { return value; }
 #endif
 
-// Return the sum of n numbers, at least one, to all lanes of a worker. leaf(i): the i-th of them.
+// Return the sum of n numbers, at least one, to all lanes of a worker. leaf(i): the i-th number.
 template <class Leaf>
 __device__ inline float sum_by_halves(u32 n, Leaf leaf) {
     u32 levels = 0;
@@ -68,6 +68,6 @@ __device__ inline float sum_of_held(const Four (&v)[GROUPS], Leaf leaf) {
             UNROLL for (u32 k = 0; k < 4; ++k) sums[g].at[k] += sums[g + half].at[k];
         }
     }
-    UNROLL for (u32 k = 0; k < 4; ++k) sums[0].at[k] = all_sum(sums[0].at[k]);  // it adds the upper lanes to the lower
+    UNROLL for (u32 k = 0; k < 4; ++k) sums[0].at[k] = all_sum(sums[0].at[k]);  // adds upper lanes to lower ones
     return (sums[0].at[0] + sums[0].at[2]) + (sums[0].at[1] + sums[0].at[3]);
 }

@@ -1,4 +1,4 @@
-"""Launcher: what the kernels' host side asks of whoever compiles and runs them. CuPy on a GPU, g++ in the tests."""
+"""KernelLauncher: the interface that compiles and runs kernels. CuPy implements it on a GPU, g++ in the tests."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 Defines = Mapping[str, object]
-"""What a source is compiled with, as `-DNAME=value`: each combination is a module of its own, made when first used."""
+"""Compiler definitions, as `-DNAME=value`. Each combination is a separate module, compiled on first use."""
 
 
-class Launcher(Protocol):
-    """Run kernels of the .cu files beside this one, queued on the current stream."""
+class KernelLauncher(Protocol):
+    """Runs kernels of the .cu files in this folder, queued on the current stream."""
 
     def launch(self, source: str, kernel: str, defines: Defines, workers: int, *args: Any) -> None:
-        """Queue `kernel` of the file `source` with at least `workers` workers, but no more than fill the device:
-        a kernel's loop does what is more.
+        """Queue `kernel` of the file `source` with at least `workers` workers, at most as many as fill the device.
 
-        args: numpy scalars (or 0-d structured arrays), each of exactly the type that the kernel declares; an address is
-        a numpy.uint64. With no workers nothing is queued.
+        A kernel's loop processes the rest. args: numpy scalars (or 0-d structured arrays), each of the exact type that
+        the kernel declares; an address is a numpy.uint64. Without workers nothing is queued.
         """
         ...
 
     def scratch(self, nbytes: int) -> Any:
-        """Return memory of the device (uint8; in tests it is numpy's) for what follows on this stream."""
+        """Return device memory (uint8; a numpy array in tests) for later work on this stream."""
         ...
 
     def read(self, memory: Any, dtype: Any) -> Any:

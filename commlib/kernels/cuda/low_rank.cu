@@ -1,20 +1,21 @@
-// Products of a matrix with few vectors, for PowerSGD: each is one pass over the matrix for every RANKS vectors.
+// Products of a matrix with a few vectors, for PowerSGD: one pass over the matrix for every RANKS vectors.
 //
-// A matrix is rows * cols float32, row by row. Its factors lie vector after vector: `left` is rank x rows, `right` is
-// rank x cols.
+// A matrix is rows * cols float32 in row-major order. Its factors are stored vector by vector: `left` is rank x rows,
+// `right` is rank x cols.
 //
-// A sum is that of its parts' sums, in their order; parts are as long as the shape says, and so do not depend on the
-// device. Within a part the order is this kernel's own and fixed. (The host's is its compiler's: only the rank itself
-// sees these sums before they are reduced.) `expand`, which each rank computes by itself, is the host's bit for bit.
+// A sum is the sum of its parts' sums, in order. The length of parts depends on the shape, but not on the device. The
+// order within a part is fixed by this kernel. (The host's order is fixed by its compiler: only this rank sees these
+// sums before they are reduced.) `expand`, which each rank computes separately, equals the host's bit for bit.
 #include "memory.cuh"
 
-#define ROWS 8u  // that a worker takes at a time, so that each number of a factor is used often
-#define COLS 4u  // that a lane takes at a time
+#define ROWS 8u  // rows that a worker takes at a time, to use each number of a factor often
+#define COLS 4u  // columns that a lane takes at a time
 
 // Add `before` to the matrix, unless it is null, and write the sums of matrix * right over each part of the columns to
 // `parts`: rank x rows for each. `part` is a multiple of LANES.
 //
-// A worker needs many registers for its sums; but two blocks of 8 workers must fit, or too few loads are under way.
+// A worker needs many registers for its sums, but two blocks of 8 workers must fit, or there are too few loads in
+// flight.
 extern "C" __global__ void __launch_bounds__(256, 2) project(
     float *matrix, const float *before, u64 rows, u64 cols, u64 part, const float *right, float *parts, u32 rank) {
     u64 bands = (rows + ROWS - 1) / ROWS, in_all = bands * ((cols + part - 1) / part);
@@ -82,7 +83,7 @@ extern "C" __global__ void project_back(
 }
 KERNEL(project_back)
 
-// Add up what parts have written: `count` sums each.
+// Add up the parts' sums: `count` sums each.
 extern "C" __global__ void add_up_parts(const float *parts, u64 number, float *out, u64 count) {
     for (u64 i = thread(); i < count; i += threads()) {
         float sum = parts[i];
@@ -92,7 +93,7 @@ extern "C" __global__ void add_up_parts(const float *parts, u64 number, float *o
 }
 KERNEL(add_up_parts)
 
-// Four numbers of a factor, of vectors that follow each other, times a sign; zero where there are no more.
+// Four numbers of a factor, from consecutive vectors, times a sign; zeros after the last vector.
 struct Numbers {
     float at[4];
 };
@@ -103,7 +104,7 @@ __device__ inline Numbers numbers_of(const float *factor, u64 length, u64 at, u3
     return found;
 }
 
-// Return their product, added up in the order that the host has.
+// Return their product, added up in the host's order.
 __device__ inline float product(Numbers a, Numbers b) {
     float sum = a.at[0] * b.at[0];
     UNROLL for (u32 k = 1; k < 4; ++k) sum += a.at[k] * b.at[k];

@@ -1,21 +1,21 @@
-// The measure of a block: what of it all its elements are encoded by.
+// The measure of a block: the number by which all its elements are encoded.
 //
-// Who includes this says SUMS (0 or 1: whether measures need a sum) and defines a struct Scale before:
+// An includer first defines SUMS (0 or 1: whether measures need a sum) and a struct Scale:
 //
 //     Scale(u32 greatest, u32 n, float top)  from the bits of the greatest |v| of n elements
-//     float leaf(float v)                    what is added up
+//     float leaf(float v)                    the summand of an element
 //     float measure(float sum)               the block's unit or magnitude, from the sum of all leaves (0 without SUMS)
 //
-// A block that has an infinity or NaN measures NaN. HELD: the length of blocks that a worker's lanes hold, or 0.
+// A block with an infinity or NaN measures NaN. HELD: the length of blocks that a worker's lanes hold, or 0.
 #pragma once
 #include "floats.cuh"
 #include "halves.cuh"
 #include "pieces.cuh"
 
-// Of threads on a multiprocessor (see common.cuh): as many as have the registers to hold their blocks of HELD elements.
+// Blocks of threads on a multiprocessor (see common.cuh), limited by the registers for blocks of HELD elements.
 #define BLOCKS (HELD == 256 ? 8 : HELD == 512 ? 4 : 2)
 
-// The elements that are encoded, of one block: x, or x + before.
+// The elements to encode, of one block: x, or x + before.
 struct Values {
     const float *x, *before;
 
@@ -24,7 +24,7 @@ struct Values {
 
     __device__ float operator[](u32 i) const { return before ? x[i] + before[i] : x[i]; }
 
-    // Read all of a block whose length is a power of two; who has which element is said beside `sum_of_held`.
+    // Read an entire block whose length is a power of two; `sum_of_held` documents which lane has which element.
     template <u32 GROUPS>
     __device__ void hold(Four (&v)[GROUPS]) const {
         UNROLL for (u32 g = 0; g < GROUPS; ++g) v[g] = ((const Four *)x)[lane() + LANES * g];
@@ -36,7 +36,7 @@ struct Values {
     }
 };
 
-// Return the bits of the greatest |v| from one index to another, to all lanes.
+// Return the bits of the greatest |v| between two indices, to all lanes.
 __device__ inline u32 greatest_of(Values v, u32 from, u32 to) {
     u32 found = 0;
     for (u32 i = from + lane(); i < to; i += LANES) {
@@ -46,7 +46,7 @@ __device__ inline u32 greatest_of(Values v, u32 from, u32 to) {
     return all_max(found);
 }
 
-// Return a block's measure, to all lanes. It is read twice if there is a sum.
+// Return a block's measure, to all lanes. The block is read twice if there is a sum.
 __device__ inline float measured(Values v, u32 n, float top) {
     u32 greatest = greatest_of(v, 0, n);
     if (greatest >= INFINITY_BITS) return NOT_A_NUMBER;
@@ -58,7 +58,7 @@ __device__ inline float measured(Values v, u32 n, float top) {
 #endif
 }
 
-// Return the measure of a block that lanes hold, to all of them.
+// Return the measure of a block that lanes hold, to all lanes.
 template <u32 GROUPS>
 __device__ inline float measured(const Four (&v)[GROUPS], float top) {
     u32 found = 0;
@@ -78,7 +78,7 @@ __device__ inline float measured(const Four (&v)[GROUPS], float top) {
 #endif
 }
 
-// Long blocks are measured by many workers: the greatest of each piece, then sums of columns, then what is left.
+// Several workers measure a long block: first the greatest value of each piece, then sums of columns, then the rest.
 
 extern "C" __global__ void greatest(const float *x, const float *before, u64 count, u32 block, u32 *found) {
     u32 pieces = pieces_of(block);
@@ -92,7 +92,7 @@ extern "C" __global__ void greatest(const float *x, const float *before, u64 cou
 }
 KERNEL(greatest)
 
-// Return the greatest of what was found in a block's pieces, to all lanes.
+// Return the greatest value of a block's pieces, to all lanes.
 __device__ inline u32 greatest_found(const u32 *found, u32 pieces) {
     u32 most = 0;
     for (u32 i = lane(); i < pieces; i += LANES) most = found[i] > most ? found[i] : most;
@@ -100,7 +100,7 @@ __device__ inline u32 greatest_found(const u32 *found, u32 pieces) {
 }
 
 #if SUMS
-// levels: how often a block is halved to make it a row of sums. A worker does as many of its columns as it has lanes.
+// levels: number of halvings that reduce a block to a row of sums. A worker computes one column per lane.
 extern "C" __global__ void columns(const float *x, const float *before, u64 count, u32 block, float top,
                                    const u32 *found, u32 levels, float *sums) {
     u32 pieces = pieces_of(block), row = halved(block, levels), parts = (row + LANES - 1) / LANES;

@@ -1,9 +1,9 @@
-// Memory: four floats at once where addresses allow it, and numbers where they allow nothing, as payloads are bytes.
+// Memory: access four floats at once at aligned addresses, and numbers at any address, because payloads are bytes.
 #pragma once
 #include "common.cuh"
 
 #ifdef __CUDACC__
-#define UNROLL _Pragma("unroll")  // arrays stay in registers only where all their indices are known
+#define UNROLL _Pragma("unroll")  // arrays stay in registers only if all their indices are known
 #else
 #define UNROLL
 #endif
@@ -16,7 +16,7 @@ struct alignas(8) FourHalves {
     u16 at[4];
 };
 
-// Return whether a T can be read or written at this address at once; at null, too.
+// Return whether a T can be accessed at this address at once; true for null, too.
 template <class T>
 __device__ inline bool aligned(const void *at) { return (u64)at % alignof(T) == 0; }
 
@@ -39,7 +39,7 @@ __device__ inline T load(const u8 *at) {
     return value;
 }
 
-// Write a value, or add it to what is there.
+// Write a value, or add it to the current one.
 __device__ inline void put(float *at, float value, bool add) { *at = add ? *at + value : value; }
 __device__ inline void put(Four *at, Four value, bool add) {
     if (add) {

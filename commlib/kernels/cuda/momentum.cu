@@ -1,4 +1,4 @@
-// Replace a gradient, scaled, by its sum with the momentum; what the momentum becomes stays finite.
+// Replace a gradient, scaled, by its sum with the momentum. The new momentum stays finite.
 #include "floats.cuh"
 #include "runs.cuh"
 

@@ -1,5 +1,5 @@
-// Round float32 to float16 or bfloat16 (BFLOAT), and back. NaNs are written by hand, as the host's CPU writes them: the
-// GPU's conversions have one NaN for all. Only those that additions make are the GPU's own.
+// Round float32 to float16 or bfloat16 (BFLOAT), and back. NaNs are converted explicitly, as on the host's CPU, because
+// the GPU's conversions return a single NaN. Only NaNs from additions are the GPU's.
 #include "floats.cuh"
 #include "memory.cuh"
 
@@ -25,7 +25,7 @@ __device__ inline float widened(u16 bits) {
 #endif
 }
 
-// Return what an element is rounded to; `lost` is first what was lost before, then what is now, if that is finite.
+// Return the rounded element. `lost` is the previous loss at first, then the new loss, if that is finite.
 __device__ inline u16 narrowed_sum(float x, float &lost) {
     float value = x + lost;
     u16 bits = narrowed(value);
@@ -34,7 +34,7 @@ __device__ inline u16 narrowed_sum(float x, float &lost) {
     return bits;
 }
 
-// before and after: residuals, which may be the same; null without.
+// before and after: residuals, which may be the same; null without residuals.
 extern "C" __global__ void narrow(const float *x, const float *before, float *after, u8 *payload, u64 count) {
     bool wide = aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<FourHalves>(payload);
     u64 fours = wide ? count / 4 : 0;

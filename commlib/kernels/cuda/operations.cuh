@@ -1,9 +1,9 @@
-// The operations of commlib/kernels/host/reduce.py, each a type: what elements are widened to, how two such values are
-// combined, and how the result is finished.
+// The operations of commlib/kernels/host/reduce.py, one type each: the widened element type, the combination of two
+// values, and the final step.
 #pragma once
 #include "elements.cuh"
 
-// Integers wrap around: without a sign, where that is no error in C++.
+// Integers wrap around: unsigned arithmetic, because signed overflow is undefined in C++.
 template <class T>
 __device__ inline T plus(T a, T b) {
     return (T)((u64)a + (u64)b);
@@ -16,7 +16,7 @@ __device__ inline float plus(float a, float b) { return a + b; }
 __device__ inline float times(float a, float b) { return a * b; }
 __device__ inline double plus(double a, double b) { return a + b; }
 __device__ inline double times(double a, double b) { return a * b; }
-__device__ inline FourBytes plus(FourBytes a, FourBytes b) {  // the upper bits apart, so that none is carried on
+__device__ inline FourBytes plus(FourBytes a, FourBytes b) {  // the highest bits separately, to avoid carries
     u32 low = (a.bytes & 0x7f7f7f7fu) + (b.bytes & 0x7f7f7f7fu);
     return {low ^ ((a.bytes ^ b.bytes) & 0x80808080u)};
 }
@@ -29,8 +29,8 @@ __device__ inline Complex<Part> times(Complex<Part> a, Complex<Part> b) {
     return {a.real * b.real - a.imaginary * b.imaginary, a.real * b.imaginary + a.imaginary * b.real};
 }
 
-// The sum of 64-bit integers, which need not fit 64 bits: that of their high halves, which have the sign, and that of the
-// low ones, as in kernels/host/exact_mean.py.
+// The sum of 64-bit integers, which may need more than 64 bits: the sum of their high halves, which include the sign,
+// and the sum of their low halves, as in kernels/host/exact_mean.py.
 template <bool SIGNED>
 struct Halves {
     i64 high, low;
@@ -40,7 +40,7 @@ __device__ inline Halves<SIGNED> plus(Halves<SIGNED> a, Halves<SIGNED> b) {
     return {a.high + b.high, a.low + b.low};
 }
 
-// The mean of integers needs 64 bits, or twice as many, so that their sum does not wrap around before it is divided.
+// The mean of integers needs 64 or 128 bits, because the sum must not wrap around before the division.
 template <class T>
 __device__ inline auto to_64_bits(T x) {
     if constexpr ((T)-1 < (T)0) return (i64)x;
@@ -64,7 +64,7 @@ __device__ inline i64 divide(i64 total, i64 divisor) {
 template <bool SIGNED>
 __device__ inline auto divide(Halves<SIGNED> total, i64 divisor) {
     i64 first = total.high / divisor;
-    if (first * divisor > total.high) --first;  // rounded down
+    if (first * divisor > total.high) --first;  // round down
     i64 rest = (i64)((u64)(total.high - first * divisor) << 32) + total.low, second = rest / divisor;
     u64 mean = ((u64)first << 32) + (u64)second;
     if constexpr (SIGNED) return (i64)mean + ((i64)mean < 0 && second * divisor != rest);
@@ -74,7 +74,7 @@ __device__ inline float divide(float total, i64 divisor) { return total / (float
 __device__ inline double divide(double total, i64 divisor) { return total / (double)divisor; }
 template <class Part>
 __device__ inline Complex<Part> divide(Complex<Part> total, i64 divisor) {
-    // Python's division by a complex number with no imaginary part: infinity * 0 makes the other part NaN.
+    // Python's division by a complex number without imaginary part: infinity * 0 makes the other part NaN.
     Part none = 0, by = (Part)divisor;
     return {(total.real + total.imaginary * none) / by, (total.imaginary - total.real * none) / by};
 }
@@ -112,7 +112,7 @@ struct Prod : Sum {
     }
 };
 
-// NaN wins a minimum or maximum, as in numpy: "not a <= b and not a != a" leaves b, which may be one.
+// NaN wins a minimum or maximum, as in numpy: "not a <= b and not a != a" selects b, which may be NaN.
 struct Min : Sum {
     template <class Wide>
     static __device__ Wide combine(Wide a, Wide b) {
@@ -141,7 +141,7 @@ struct Or : Sum {
     }
 };
 
-// What is combined at once: mostly one element, but of some bytes four in a WORD.
+// The unit of a combination: mostly one element, but four elements in a WORD for some one-byte types.
 template <class Operation, class T, bool WORD>
 struct Part {
     typedef T Type;

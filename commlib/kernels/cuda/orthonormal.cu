@@ -1,9 +1,9 @@
-// Gram and Schmidt in float64, in one launch. Each step needs a sum over everything before the next one begins, so this
-// is the work of one team: the threads of a block, which can wait for each other. Tests have a team of one.
+// Gram-Schmidt in float64, in one launch. Each step needs a complete sum before the next step begins. Therefore one
+// team does the work: the threads of a block, which can wait for each other. Tests have a team of one.
 //
-// Each of the team has elements of its own of all vectors, which nobody else reads or writes. A sum is that of the
-// team's own sums, added up in an order that the size of a block says. The host has another one; both are float64, and
-// what is written is float32.
+// Each member of the team has its own elements of all vectors, which no other member reads or writes. A sum is the sum
+// of the members' sums, in an order that depends on the block size. The host's order differs; both use float64, and the
+// result is float32.
 #include "memory.cuh"
 
 #ifdef __CUDACC__
@@ -12,9 +12,9 @@ __device__ inline u32 team() { return blockDim.x; }
 __device__ inline bool plays() { return blockIdx.x == 0; }
 
 __device__ inline double team_sum(double value) {
-    __shared__ double sums[32];  // of each worker
+    __shared__ double sums[32];  // one per worker
     value = all_sum(value);
-    __syncthreads();  // the sums of before have been read
+    __syncthreads();  // the previous sums have been read
     if (lane() == 0) sums[threadIdx.x / LANES] = value;
     __syncthreads();
     return all_sum(lane() < blockDim.x / LANES ? sums[lane()] : 0.0);
@@ -26,9 +26,9 @@ inline bool plays() { return thread() == 0; }
 inline double team_sum(double value) { return value; }
 #endif
 
-#define AT_ONCE 8u  // elements that each has under way: a team is too small to wait for memory otherwise
+#define AT_ONCE 8u  // elements in flight per thread, because a team is too small to hide the latency of memory
 
-// Take `factor` times y from x, and return the product of what is left with z; z may be x.
+// Subtract `factor` times y from x, and return the dot product of the remainder with z; z may be x.
 __device__ inline double subtract_and_multiply(double *x, double factor, const double *y, const double *z, u64 n) {
     double sum = 0;
     for (u64 start = member(); start < n; start += AT_ONCE * team()) {
@@ -49,8 +49,9 @@ __device__ inline double subtract_and_multiply(double *x, double factor, const d
     return team_sum(sum);
 }
 
-// Make `rank` vectors of n numbers, one after another, orthonormal in place. See kernels/host/orthonormal.py.
-// work: as many float64. dropped: how many became zero; -1, and all vectors stay, if not all numbers are finite.
+// Make `rank` vectors of n numbers, which are stored consecutively, orthonormal in place. See
+// kernels/host/orthonormal.py. work: as many float64. dropped: how many became zero; -1, without changes to the
+// vectors, if not all numbers are finite.
 extern "C" __global__ void orthonormalise(
     float *vectors, u64 n, u32 rank, double epsilon, double *work, i32 *dropped) {
     if (!plays()) return;
@@ -66,9 +67,9 @@ extern "C" __global__ void orthonormalise(
             if (member() == 0) *dropped = -1;
             return;
         }
-        // Twice, because the first time leaves errors that are large beside a small rest. What is taken from x belongs
-        // to the product of before: so each vector is read once for it.
-        double factor = -0.0;  // at first, which changes nothing, not even the sign of a zero
+        // Twice, because the first pass leaves errors that are large relative to a small remainder. The subtraction
+        // from x is combined with the previous dot product, so each vector is read once for it.
+        double factor = -0.0;  // initially neutral, even for the sign of a zero
         const double *other = x;
         for (u32 step = 0; step < 2 * k; ++step) {
             const double *next = work + step % k * n;

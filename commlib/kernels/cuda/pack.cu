@@ -1,18 +1,18 @@
-// Copy many arrays into one, or back. Each array is cut into items of ITEM bytes, and a worker copies items: however
-// many arrays there are and however long one is, all workers have the same to do.
+// Copy many arrays into one, or back. Each array is cut into items of ITEM bytes, and workers copy items. The load is
+// balanced for any number of arrays of any length.
 #include "runs.cuh"
 
 struct Arrays {
-    u64 at[ARRAYS];    // where each begins
-    u64 ends[ARRAYS];  // where each ends in the packed array
-    u32 items[ARRAYS]; // how many items there are up to its end
+    u64 at[ARRAYS];    // start of each
+    u64 ends[ARRAYS];  // end of each in the packed array
+    u32 items[ARRAYS]; // number of items up to its end
 };
 
 __device__ inline void copy(u8 *target, const u8 *source, u64 nbytes) {
     each_run<16>(target, nbytes, lane(), LANES, Copying<u8>{source, target});
 }
 
-// Call body(address, place in the packed array, bytes) for each item of this worker.
+// Call body(address, position in the packed array, bytes) for each item of this worker.
 template <class Body>
 __device__ inline void each_item(const Arrays &arrays, u32 count, Body body) {
     for (u64 item = worker(); item < arrays.items[count - 1]; item += workers()) {

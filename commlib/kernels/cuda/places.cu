@@ -1,4 +1,4 @@
-// Random places in an array, what is there, and what comes there. See kernels/host/draw.py.
+// Random places in an array: draw them, and read and write elements there. See kernels/host/draw.py.
 #include "floats.cuh"
 #include "memory.cuh"
 #include "noise.cuh"
@@ -6,7 +6,7 @@
 // Map a random word to 0 .. limit - 1, for limits up to 2^32.
 __device__ inline u64 below(u64 limit, u64 number) { return ((number >> 32) * limit) >> 32; }
 
-// k stretches of `count` elements on a circle, and the one drawn from each.
+// k stretches of `count` elements on a circle, with one drawn place each.
 struct Draw {
     u64 count, k, state, shift;
 
@@ -15,13 +15,14 @@ struct Draw {
 
     __device__ u64 start(u64 j) const { return j * count / k; }
 
-    // Return where the j-th place is; beyond the last element if it has gone round.
+    // Return the j-th place; it is beyond the last element if it wrapped around.
     __device__ u64 place(u64 j) const {
         return start(j) + shift + below(start(j + 1) - start(j), mix(state + (j + 1) * STEP));
     }
 
-    // Return the number of the first place that has gone round, k without: places ascend, so all after it have. Only in
-    // the stretch j with the element that becomes the first, start(j) <= count - shift < start(j + 1), chance decides.
+    // Return the number of the first place that wrapped around, k without one. Places ascend, so all later ones
+    // wrapped, too. Only in the stretch j with the element that becomes the first, start(j) <= count - shift < start(j
+    // + 1), it is random.
     __device__ u64 first_turned() const {
         u64 j = ((count - shift + 1) * k - 1) / count;
         return j < k && place(j) < count ? j + 1 : j;
@@ -41,7 +42,7 @@ extern "C" __global__ void begin(u32 *broken) {
 }
 KERNEL(begin)
 
-// Add what was lost before to an element, which is what is lost now if it is finite. Return whether it is not.
+// Add the previous loss to an element; the sum is the new loss if it is finite. Return whether it is not finite.
 __device__ inline bool feed(float x, float &lost) {
     float sum = x + lost;
     bool finite = is_finite(sum);
@@ -49,7 +50,7 @@ __device__ inline bool feed(float x, float &lost) {
     return !finite;
 }
 
-// Write x + before to `after` where it is finite, else `before`; and say whether anything is not. They may be null.
+// Write x + before to `after` if it is finite, else `before`; record whether any sum is not finite. Both may be null.
 extern "C" __global__ void feed_back(const float *x, const float *before, float *after, u64 count, u32 *broken) {
     bool found = false;
     u64 fours = aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) ? count / 4 : 0;
@@ -64,11 +65,11 @@ extern "C" __global__ void feed_back(const float *x, const float *before, float 
         found |= feed(x[i], lost);
         if (before) after[i] = lost;
     }
-    if (found) *broken = 1;  // whoever is first: all write the same
+    if (found) *broken = 1;  // a harmless race: all write the same value
 }
 KERNEL(feed_back)
 
-// Write what x has at the places to `values`, times a factor. With a residual x is the sum, and keeps what is lost.
+// Write the elements of x at the places to `values`, times a factor. With a residual, x is the sum and keeps the loss.
 extern "C" __global__ void take(float *x, const u32 *places, u64 k, float factor, float *values, const u32 *broken,
                                 u32 with_residual) {
     for (u64 i = thread(); i < k; i += threads()) {

@@ -1,5 +1,5 @@
-// Quantise in blocks; payloads are laid out as kernels/host/quantise.py says. What is encoded with the unit NaN is lost
-// to nothing: its codes are 0, and its residual stays.
+// Quantize in blocks; kernels/host/quantise.py documents the payload. A block with the unit NaN is not encoded: its
+// codes are 0, and its residual does not change.
 //
 // HELD: the length of a block that a worker's lanes hold, a power of two from 256; 0 if they hold none.
 #include "codes.cuh"
@@ -12,7 +12,7 @@ struct Scale {
 #if BY_NORM
     float inverse;
 
-    // Squares are taken of v divided by the power of two below the greatest, so that none overflows.
+    // v is divided by the power of two below the greatest magnitude before it is squared, so no square overflows.
     __device__ Scale(u32 greatest, u32, float top) : top(top) {
         u32 exponent = greatest >> 23;
         exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
@@ -26,7 +26,7 @@ struct Scale {
     __device__ float measure(float) const { return unit(size); }
 #endif
 
-    // One bit less than the quotient of the greatest number, so that top * unit is finite however it is rounded.
+    // One bit less than the quotient of the greatest number keeps top * unit finite for any rounding.
     __device__ float unit(float size) const {
         float limit = float_of(bits_of(GREATEST / top) - 1);
         float unit = lesser(size / top, limit);
@@ -36,7 +36,7 @@ struct Scale {
 
 #include "measure.cuh"
 
-// How a block's elements become codes, and what is lost.
+// The conversion of a block's elements to codes, and its loss.
 struct Rounding {
     float unit, inverse, top;
     u32 first;  // the index of the block's first element
@@ -48,7 +48,7 @@ struct Rounding {
     // Return the code of the block's i-th element.
     __device__ u32 code(float value, u32 i) const { return code_of(value * inverse, top, first + i, keys); }
 
-    // Return the codes of four elements from the i-th on, each in a byte of a word.
+    // Return the codes of four elements from the i-th on, one per byte of a word.
     __device__ u32 four_codes(Four v, u32 i) const {
 #if CONVERTS
         return converted(v.at[0] * inverse, v.at[1] * inverse, v.at[2] * inverse, v.at[3] * inverse);
@@ -69,9 +69,9 @@ __device__ inline u32 encoded(Values v, float *after, Rounding rounding, u32 i) 
     return broken ? 0 : code;
 }
 
-// Encode the elements whose codes are in the bytes `from` to `to` of a block with n elements.
+// Encode the elements with codes in the bytes `from` to `to` of a block with n elements.
 __device__ inline void encode(Values v, float *after, u8 *codes, u32 n, Rounding rounding, u32 from, u32 to) {
-    u32 upper = bytes_of(n);  // the first element in the upper half of a byte, if there are two in one
+    u32 upper = bytes_of(n);  // the first element in the upper half of a byte, for two codes per byte
     for (u32 i = from + lane(); i < to; i += LANES) {
         u32 code = encoded(v, after, rounding, i);
         if (upper + i < n) code |= encoded(v, after, rounding, upper + i) << 4;
@@ -82,7 +82,7 @@ __device__ inline void encode(Values v, float *after, u8 *codes, u32 n, Rounding
 #if HELD
 #define GROUPS (HELD / (4 * LANES))
 
-// Encode a block that lanes hold: four codes, or pairs of them, are a word.
+// Encode a block that lanes hold: a word has four codes, or four pairs.
 __device__ inline void encode_held(const Four (&v)[GROUPS], const Four *before, Four *after, u32 *codes,
                                    Rounding rounding) {
     const u32 groups = CODE == INT4 ? GROUPS / 2 : GROUPS;
@@ -118,7 +118,7 @@ __device__ inline void quantise_held(const float *x, const float *before, float 
 }
 #endif
 
-// A worker does a block at a time: first it finds the unit, then the codes.
+// A worker processes a block at a time: first it computes the unit, then the codes.
 extern "C" __global__ RESIDENT(BLOCKS) void quantise(
     const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block, float top, u64 seed) {
     Keys keys = keys_of(seed);
@@ -142,7 +142,7 @@ extern "C" __global__ RESIDENT(BLOCKS) void quantise(
 }
 KERNEL(quantise)
 
-// Encode long blocks, which were measured: a worker does a piece at a time.
+// Encode long blocks, which were measured: a worker processes a piece at a time.
 extern "C" __global__ void encode_pieces(const float *x, const float *before, float *after, u8 *payload, u64 count,
                                          u32 block, float top, u64 seed) {
     Keys keys = keys_of(seed);

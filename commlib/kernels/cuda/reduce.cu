@@ -1,18 +1,18 @@
-// Combine arrays of ELEMENT by OPERATION, and write the result to one or more arrays, in one pass over them all.
+// Combine arrays of ELEMENT by OPERATION, and write the result to one or more arrays, in one pass over all of them.
 #include "operations.cuh"
 #include "runs.cuh"
 
-// Operands that are read before the first of them is needed, so that no thread waits for one after the other.
+// Operands that are loaded before the first of them is used, to overlap the loads of a thread.
 #define BATCH 4u
 
-// Where the operands begin, and behind them the targets: the first NEAR of them.
+// Addresses of the operands, followed by those of the targets: the first NEAR of them.
 struct Addresses {
     u64 at[NEAR];
 };
 
 struct Reduction {
     const Addresses &near;
-    const u64 *far;  // what is not in `near`
+    const u64 *far;  // addresses that are not in `near`
     u32 operands, targets;
     i64 divisor;
 

@@ -1,10 +1,10 @@
-// Write what `quantise` has encoded as float32, or add it.
+// Decode the codes of `quantise` as float32, or add the values.
 //
 // HELD: the length of the blocks if it is a power of two from 256 to 2048; else 0.
 #include "codes.cuh"
 #include "pieces.cuh"
 
-// Decode the word of codes that is the r-th of a block.
+// Decode the r-th word of codes of a block.
 __device__ inline void restore_word(float *block, u32 n, u32 r, u32 word, float unit, bool add) {
     Four *to = (Four *)block + r;
     put(to, four_decoded(word, unit), add);
@@ -14,7 +14,7 @@ __device__ inline void restore_word(float *block, u32 n, u32 r, u32 word, float 
 #if HELD
 #define WORDS (bytes_of(HELD) / 4)
 
-// Decode whole blocks, whose words of codes follow each other: two in each thread, so that both are under way at once.
+// Decode full blocks with consecutive words of codes: two words per thread, to have both in flight.
 __device__ inline void restore_held(const float *units, const u32 *codes, float *out, u64 blocks, bool add) {
     for (u64 i = thread(), words = blocks * WORDS; i < words; i += 2 * threads()) {
         u64 next = i + threads();

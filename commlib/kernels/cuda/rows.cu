@@ -1,10 +1,10 @@
-// Rows of floats: taken from where they lie, added up for the tokens that they belong to, and multiplied by numbers.
+// Rows of floats: take them, add them up by token, and multiply them by numbers.
 //
-// Rows lie in two arrays, `there` and `here`: place p >= 0 is row p of `there`, another one row ~p of `here`, which is
-// multiplied by factors[~p] unless `factors` is null. Arithmetic is that of kernels/host/rows.py: in float32 (in float64
-// for float64), in the order of the places, rounded once.
+// Rows come from two arrays, `there` and `here`: place p >= 0 is row p of `there`, and p < 0 is row ~p of `here`, which
+// is multiplied by factors[~p] unless `factors` is null. Arithmetic is as in kernels/host/rows.py: in float32 (in
+// float64 for float64), in the order of the places, rounded once.
 //
-// A worker has a row at a time.
+// A worker processes a row at a time.
 #include "elements.cuh"
 #include "runs.cuh"
 
@@ -42,7 +42,7 @@ struct Adding {
             float factor = rows.factor(place);
             UNROLL for (u32 k = 0; k < N; ++k) {
                 auto product = widen(values.get(k)) * factor;
-                sums[k] = i == 0 ? product : sums[k] + product;  // a zero that is added would change -0
+                sums[k] = i == 0 ? product : sums[k] + product;  // adding a zero would change -0
             }
         }
         Run<ELEMENT, N> result;
@@ -51,8 +51,8 @@ struct Adding {
     }
 };
 
-// Let row t of the target be the sum of the rows at places[starts[t]] to places[starts[t + 1]], 0 if there are none;
-// without starts, that of the row at places[t] alone.
+// Set row t of the target to the sum of the rows at places[starts[t]] to places[starts[t + 1]], 0 if there are none;
+// without starts, to the row at places[t].
 extern "C" __global__ void sum_rows(Rows rows, const i32 *starts, const i32 *places, u64 count, ELEMENT *target) {
     for (u64 t = worker(); t < count; t += workers()) {
         u64 first = starts ? starts[t] : t, last = starts ? starts[t + 1] : t + 1;
@@ -62,7 +62,7 @@ extern "C" __global__ void sum_rows(Rows rows, const i32 *starts, const i32 *pla
 }
 KERNEL(sum_rows)
 
-#define BLOCK 64u  // products are added up apart for each place in it, as on the host
+#define BLOCK 64u  // products are added up separately for each position in it, as on the host
 #define HELD (BLOCK / LANES)
 
 #ifdef __CUDACC__
@@ -73,7 +73,7 @@ inline float from_lane(float value, u32) { return value; }
 inline float from_above(float, u32) { return 0; }
 #endif
 
-// Return the sum of a block's sums, of which lane l has those of the places l, l + LANES and so on.
+// Return the sum of a block's sums. Lane l has the sums of the positions l, l + LANES and so on.
 __device__ inline float sum_of_block(float (&sums)[HELD]) {
     UNROLL for (u32 half = BLOCK / 2; half >= 8; half /= 2) {
         if (half >= LANES) {
@@ -87,7 +87,7 @@ __device__ inline float sum_of_block(float (&sums)[HELD]) {
     return total;
 }
 
-// Let `scaled`, which may be `rows`, be rows times factors, and `products` the scalar product of each with its other.
+// Set `scaled`, which may be `rows`, to rows times factors, and `products` to the dot products of `rows` and `others`.
 extern "C" __global__ void multiply_rows(
     const ELEMENT *rows, const ELEMENT *others, const float *factors, u64 count, u64 width, ELEMENT *scaled,
     float *products) {
@@ -105,7 +105,7 @@ extern "C" __global__ void multiply_rows(
             }
         }
         float total = sum_of_block(sums);
-        for (u64 start = whole; start < width; start += LANES) {  // what fills no block, one after another
+        for (u64 start = whole; start < width; start += LANES) {  // the rest, which fills no block, in order
             u64 j = start + lane();
             float product = 0;
             if (j < width) {

@@ -1,9 +1,9 @@
-// Runs: a thread handles elements that follow each other, mostly 16 bytes, which are one load and one store.
+// Runs: a thread processes consecutive elements, mostly 16 bytes, which are one load and one store.
 #pragma once
 #include "memory.cuh"
 
-// N elements in registers. Those of less than 4 bytes stay packed in words until they are used: else each would take a
-// register of its own.
+// N elements in registers. Elements below 4 bytes stay packed in words until they are used: otherwise each would take a
+// register.
 template <class T, u32 N, bool PACKED = (sizeof(T) < 4 && N * sizeof(T) >= 4)>
 struct alignas(N * sizeof(T)) Run {
     T of[N];
@@ -32,19 +32,19 @@ struct alignas(N * sizeof(T)) Run<T, N, true> {
     }
 };
 
-// Return the same bytes as a run of other elements.
+// Return the same bytes as a run of another element type.
 template <class Other, class Run>
 __device__ inline Other taken_as(const Run &run) {
     static_assert(sizeof(Other) == sizeof(Run));
     return *(const Other *)&run;
 }
 
-// How many elements of T are one load.
+// The number of elements of T in one load.
 template <class T>
 constexpr u32 WIDE = 16 / sizeof(T);
 
-// Read N elements from any address that suits one. The branches are the same for all threads, and loads narrower than
-// 16 bytes find in the L1 cache what the neighbours' loads brought there.
+// Read N elements from an address aligned for one element. The branches are the same for all threads, and loads
+// narrower than 16 bytes hit lines in the L1 cache that the neighbors' loads fetched.
 template <class T, u32 N>
 __device__ inline Run<T, N> read(const T *from) {
     Run<T, N> run;
@@ -63,8 +63,8 @@ __device__ inline Run<T, N> read(const T *from) {
 template <class Run>
 __device__ inline void write_at_once(void *to, const Run &run) {
 #ifdef __CUDA_ARCH__
-    // Asked for by name: the compiler sees several narrow stores here, the same as those of an address that allows no
-    // other, and would make both cases one.
+    // An explicit instruction: the compiler would see several narrow stores, equal to those for unaligned addresses,
+    // and would merge both cases.
     const u32 *words = (const u32 *)&run;
     if constexpr (sizeof(run) == 16) {
         asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
@@ -80,7 +80,7 @@ __device__ inline void write_at_once(void *to, const Run &run) {
 #endif
 }
 
-// Write N elements to any address that suits one.
+// Write N elements to an address aligned for one element.
 template <class T, u32 N>
 __device__ inline void write(T *to, const Run<T, N> &run) {
     if ((u64)to % sizeof(run) == 0) {
@@ -96,9 +96,9 @@ __device__ inline void write(T *to, const Run<T, N> &run) {
     UNROLL for (u32 k = 0; k < N; ++k) to[k] = run.get(k);
 }
 
-// Call body.run<N>(start) for all `count` elements, N at a time, from where the address of `aligned` (the array whose
-// loads or stores count most) is a multiple of their size, and body.run<1>(start) for those before and behind. This is
-// thread `first` of `step`.
+// Call body.run<N>(start) for all `count` elements, N at a time, from the first aligned element of `aligned` on (the
+// array whose loads or stores matter most), and body.run<1>(start) for the elements before and after. This is thread
+// `first` of `step`.
 template <u32 N, class T, class Body>
 __device__ inline void each_run(const T *aligned, u64 count, u64 first, u64 step, const Body &body) {
     u64 head = (0 - (u64)aligned) % (N * sizeof(T)) / sizeof(T);

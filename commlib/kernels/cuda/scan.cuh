@@ -1,7 +1,7 @@
-// What puts things behind each other: sums of what is before a lane, and before a chunk of the data.
+// Prefix sums: over the lanes before a lane, and over the chunks before a chunk of the data.
 //
-// Where order counts each chunk of the data is one worker's. A first kernel writes what each chunk has of something; in
-// the next one whoever works on a chunk adds up what all before it have, so nobody waits for anybody.
+// For ordered results, each chunk of the data belongs to one worker. A first kernel writes the sums of each chunk. In
+// the next kernel, a chunk's worker adds up the sums of all earlier chunks, so no worker waits for another.
 #pragma once
 #include "common.cuh"
 
@@ -17,10 +17,10 @@ __device__ inline T all_before(T value) {
     return sum - value;
 }
 
-// Return a bit for each lane, to all of them.
+// Return a bit for each lane, to all lanes.
 __device__ inline u32 all_bits(bool value) { return __ballot_sync(EVERY_LANE, value); }
 __device__ inline u32 ones(u32 word) { return (u32)__popc(word); }
-// Return the number of the lowest bit that is set; there must be one.
+// Return the index of the lowest set bit of a nonzero word.
 __device__ inline u32 lowest(u32 word) { return (u32)__ffs((int)word) - 1; }
 #else
 template <class T>
@@ -34,7 +34,7 @@ struct Pair {
     u64 first, second;
 };
 
-// Sums are those of SUPER chunks each, which are zero at first, and then those of the chunks.
+// The sums of SUPER chunks each, initially zero, followed by the sums of the chunks.
 #define SUPER 64u
 #define SUPERS 128u
 

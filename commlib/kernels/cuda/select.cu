@@ -1,19 +1,19 @@
-// The largest elements of an array: found exactly, by the digits of the k-th magnitude (11, 10 and 10 bits).
+// The largest elements of an array, found exactly by the digits of the k-th magnitude (11, 10 and 10 bits).
 //
-//   sample  the first digits of some tiles are counted, for a guess which digit the k-th has
-//   total   y is computed; a bit for each element whose first digit is not below the guess, and these are counted: the
-//           only pass over all arrays
-//   again   where those are fewer than k: all that are not zero have a bit, and are counted
-//   narrow  the bits of elements below the first digit of the k-th are cleared; the second digits of those that have it
-//   refine  the third digits of those that still may be the k-th
-//   tally   how many each chunk of the bits has above the k-th magnitude, and how many as large
-//   choose_marked  the values to the payload, the indices to a list, what is lost to the residual
+//   sample  counts the first digits of some tiles, to guess the first digit of the k-th magnitude
+//   total   computes y, and sets a bit for each element whose first digit is not below the guess, and counts these
+//           elements: the only pass over all arrays
+//   again   if they are fewer than k: sets a bit for each nonzero element, and counts these
+//   narrow  clears the bits of elements below the k-th's first digit; counts the second digits of those that have it
+//   refine  counts the third digits of the elements that still may be the k-th
+//   tally   counts the elements above the k-th magnitude, and those equal to it, in each chunk of the bits
+//   choose_marked  writes the values to the payload, the indices to a list, and the loss to the residual
 //
-// Behind `total` only elements with a bit are read. Of equals the first ones are chosen; if some are not finite these
-// alone, which are the largest magnitudes. Zeros are never chosen.
+// After `total` only elements with a bit are read. Among equals the first ones are chosen. If some elements are not
+// finite, only these are chosen, because they have the largest magnitudes. Zeros are never chosen.
 //
-// SOURCE says what y is: 0: x; 1: x + before, the residual of error feedback; 2: what Deep Gradient Compression
-// accumulates, with momentum u. Where y is not finite, `after` and `u_after` are `before` and u.
+// SOURCE determines y: 0: x; 1: x + before, the residual of error feedback; 2: the accumulated values of Deep Gradient
+// Compression, with momentum u. If y is not finite, `after` and `u_after` are `before` and `u`.
 #include "digits.cuh"
 #include "values.cuh"
 
@@ -22,20 +22,20 @@
 
 struct Arrays {
     const float *x, *before, *u;
-    float *after, *u_after;  // may be before and u; after is x where there is no residual
+    float *after, *u_after;  // may be before and u; after is x without a residual
     u64 count;
     float scale, decay;
     u32 nesterov, kind;
 };
 
-// All zero at first.
+// Initially all zero.
 struct State {
-    u32 sampled[DIGITS], first[DIGITS], again[DIGITS], second[DIGITS], third[DIGITS];  // tables of digits
+    u32 sampled[DIGITS], first[DIGITS], again[DIGITS], second[DIGITS], third[DIGITS];  // histograms of digits
     Choice choices[3];
-    u32 guess;   // the least first digit that `total` gives a bit
-    u32 broken;  // how many are not finite
-    u32 found;   // how many are chosen
-    u32 unused;  // behind this there are sums of 8 bytes
+    u32 guess;   // the lowest first digit for which `total` sets a bit
+    u32 broken;  // number of elements that are not finite
+    u32 found;   // number of chosen elements
+    u32 unused;  // padding: sums of 8 bytes follow
 };
 
 struct Sum {
@@ -54,20 +54,20 @@ __device__ inline Sum sum_of(const Arrays &a, float x, float before, float u) {
     return {before + u + scaled, u};
 }
 
-// Return y of an element behind `total`. If any are broken only these are asked for.
+// Return y of an element after `total`. If any are broken, only these are read.
 __device__ inline float total_of(const Arrays &a, u64 i, bool broken) {
     float after = a.after[i];
     if (!SOURCE || !broken) return after;
     return sum_of(a, a.x[i], after, SOURCE == ACCUMULATED ? a.u_after[i] : 0).y;
 }
 
-// A worker's lanes go through a tile in steps, neighbours at neighbours: all loads come first, and so are under way
-// together: as many bytes as wide loads would ask for, at any address.
+// A worker's lanes go through a tile in steps, adjacent lanes at adjacent elements. All loads come first, to have as
+// many bytes in flight as wide loads would have, at any address.
 #define TILE 256u
 #define STEPS (TILE / LANES)
 #define WORDS (TILE / 32)
 
-// A tile's bits, one for each element.
+// A tile's bits, one per element.
 struct Bits {
     u32 words[WORDS];
 
@@ -75,7 +75,7 @@ struct Bits {
         words[step * LANES / 32] |= all_bits(value) << (step * LANES % 32);
     }
     __device__ inline void write(u32 *mask, u64 start, u64 count) const {
-        UNROLL for (u32 from = 0; from < WORDS; from += LANES) {  // of lanes each stores its own
+        UNROLL for (u32 from = 0; from < WORDS; from += LANES) {  // each lane stores its own word
             u32 w = from + lane(), own = 0;
             UNROLL for (u32 k = 0; k < WORDS; ++k) own = k == w ? words[k] : own;
             if (w < WORDS && start + 32 * w < count) mask[start / 32 + w] = own;
@@ -83,7 +83,7 @@ struct Bits {
     }
 };
 
-// What a lane has of a tile.
+// The elements of a tile that a lane has loaded.
 struct Loaded {
     float x[STEPS], before[STEPS], u[STEPS];
 
@@ -98,13 +98,13 @@ struct Loaded {
     __device__ inline Sum sum(const Arrays &a, u32 step) const { return sum_of(a, x[step], before[step], u[step]); }
 };
 
-// stride: of tiles one is looked at
+// stride: one tile in `stride` is sampled
 extern "C" __global__ void sample(Arrays a, u64 stride, State *state) {
     u32 *counts = begin_counts(state->sampled);
     for (u64 start = TILE * stride * worker(); start < a.count; start += TILE * stride * workers()) {
         Loaded loaded(a, start);
         UNROLL for (u32 step = 0; step < STEPS; ++step) {
-            u32 magnitude = magnitude_of(loaded.sum(a, step).y);  // of zero behind the end
+            u32 magnitude = magnitude_of(loaded.sum(a, step).y);  // zero beyond the end
             if (magnitude) count_digit(counts, magnitude >> 20);
         }
     }
@@ -112,11 +112,11 @@ extern "C" __global__ void sample(Arrays a, u64 stride, State *state) {
 }
 KERNEL(sample)
 
-// rank: of the sampled, which one's digit is the guess. mask: afterwards the elements that may be chosen, but for those
-// that are not finite if there is a residual: these are in `unfit`
+// rank: the rank of the sampled element whose digit is the guess. mask: the elements that may be chosen; with a
+// residual, elements that are not finite are in `unfit` instead
 extern "C" __global__ RESIDENT(SOURCE ? 4 : 8) void total(Arrays a, u32 rank, State *state, u32 *mask, u32 *unfit) {
     u32 guess = once([&] { return choose(state->sampled, rank).digit; });  // 0 if there are fewer
-    if (guess > INFINITY_BITS >> 20) guess = INFINITY_BITS >> 20;  // what is not finite always has a bit
+    if (guess > INFINITY_BITS >> 20) guess = INFINITY_BITS >> 20;  // elements that are not finite always have a bit
     if (thread() == 0) state->guess = guess;
     u32 *counts = begin_counts(state->first);
     for (u64 start = TILE * worker(); start < a.count; start += TILE * workers()) {
@@ -140,10 +140,10 @@ extern "C" __global__ RESIDENT(SOURCE ? 4 : 8) void total(Arrays a, u32 rank, St
 }
 KERNEL(total)
 
-// Return how many are counted in `first`, and how many of them are not finite.
+// Return the number of elements in `first`, and the number of those that are not finite.
 __device__ inline Counted marked(const State *state) { return count_all(state->first, INFINITY_BITS >> 20); }
 
-// Return whether those that have a bit behind `total` are all that may be chosen.
+// Return whether the elements with a bit after `total` include all that may be chosen.
 __device__ inline bool enough(const State *state, Counted counted, u32 k) {
     return counted.high || counted.all >= k || !state->guess;
 }
@@ -169,18 +169,18 @@ extern "C" __global__ void again(Arrays a, u32 k, State *state, u32 *mask) {
 }
 KERNEL(again)
 
-// Words of bits that a thread has at once, so that it waits for an element of each together.
+// Words of bits per thread at a time, to overlap the loads of their elements.
 #define AHEAD 4u
 
 struct Words {
     u32 at[AHEAD];
 
-    // Read those that are `step` apart, of `end` in all.
+    // Read words that are `step` apart, up to `end`.
     __device__ inline Words(const u32 *mask, u64 first, u64 step, u64 end) {
         UNROLL for (u32 k = 0; k < AHEAD; ++k) at[k] = first + k * step < end ? mask[first + k * step] : 0;
     }
 
-    // Call each(k, bit, magnitude) for the elements that have a bit in at[k].
+    // Call each(k, bit, magnitude) for the elements with a bit in at[k].
     template <class Each>
     __device__ inline void each(const Arrays &a, u64 first, u64 step, bool broken, Each each) {
         while (at[0] | at[1] | at[2] | at[3]) {
@@ -207,7 +207,7 @@ __device__ inline Beginning begin(const State *state, u32 k) {
     Counted counted = marked(state);
     const u32 *table = enough(state, counted, k) ? state->first : state->again;
     u32 broken = counted.high, there = broken ? broken : count_all(table, 0).all, found = there < k ? there : k;
-    return {found ? choose(table, found) : Choice{DIGITS, 0}, broken, found};  // no magnitude has such a digit
+    return {found ? choose(table, found) : Choice{DIGITS, 0}, broken, found};  // no magnitude has this digit
 }
 
 extern "C" __global__ RESIDENT(8) void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
@@ -247,7 +247,7 @@ extern "C" __global__ RESIDENT(8) void refine(Arrays a, State *state, const u32 
 }
 KERNEL(refine)
 
-// Of the elements of some words, LANES apart, a bit for each that is larger than the k-th, and for each as large.
+// For words that are LANES apart: a bit for each element larger than the k-th, and for each equal to it.
 struct Compared {
     u32 larger[AHEAD], equal[AHEAD];
 

@@ -1,12 +1,12 @@
-// Signs and mean magnitudes in blocks; payloads are laid out as kernels/host/signs.py says. What is encoded with the
-// magnitude NaN is lost to nothing: its bits are 0, and its residual stays.
+// Signs and mean magnitudes in blocks; kernels/host/signs.py documents the payload. A block with the magnitude NaN is
+// not encoded: its bits are 0, and its residual does not change.
 //
 // HELD: the length of a block that a worker's lanes hold, a power of two from 256; 0 if they hold none.
 #include "floats.cuh"
 
 #define SUMS 1
 
-// A block's mean magnitude. Shares are added up, so that it cannot overflow.
+// A block's mean magnitude. Shares are added up, so it cannot overflow.
 struct Scale {
     float share;
 
@@ -24,12 +24,12 @@ __device__ inline u32 bytes_of(u32 n) { return (n + 7) / 8; }
 
 __device__ inline u32 sign_of(float value) { return bits_of(value) >> 31; }
 
-// Return what is lost of an element.
+// Return the loss of an element.
 __device__ inline float loss(float value, float magnitude) {
     return value - float_of(bits_of(magnitude) | (bits_of(value) & SIGN));
 }
 
-// Encode the elements whose signs are in the bytes `from` to `to` of a block with n elements.
+// Encode the elements with signs in the bytes `from` to `to` of a block with n elements.
 __device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float magnitude, u32 from, u32 to) {
     bool broken = is_nan(magnitude);
     for (u32 i = from + lane(); i < to; i += LANES) {
@@ -45,10 +45,10 @@ __device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float ma
 
 #if HELD
 #define GROUPS (HELD / (4 * LANES))
-#define WORDS (HELD / 32u)  // of signs
+#define WORDS (HELD / 32u)  // words of signs
 
-// Encode a block that lanes hold. Four neighbours are a bit in each byte of a word; which bit it is, and which word,
-// says where they are. If there are fewer words than lanes several lanes have parts of the same word.
+// Encode a block that lanes hold. Four adjacent elements have a bit in each byte of a word; their position gives the
+// bit and the word. If there are fewer words than lanes, several lanes have parts of the same word.
 __device__ inline void encode_held(const Four (&v)[GROUPS], const Four *before, Four *after, u32 *signs,
                                    float magnitude) {
     const u32 own = WORDS > LANES ? WORDS / LANES : 1;
@@ -85,7 +85,7 @@ __device__ inline void signs_held(const float *x, const float *before, float *af
 }
 #endif
 
-// A worker does a block at a time: first it finds the magnitude, then the signs.
+// A worker processes a block at a time: first it computes the magnitude, then the signs.
 extern "C" __global__ RESIDENT(BLOCKS) void signs(
     const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block) {
     u64 blocks = blocks_of(count, block), done = 0;
@@ -107,7 +107,7 @@ extern "C" __global__ RESIDENT(BLOCKS) void signs(
 }
 KERNEL(signs)
 
-// Encode long blocks, which were measured: a worker does a piece at a time.
+// Encode long blocks, which were measured: a worker processes a piece at a time.
 extern "C" __global__ void encode_pieces(const float *x, const float *before, float *after, u8 *payload, u64 count,
                                          u32 block) {
     u32 pieces = pieces_of(bytes_of(block));

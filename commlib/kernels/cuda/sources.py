@@ -1,4 +1,4 @@
-"""Sources: the text of a kernel's file with the files that it includes, as a compiler that sees no folder needs it."""
+"""Sources: expand the includes of a kernel's file, for a compiler without access to a folder."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-# Each operation is rounded as it is written, as on the host.
+# Operations are rounded one by one, as on the host.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 _INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)".*\n', re.MULTILINE)
 
 
 @cache
-def whole(name: str) -> str:
-    """Return a file's text with those that it includes, each once. So a cache that knows the text knows all of it."""
+def expand_source(name: str) -> str:
+    """Return a file's text with its includes, each once. A cache with the text as its key thus covers all of them."""
     seen: set[str] = set()
 
     def text(name: str) -> str:

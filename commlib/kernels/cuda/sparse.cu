@@ -1,24 +1,24 @@
-// The payload of some elements of an array, written and read. Its layout is that of kernels/host/sparse.py.
+// Write and read sparse payloads, in the layout of kernels/host/sparse.py.
 //
-// Where something lies depends on everything before it, so it is written, and read, in two kernels: the first one adds
-// up what is in each chunk, the second one knows where each chunk begins.
+// Each position depends on all earlier data, so a payload is written and read in two kernels: the first one adds up the
+// contents of each chunk, the second one then knows the start of each chunk.
 #include "runs.cuh"
 #include "scan.cuh"
 #include "values.cuh"
 
 struct List {
     const u32 *indices;   // ascending
-    const float *values;  // null: they are in the payload already
-    const u32 *number;    // how many there are; null: all of `most`
-    u64 most, span;       // span: how many a chunk has
+    const float *values;  // null: the payload contains them already
+    const u32 *number;    // number of elements; null: `most`
+    u64 most, span;       // span: elements per chunk
     u32 kind, unused;
 
     __device__ inline u64 length() const { return number ? *number : most; }
-    // Return how many elements lie between one and the one before it.
+    // Return the number of elements between an element and the previous one.
     __device__ inline u32 gap(u64 i) const { return indices[i] - (i ? indices[i - 1] + 1 : 0); }
 };
 
-// Count the gaps and marks of each chunk, in bytes and in words of two; and write the values.
+// Count the gaps and marks of each chunk, with one and with two bytes; and write the values.
 extern "C" __global__ void measure(List list, Pair *sums, u8 *payload) {
     u64 length = list.length();
     for (u64 chunk = worker(); chunk * list.span < length; chunk += workers()) {
@@ -44,7 +44,7 @@ __device__ inline void store_unit(u8 *gaps, u32 width, u64 i, u32 unit) {
     }
 }
 
-#define FEW 4u  // marks that a lane writes alone; more of them are written by all
+#define FEW 4u  // number of marks that a lane writes alone; all lanes write more of them together
 
 extern "C" __global__ void write_gaps(List list, const Pair *sums, u8 *payload, u64 *bytes) {
     u64 length = list.length();
@@ -87,8 +87,8 @@ struct Payload {
     u32 kind, unused;
 };
 
-// What a payload says of itself. A unit is a gap, or a mark that belongs to the next one.
-struct Told {
+// The header of a payload. A unit is a gap, or a mark that belongs to the next gap.
+struct Header {
     bool too_short, other_kind;
     u64 number, units, span;
     u32 width, mark;
@@ -97,24 +97,24 @@ struct Told {
     __device__ inline u32 unit(u64 i) const { return width == 1 ? gaps[i] : load<u16>(gaps + 2 * i); }
 };
 
-__device__ inline Told read_header(const Payload &payload) {
-    Told told = {};
-    told.too_short = payload.length < HEADER;
-    if (told.too_short) return told;
-    told.width = load<u16>(payload.bytes + 4);
-    told.other_kind = load<u16>(payload.bytes + 6) != payload.kind || (told.width != 1 && told.width != 2);
-    if (told.other_kind) return told;
-    told.mark = told.width == 1 ? 255 : 65535;
-    told.number = load<u32>(payload.bytes);
-    u64 start = HEADER + value_bytes(payload.kind) * told.number;
-    told.gaps = payload.bytes + start;
-    told.units = start < payload.length ? (payload.length - start) / told.width : 0;
-    told.span = ((told.units + payload.chunks - 1) / payload.chunks + LANES - 1) / LANES * LANES;
-    return told;
+__device__ inline Header read_header(const Payload &payload) {
+    Header header = {};
+    header.too_short = payload.length < HEADER;
+    if (header.too_short) return header;
+    header.width = load<u16>(payload.bytes + 4);
+    header.other_kind = load<u16>(payload.bytes + 6) != payload.kind || (header.width != 1 && header.width != 2);
+    if (header.other_kind) return header;
+    header.mark = header.width == 1 ? 255 : 65535;
+    header.number = load<u32>(payload.bytes);
+    u64 start = HEADER + value_bytes(payload.kind) * header.number;
+    header.gaps = payload.bytes + start;
+    header.units = start < payload.length ? (payload.length - start) / header.width : 0;
+    header.span = ((header.units + payload.chunks - 1) / payload.chunks + LANES - 1) / LANES * LANES;
+    return header;
 }
 
 struct Faults {
-    u32 outside, too_short, other_kind;  // of zeros at first
+    u32 outside, too_short, other_kind;  // initially zero
 };
 
 struct Clearing {
@@ -126,18 +126,19 @@ struct Clearing {
     }
 };
 
-// Add up the units of each chunk, and count the gaps that end in it; write zeros to `out` unless it is added to.
+// Add up the units of each chunk, and count the gaps that end in it; write zeros to `out` unless values are added to
+// it.
 extern "C" __global__ void add_up_gaps(Payload payload, Pair *sums, float *out, u64 count, u32 add) {
     if (!add) each_run<WIDE<float>>(out, count, Clearing{out});
-    Told told = read_header(payload);
-    for (u64 chunk = worker(); chunk * told.span < told.units; chunk += workers()) {
-        u64 stop = (chunk + 1) * told.span < told.units ? (chunk + 1) * told.span : told.units;
+    Header header = read_header(payload);
+    for (u64 chunk = worker(); chunk * header.span < header.units; chunk += workers()) {
+        u64 stop = (chunk + 1) * header.span < header.units ? (chunk + 1) * header.span : header.units;
         u64 sum = 0;
         u32 ends = 0;
-        for (u64 i = chunk * told.span + lane(); i < stop; i += LANES) {
-            u32 unit = told.unit(i);
+        for (u64 i = chunk * header.span + lane(); i < stop; i += LANES) {
+            u32 unit = header.unit(i);
             sum += unit;
-            ends += unit != told.mark;
+            ends += unit != header.mark;
         }
         sum = all_sum(sum);
         ends = all_sum(ends);
@@ -148,32 +149,32 @@ KERNEL(add_up_gaps)
 
 extern "C" __global__ void read_values(
     Payload payload, const Pair *sums, float *out, u64 count, u32 add, Faults *faults) {
-    Told told = read_header(payload);
+    Header header = read_header(payload);
     if (thread() == 0) {
-        faults->other_kind = told.other_kind;
-        faults->too_short = told.too_short;
+        faults->other_kind = header.other_kind;
+        faults->too_short = header.too_short;
     }
-    for (u64 chunk = worker(); chunk * told.span < told.units; chunk += workers()) {
-        u64 stop = (chunk + 1) * told.span < told.units ? (chunk + 1) * told.span : told.units;
+    for (u64 chunk = worker(); chunk * header.span < header.units; chunk += workers()) {
+        u64 stop = (chunk + 1) * header.span < header.units ? (chunk + 1) * header.span : header.units;
         Pair before = sums_before(sums, chunk);
-        for (u64 start = chunk * told.span; start < stop; start += LANES) {
+        for (u64 start = chunk * header.span; start < stop; start += LANES) {
             u64 at = start + lane();
-            u32 unit = at < stop ? told.unit(at) : told.mark;
-            bool ends = unit != told.mark;
+            u32 unit = at < stop ? header.unit(at) : header.mark;
+            bool ends = unit != header.mark;
             u64 i = before.second + all_before((u32)ends);
             u64 index = before.first + all_before(at < stop ? unit : 0u) + unit + i;
             before.second += all_sum((u32)ends);
             before.first += all_sum(at < stop ? unit : 0u);
-            if (!ends || i >= told.number) continue;
+            if (!ends || i >= header.number) continue;
             if (index >= count) {
-                faults->outside = 1;  // whoever else finds it writes the same
+                faults->outside = 1;  // a harmless race: all write the same value
                 continue;
             }
             float value = load_value(payload.bytes, payload.kind, i);
             out[index] = add ? out[index] + value : value;
         }
     }
-    u64 chunks = told.units ? (told.units + told.span - 1) / told.span : 0;
-    if (sums_before(sums, chunks).second < told.number && thread() == 0) faults->too_short = 1;
+    u64 chunks = header.units ? (header.units + header.span - 1) / header.span : 0;
+    if (sums_before(sums, chunks).second < header.number && thread() == 0) faults->too_short = 1;
 }
 KERNEL(read_values)

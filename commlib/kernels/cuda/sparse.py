@@ -1,11 +1,11 @@
-"""Sparse payloads: the largest elements, or random ones, and where they are. See select.cu and sparse.cu.
+"""Sparse payloads: the largest or random elements, and their positions. See select.cu and sparse.cu.
 
-Everything is found on the device. What the caller waits for is a number at the end: the length of the payload, or what
-is wrong with it.
+All selections run on the device. The caller waits for one number at the end: the length of the payload, or the fault in
+it.
 
-A NaN that arithmetic makes has the bits that a GPU gives it, so the payload of a sum that is not finite may have other
-NaNs than the host's. All else is the host's, bit for bit. What `read_sparse` has written of a payload in which it finds
-a fault may be more than the host writes: all that lies inside.
+A NaN from arithmetic has the bits of a GPU's NaN, so a payload of a sum that is not finite may contain other NaNs than
+the host's. Everything else equals the host's, bit for bit. If `read_sparse` finds a fault in a payload, it may already
+have written more elements than the host: all valid ones.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from commlib.kernels.cuda import arithmetic, places
-from commlib.kernels.cuda.arguments import at, f32, u32, u64
-from commlib.kernels.cuda.launcher import Launcher
+from commlib.kernels.cuda.arguments import f32, pointer_to, u32, u64
+from commlib.kernels.cuda.launcher import KernelLauncher
 from commlib.kernels.protocol import Fault, Value
 
-# The numbers of sparse.cu, select.cu, scan.cuh and digits.cuh.
+# The constants of sparse.cu, select.cu, scan.cuh and digits.cuh.
 _KINDS: dict[Value, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
 _PLAIN, _FED, _ACCUMULATED = range(3)
 _TILE = 256  # elements
 _PAIR, _SUPERS = 16, 128
-_MOST_CHUNKS = 64 * 64  # at most _SUPERS * 64; so few that their workers are all resident on a large GPU
+_MOST_CHUNKS = 64 * 64  # at most _SUPERS * 64; few enough to keep all their workers resident on a large GPU
 _STATE = 4 * (5 * 2048 + 3 * 2 + 4)
-_FOUND = _STATE - 8  # where in the state it says how many are chosen
+_FOUND = _STATE - 8  # offset of the number of chosen elements in the state
 _FAULTS = 12
-_ROUND = 32  # a chunk is a multiple of it: each lane has as many
-# Of tiles that are sampled one stands for so many at most, if there are enough of them.
+_ROUND = 32  # a chunk is a multiple of it, so lanes share it equally
+# One in _STRIDE tiles is sampled at most, and at least _SAMPLED tiles if there are as many.
 _STRIDE, _SAMPLED = 64, 64
 
 _ARRAYS = np.dtype(
@@ -43,15 +43,15 @@ _LIST = np.dtype(
 _PAYLOAD = np.dtype([("bytes", "u8"), ("length", "u8"), ("chunks", "u8"), ("kind", "u4"), ("unused", "u4")])
 
 
-def largest(launcher: Launcher, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
-    """Write the k largest of float32 and where they are, and return how many bytes that took."""
+def largest(launcher: KernelLauncher, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+    """Write the k largest float32 elements and their positions, and return the payload's length in bytes."""
     if before is None:
         return _choose(launcher, _PLAIN, _arrays(x, None, None, x, None, value), k, value, payload)
     return _choose(launcher, _FED, _arrays(x, before, None, after, None, value), k, value, payload)
 
 
 def accumulate(
-    launcher: Launcher,
+    launcher: KernelLauncher,
     gradient: Any,
     u: Any,
     v: Any,
@@ -64,29 +64,40 @@ def accumulate(
     value: Value,
     payload: Any,
 ) -> int:
-    """Do a step of Deep Gradient Compression, write the k largest elements, and return how many bytes that took."""
+    """Run a step of Deep Gradient Compression, write the k largest elements, and return the payload's bytes."""
     arrays = _arrays(gradient, v, u, v_after, u_after, value, scale, momentum, nesterov)
     return _choose(launcher, _ACCUMULATED, arrays, k, value, payload)
 
 
-def random(launcher: Launcher, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
-    """Write k elements that `seed` chooses, and return how many bytes that took."""
+def random(
+    launcher: KernelLauncher, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any
+) -> int:
+    """Write k elements that `seed` chooses, and return the payload's length in bytes."""
     indices, values = launcher.scratch(4 * k).view(np.uint32), launcher.scratch(4 * k).view(np.float32)
     places.draw(launcher, len(x), seed, indices)
     places.take(launcher, x, before, after, indices, scale, values)
-    return _write(launcher, at(indices), at(values), u64(0), k, "float32", _zeros(launcher, _sums(_chunks(k))), payload)
+    return _write(
+        launcher,
+        pointer_to(indices),
+        pointer_to(values),
+        u64(0),
+        k,
+        "float32",
+        _zeros(launcher, _sums(_chunks(k))),
+        payload,
+    )
 
 
-def read_sparse(launcher: Launcher, payload: Any, value: Value, out: Any, add: bool) -> Fault:
-    """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
+def read_sparse(launcher: KernelLauncher, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+    """Decode a payload of `largest` or `random` as float32, or add its values; return the fault in it."""
     chunks = _chunks(len(payload))
     zeros = _zeros(launcher, _sums(chunks) + _FAULTS)
-    sums, faults = at(zeros), zeros[_sums(chunks) :]
-    told = np.array((at(payload), len(payload), chunks, _KINDS[value], 0), _PAYLOAD)
-    rest = at(out), u64(len(out)), u32(add)
+    sums, faults = pointer_to(zeros), zeros[_sums(chunks) :]
+    arguments = np.array((pointer_to(payload), len(payload), chunks, _KINDS[value], 0), _PAYLOAD)
+    rest = pointer_to(out), u64(len(out)), u32(add)
     tiles = 0 if add else -(-len(out) // _TILE)
-    launcher.launch("sparse.cu", "add_up_gaps", {}, max(chunks, tiles), told, sums, *rest)
-    launcher.launch("sparse.cu", "read_values", {}, chunks, told, sums, *rest, at(faults))
+    launcher.launch("sparse.cu", "add_up_gaps", {}, max(chunks, tiles), arguments, sums, *rest)
+    launcher.launch("sparse.cu", "read_values", {}, chunks, arguments, sums, *rest, pointer_to(faults))
     outside, too_short, other_kind = launcher.read(faults, np.uint32)
     # An element outside is found before the payload ends.
     return "other kind" if other_kind else "outside" if outside else "too short" if too_short else ""
@@ -103,13 +114,13 @@ def _arrays(
     momentum: float = 0,
     nesterov: bool = False,
 ) -> Any:
-    addresses = (at(array) for array in (x, before, u, after, u_after))
+    addresses = (pointer_to(array) for array in (x, before, u, after, u_after))
     with np.errstate(over="ignore"):
         return np.array((*addresses, len(x), f32(scale), f32(momentum), nesterov, _KINDS[value]), _ARRAYS)
 
 
-def _choose(launcher: Launcher, source: int, arrays: Any, k: int, value: Value, payload: Any) -> int:
-    """Select, and write the payload. There are sums twice: of chunks of elements, and of what is chosen."""
+def _choose(launcher: KernelLauncher, source: int, arrays: Any, k: int, value: Value, payload: Any) -> int:
+    """Select, and write the payload. There are sums for chunks of elements and sums for the chosen elements."""
     count = int(arrays["count"])
     words, tiles = -(-count // 32), -(-count // _TILE)
     chunks = _chunks(words)
@@ -117,32 +128,32 @@ def _choose(launcher: Launcher, source: int, arrays: Any, k: int, value: Value, 
     mask, indices = launcher.scratch(4 * words), launcher.scratch(4 * k)
     unfit = None if source == _PLAIN else launcher.scratch(4 * words)
     stride = min(max(tiles // _SAMPLED, 1), _STRIDE)
-    state, sums = at(zeros), at(zeros[_STATE:])
-    by_word = at(mask), u64(words)
+    state, sums = pointer_to(zeros), pointer_to(zeros[_STATE:])
+    by_word = pointer_to(mask), u64(words)
     by_chunk = *by_word, u64(_span(words)), sums
 
     def launch(kernel: str, workers: int, *args: Any) -> None:
         launcher.launch("select.cu", kernel, {"SOURCE": source}, workers, arrays, *args)
 
     launch("sample", -(-tiles // stride), u64(stride), state)
-    launch("total", tiles, u32(_rank(k, stride)), state, at(mask), at(unfit))
-    launch("again", tiles, u32(k), state, at(mask))
-    launch("narrow", tiles, u32(k), state, at(mask), at(unfit), u64(words))
+    launch("total", tiles, u32(_rank(k, stride)), state, pointer_to(mask), pointer_to(unfit))
+    launch("again", tiles, u32(k), state, pointer_to(mask))
+    launch("narrow", tiles, u32(k), state, pointer_to(mask), pointer_to(unfit), u64(words))
     launch("refine", tiles, state, *by_word)
     launch("tally", chunks, state, *by_chunk)
-    launch("choose_marked", chunks, state, *by_chunk, at(indices), at(payload))
+    launch("choose_marked", chunks, state, *by_chunk, pointer_to(indices), pointer_to(payload))
     found = u64(state + u64(_FOUND))
-    return _write(launcher, at(indices), u64(0), found, k, value, zeros[_STATE + _sums(chunks) :], payload)
+    return _write(launcher, pointer_to(indices), u64(0), found, k, value, zeros[_STATE + _sums(chunks) :], payload)
 
 
 def _rank(k: int, stride: int) -> int:
-    """Return how many of a sample are taken for the k largest of all: so many that these are hardly ever more."""
+    """Return the rank of the guess in a sample. It is so low that it hardly ever excludes one of the k largest."""
     share = -(-k // stride)
     return k if stride == 1 else share + 4 * math.isqrt(share) + 8
 
 
 def _write(
-    launcher: Launcher,
+    launcher: KernelLauncher,
     indices: np.uint64,
     values: np.uint64,
     number: np.uint64,
@@ -151,16 +162,18 @@ def _write(
     sums: Any,
     payload: Any,
 ) -> int:
-    """Write a payload but for its values, if they are there already (values = 0), and return its length."""
+    """Write a payload, without its values if they are present already (values = 0), and return its length."""
     listed = np.array((indices, values, number, most, _span(most), _KINDS[value], 0), _LIST)
     length = launcher.scratch(8)
-    launcher.launch("sparse.cu", "measure", {}, _chunks(most), listed, at(sums), at(payload))
-    launcher.launch("sparse.cu", "write_gaps", {}, _chunks(most), listed, at(sums), at(payload), at(length))
+    launcher.launch("sparse.cu", "measure", {}, _chunks(most), listed, pointer_to(sums), pointer_to(payload))
+    launcher.launch(
+        "sparse.cu", "write_gaps", {}, _chunks(most), listed, pointer_to(sums), pointer_to(payload), pointer_to(length)
+    )
     return int(launcher.read(length, np.uint64)[0])
 
 
 def _span(count: int) -> int:
-    """Return how many elements, or words, a chunk has: a few rounds of a worker's lanes, more where there are many."""
+    """Return the number of elements, or words, in a chunk: a few rounds of a worker's lanes, more for long arrays."""
     return -(-max(count, 1) // (_MOST_CHUNKS * _ROUND)) * _ROUND
 
 
@@ -172,7 +185,7 @@ def _sums(chunks: int) -> int:
     return _PAIR * (_SUPERS + chunks)
 
 
-def _zeros(launcher: Launcher, nbytes: int) -> Any:
+def _zeros(launcher: KernelLauncher, nbytes: int) -> Any:
     memory = launcher.scratch(nbytes)
     arithmetic.fill(launcher, memory.view(np.uint32), 0)
     return memory

@@ -1,12 +1,11 @@
 // Sum squares of ELEMENT, or (SQUARE is 0) numbers, in float64: each `span` elements become one number.
 //
-// The host adds up 512 sums, which is too few for a GPU. The order here is another one, but fixed: a span is summed by
-// one worker, and a lane has the same of its elements wherever they lie in memory and however many workers there are.
+// The host adds up 512 sums, which is too few for a GPU. The order here differs, but is fixed: one worker sums a span,
+// and the elements of a lane do not depend on addresses or on the number of workers.
 #include "elements.cuh"
 #include "runs.cuh"
 
-// Loads of a lane that are under way at once, each with a sum of its own: there are few workers, so that few sums are
-// left to add up.
+// Loads in flight per lane, each with a separate sum: there are few workers, to leave few sums for the next pass.
 #define LOADS 4u
 
 template <u32 N>

@@ -1,7 +1,7 @@
-"""CudaKernels: the kernels of CUDA as the table that every device has. See `kernels.protocol`.
+"""CudaKernels: the CUDA kernels as the table that every device has. See `kernels.protocol`.
 
-What is written where a residual is kept, how payloads are laid out and what broken numbers become is said beside the
-host's kernels, and is the same here.
+The host's kernels document the residuals, the layouts of payloads and the treatment of infinities and NaNs. They are
+the same here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from commlib.kernels.cuda import arithmetic, blocks, codes, low_rank, places, rows, sparse
-from commlib.kernels.cuda.launcher import Launcher
-from commlib.kernels.protocol import Blocks, Code, Fault, Value
+from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
 
 
 class CudaKernels:
-    """See `kernels.protocol.Kernels`."""
+    """CUDA implementation of `kernels.protocol.Kernels`."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: KernelLauncher) -> None:
         self._launcher = launcher
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
@@ -91,7 +91,7 @@ class CudaKernels:
     def place(self, values: Any, places_: Any, out: Any) -> None:
         places.place(self._launcher, values, places_, out)
 
-    def copy_blocks(self, source: Any, target: Any, blocks_: Blocks) -> None:
+    def copy_blocks(self, source: Any, target: Any, blocks_: BlockLayout) -> None:
         blocks.copy_blocks(self._launcher, source, target, blocks_)
 
     def take_rows(self, here: Any, there: Any, factors: Any, places_: Any, width: int, target: Any) -> None:

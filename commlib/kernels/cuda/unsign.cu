@@ -1,4 +1,4 @@
-// Write what `signs` has encoded as float32, or add it.
+// Decode the payload of `signs` as float32, or add the values.
 //
 // HELD: the length of the blocks if it is a power of two from 256 to 2048; else 0.
 #include "floats.cuh"
@@ -7,12 +7,12 @@
 
 __device__ inline u32 bytes_of(u32 n) { return (n + 7) / 8; }
 
-// Return a magnitude with the sign that is a bit of a word.
+// Return a magnitude with the sign given by a bit of a word.
 __device__ inline float signed_by(u32 word, u32 bit, u32 magnitude) {
     return float_of(magnitude ^ (word >> bit & 1u) << 31);
 }
 
-// Return four neighbours, whose signs are the same bit of each byte of a word.
+// Return four adjacent values, whose signs are the same bit of each byte of a word.
 __device__ inline Four four_signed(u32 word, u32 bit, u32 magnitude) {
     Four v;
     UNROLL for (u32 byte = 0; byte < 4; ++byte) v.at[byte] = signed_by(word, 8 * byte + bit, magnitude);
@@ -21,9 +21,9 @@ __device__ inline Four four_signed(u32 word, u32 bit, u32 magnitude) {
 
 #if HELD
 #define FOURS (HELD / 4)
-#define WORDS (HELD / 32)  // of signs
+#define WORDS (HELD / 32)  // words of signs
 
-// Write whole blocks: two fours in each thread, so that both are under way at once.
+// Decode full blocks: two groups of four per thread, to have both in flight.
 __device__ inline void unsign_held(const u32 *magnitudes, const u32 *signs, Four *out, u64 blocks, bool add) {
     for (u64 i = thread(), fours = blocks * FOURS; i < fours; i += 2 * threads()) {
         u64 next = i + threads();

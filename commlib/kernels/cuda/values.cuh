@@ -1,4 +1,4 @@
-// The values of a sparse payload. Their kinds are numbers, as in kernels/host/sparse.py.
+// Values of sparse payloads. Their kinds are numbers, as in kernels/host/sparse.py.
 #pragma once
 #include "floats.cuh"
 #include "memory.cuh"
@@ -9,7 +9,7 @@
 
 __device__ inline u32 value_bytes(u32 kind) { return kind == FLOAT32 ? 4 : 2; }
 
-// Round to the bits of float16 or bfloat16. A NaN of float16 is what the host's CPU makes of it.
+// Round to the bits of float16 or bfloat16. A float16 NaN equals the host CPU's.
 __device__ inline u16 half_of(u32 kind, float value) {
     u32 bits = bits_of(value);
     if (kind != FLOAT16) return is_nan(value) ? 0x7FC0 : (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -21,7 +21,7 @@ __device__ inline float full_of(u32 kind, u16 bits) {
     return kind == FLOAT16 ? half_to_float(bits) : float_of((u32)bits << 16);
 }
 
-// Return a value minus what it decodes to. Not finite if either is not.
+// Return a value minus its decoded value. Not finite if either is not.
 __device__ inline float loss(u32 kind, float value) {
     return value - (kind == FLOAT32 ? value : full_of(kind, half_of(kind, value)));
 }

@@ -1,7 +1,7 @@
-"""Kernels of the host: compiled by numba.
+"""Host kernels, compiled by numba.
 
-Where colorama is installed, numba writes escape codes to standard output at the end of a program that has compiled a
-kernel. It asks this variable when it is imported, so it is set for that long.
+If colorama is installed, numba writes escape codes to standard output at the end of a program that has compiled a
+kernel. numba reads this variable when it is imported, so the variable is set only during the import.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""numpy's arrays as compiled functions see them, given by their `id`; and numbers at addresses."""
+"""Array access: read fields of numpy arrays, given by their `id`, and numbers at addresses, in compiled code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from commlib.dtypes import NUMPY
 from commlib.kernels.host import intrinsics as ins
 
-# Where they keep what is looked at (PyArrayObject_fields, behind the object's head), and three of their flags.
+# Offsets of the array fields that kernels read (PyArrayObject_fields, after the object header), and three array flags.
 _HEAD = object.__basicsize__
 DATA, NDIM, SHAPE, DESCR, FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
@@ -23,12 +23,12 @@ _PAIRS = [number for dtype in NUMPY.values() for number in (id(dtype), dtype.ite
 _DTYPES = np.array([*_PAIRS, 0, 0], np.int64)
 
 DTYPES_AT: int = _DTYPES.ctypes.data
-"""Address of a table for `plain_bytes`: the `id` of each dtype that commlib moves, with its item's bytes; then 0."""
+"""Address of a table for `plain_bytes`: the `id` and item size of each dtype that commlib moves, terminated by 0."""
 
 
 @intrinsic
 def exchange(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the int64 `value` to `address` and return what was there, in one step that no other thread can divide."""
+    """Atomically write the int64 `value` to `address` and return the previous value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -39,7 +39,7 @@ def exchange(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def exchange_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Write the int64 `value` to `address` if `expected` is there, and return what was there, in one such step."""
+    """Atomically write the int64 `value` to `address` if it holds `expected`; return the previous value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -63,7 +63,7 @@ def int32(address: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def plain_bytes(array: int, flags: int, dtypes: int) -> Any:
-    """Return the bytes of an array that has all these flags and one of the dtypes of a table; -1 for any other."""
+    """Return the number of bytes of an array that has all these flags and a dtype of the table; -1 for other arrays."""
     if int32(array + FLAGS) & flags != flags:
         return -1
     descr, entry = ins.load_acquire(array + DESCR), dtypes
@@ -79,7 +79,7 @@ def plain_bytes(array: int, flags: int, dtypes: int) -> Any:
 
 
 def are_where_expected() -> bool:
-    """Return whether numpy's arrays are laid out as kernels read them."""
+    """Return whether numpy's array layout is the one that kernels expect."""
     probe = np.zeros((3, 5, 7), np.float32)[1:]
     gaps, at = probe[:, ::2], id(probe)
     gaps.flags.writeable = False

@@ -1,7 +1,7 @@
-"""Blocks: pass over one block of an array, which stays in the L1 cache. The kernels that cut arrays share this.
+"""Block passes: process one block of an array within the L1 cache, for the kernels that split arrays into blocks.
 
-Each pass is a loop of its own that LLVM vectorises; together they cost less than one loop that it does not. Sums have a
-fixed order, so that their bits do not depend on the CPU.
+Each pass is a separate loop that LLVM vectorizes. Together the passes cost less than a single loop that it does not
+vectorize. Sums have a fixed order, so their bits do not depend on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREATEST = nb.float32((2.0 - 2.0**-23) * 2.0**127)
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def add_to(target: Any, x: Any, y: Any) -> None:
-    """Write x + y to target, which is neither of them."""
+    """Write x + y to target, which is a third array."""
     for i in range(len(target)):
         target[i] = x[i] + y[i]
 
@@ -43,7 +43,7 @@ def copy(target: Any, x: Any) -> None:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def greatest(x: Any) -> Any:
-    """Return the bits of the greatest |x|. They are ordered as the numbers are, and infinities and NaN come last."""
+    """Return the bits of the greatest |x|. Bits compare like the numbers, with infinities and NaN last."""
     found = nb.uint32(0)
     for i in range(len(x)):
         bits = nb.uint32(ins.float_bits(x[i]) & MAGNITUDE)
@@ -53,7 +53,7 @@ def greatest(x: Any) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def sum_by_halves(x: Any) -> Any:
-    """Return the sum of x, which is overwritten: the upper half is added to the lower one until one is left."""
+    """Return the sum of x, which is overwritten: the upper half is added to the lower half until one number is left."""
     n = len(x)
     while n > 1:
         half = (n + 1) // 2
@@ -66,7 +66,7 @@ def sum_by_halves(x: Any) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def mean_magnitude(x: Any, scratch: Any) -> Any:
-    """Return the mean of |x|, which are finite. It cannot overflow. Scratch is as long as x."""
+    """Return the mean of |x| for finite x. It cannot overflow. Scratch is as long as x."""
     share = nb.float32(1) / nb.float32(len(x))
     for i in range(len(x)):
         scratch[i] = abs(x[i]) * share
@@ -75,10 +75,10 @@ def mean_magnitude(x: Any, scratch: Any) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def norm(x: Any, greatest_bits: int, scratch: Any) -> Any:
-    """Return the Euclidean norm of x, which are finite, or the greatest float32 if it is more. Scratch is as long as x.
+    """Return the Euclidean norm of finite x, at most the greatest float32. Scratch is as long as x.
 
-    Squares are taken of x divided by the power of two below the greatest of them: none overflows, and none that
-    matters underflows.
+    x is divided by the power of two below its greatest magnitude before it is squared: no square overflows, and no
+    relevant square underflows.
     """
     exponent = min(max(greatest_bits >> nb.uint32(23), nb.uint32(1)), nb.uint32(253))
     power = ins.bits_float(nb.uint32(exponent << nb.uint32(23)))

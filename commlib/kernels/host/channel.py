@@ -1,13 +1,13 @@
-"""Messages of a channel on a node, each ONE compiled call without the GIL: put one, take one, hand one back.
+"""Messages of a channel within a node: put, take and release a message in one compiled call each, without the GIL.
 
 An *inbox* is memory of its receiver that both ranks map. Its slots are used in turn. Message number n (from 1) goes to
-slot (n - 1) % depth: its sender waits until the message before in that slot has been handed back, copies the array in,
-and writes n with release order; the receiver reads n with acquire order, and may then look at the data. When it hands
-the slot back it writes n, in a line of its own. Nothing else is shared, so no store is ever contended.
+slot (n - 1) % depth. Its sender waits until the receiver has released the previous message in that slot, copies the
+array in, and writes n with release order. The receiver reads n with acquire order, and may then read the data. To
+release the slot, it writes n to a separate cache line. No other data is shared, so stores never contend.
 
-What a kernel needs is in one int64 array, the *end* of its rank, whose fields are the constants below. A kernel that
-has waited long returns WAITING, and has then changed nothing: it is simply called again. `BUSY` is taken atomically, so
-a second thread, or a signal handler that interrupts Python between two calls, can never see half a message.
+The arguments of a kernel are in one int64 array, the *end* of its rank, whose fields are the constants below. A kernel
+that has waited long returns WAITING without any change; the caller calls it again. `BUSY` is taken atomically, so a
+second thread, or a signal handler that interrupts Python between two calls, never sees a partial message.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ import numba as nb
 from commlib.kernels.host import arrays
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table as _table
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
 from commlib.kernels.host.waiting import ASK, pause
 
-# What a kernel returns; `take` returns the slot, which is not negative, if it has taken a message.
+# Status codes. `take` returns the slot, which is not negative, if it has taken a message.
 DONE, WAITING, STOPPED, OTHER, HELD = 0, -1, -2, -3, -4
 
-# The head of a slot: the sender's line, the receiver's line, and the sender's description of what it sends, which is
-# written where that changes. CPUs prefetch lines of 64 bytes in pairs. What fits stands in the sender's line.
+# The header of a slot: the sender's line, the receiver's line, and the sender's message description, which is written
+# only when it changes. CPUs prefetch lines of 64 bytes in pairs. Small messages are stored in the sender's line.
 NUMBER_AT, SPEC_AT, INLINE_AT, BACK_AT, RECORD_AT, HEAD_BYTES = 0, 8, 16, 128, 256, 2560
 INLINE_BYTES, RECORD_BYTES = BACK_AT - INLINE_AT, HEAD_BYTES - RECORD_AT
 
 # Fields of an end.
 (
-    HEADS,  # address of the first slot's head
+    HEADS,  # address of the first slot's header
     DEPTH,
-    COUNT,  # messages that this end has put, or taken
-    SLOT,  # of the next one
-    DATA,  # address of the first slot's data, and bytes from one slot's to the next
+    COUNT,  # number of messages that this end has put, or taken
+    SLOT,  # slot of the next message
+    DATA,  # address of the first slot's data, and distance in bytes between the data of slots
     STRIDE,
     NBYTES,  # of a message
-    SPEC,  # counts the changes of shape; 0 until the ends know each other
-    DESCR,  # of the arrays that `put` takes: the `id` of their dtype, and their dimensions
+    SPEC,  # number of shape changes; 0 before the handshake
+    DESCR,  # for the arrays that `put` accepts: the `id` of their dtype, and their dimensions
     NDIM,
     SHAPE,  # address of a table
     BUSY,
-    HALTED,  # nothing moves any more, or Python must be asked before it does
+    HALTED,  # no message moves, or Python must check first
     SPINS,  # polls before the first yield
     YIELDS,  # yields before the first nap
     NAPS,  # naps before WAITING is returned
     NAP_MICROSECONDS,
-    STREAMED,  # messages of so many bytes are written past the caches
+    STREAMED,  # messages of at least this many bytes bypass the caches
     END_FIELDS,
 ) = range(19)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def enter(address: int) -> Any:
-    """Take BUSY; False if it is taken."""
+    """Take BUSY; return False if another call holds it."""
     return arrays.exchange_if(address + 8 * BUSY, 0, 1) == 0
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def leave(address: int) -> None:
-    """Let go of BUSY."""
+    """Release BUSY."""
     ins.store_release(address + 8 * BUSY, 0)
 
 
 @kernel(nogil=True)
 def _await(end: Any, flag: int, number: int) -> bool:
-    """Wait until the int64 at `flag` is at least `number`; False if that takes long."""
+    """Wait until the int64 at `flag` is at least `number`; return False after a long wait."""
     polls = 0
     while ins.load_acquire(flag) < number:
         polls = pause(polls, end[SPINS], end[YIELDS], end[NAPS], end[NAP_MICROSECONDS])
@@ -80,7 +80,7 @@ def _await(end: Any, flag: int, number: int) -> bool:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def is_as_agreed(end: Any, array: int) -> Any:
-    """Return whether a numpy array, given by its `id`, has the dtype and shape that are sent, without gaps."""
+    """Return whether a numpy array, given by its `id`, has the agreed dtype and shape, and is contiguous."""
     plain = arrays.C_CONTIGUOUS | arrays.ALIGNED
     if ins.load_acquire(array + arrays.DESCR) != end[DESCR] or arrays.int32(array + arrays.FLAGS) & plain != plain:
         return False
@@ -95,7 +95,7 @@ def is_as_agreed(end: Any, array: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _await_room(end: Any) -> Any:
-    """Wait until the message that was in the next slot has been handed back; the first DEPTH find 0, and need less."""
+    """Wait until the receiver has released the previous message in the next slot, unless there was none."""
     return _await(end, end[HEADS] + end[SLOT] * HEAD_BYTES + BACK_AT, end[COUNT] + 1 - end[DEPTH])
 
 
@@ -107,7 +107,7 @@ def _advance(end: Any) -> None:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _publish(end: Any, source: int) -> None:
-    """Copy NBYTES from `source` to the next slot, unless they are there, and say so."""
+    """Copy NBYTES from `source` to the next slot, unless it already contains them, and publish the message."""
     head, target = end[HEADS] + end[SLOT] * HEAD_BYTES, end[DATA] + end[SLOT] * end[STRIDE]
     if source != target and end[NBYTES] > 0:
         if end[NBYTES] < end[STREAMED]:
@@ -121,7 +121,7 @@ def _publish(end: Any, source: int) -> None:
 
 @kernel(nogil=True)
 def put(address: int, array: int) -> int:
-    """Put a numpy array, given by its `id`, into the peer's inbox. DONE, WAITING, STOPPED, or OTHER: not as agreed."""
+    """Put a numpy array, given by its `id`, into the peer's inbox: DONE, WAITING, STOPPED or OTHER (not as agreed)."""
     end = _table(address, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
@@ -140,7 +140,7 @@ def put(address: int, array: int) -> int:
 
 @kernel(nogil=True)
 def free_slot(address: int) -> int:
-    """Return the slot of the next message, if it need not wait for it. Or WAITING, STOPPED. Never blocks."""
+    """Return the slot of the next message if it is free, else WAITING or STOPPED. Never blocks."""
     end = _table(address, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
@@ -149,15 +149,15 @@ def free_slot(address: int) -> int:
 
 
 @kernel(nogil=True)
-def has_come(address: int) -> int:
-    """Return 1 if the next message is there, else 0."""
+def has_arrived(address: int) -> int:
+    """Return 1 if the next message has arrived, else 0."""
     end = _table(address, END_FIELDS)
     return 1 if ins.load_acquire(end[HEADS] + end[SLOT] * HEAD_BYTES + NUMBER_AT) > end[COUNT] else 0
 
 
 @kernel(nogil=True)
 def reserve(address: int) -> int:
-    """Wait for a free slot and return it; the end is then BUSY until `put_reserved` or `let_go`. Or WAITING."""
+    """Wait for a free slot and return it, or WAITING. The end stays BUSY until `put_reserved` or `let_go`."""
     end = _table(address, END_FIELDS)
     if not enter(address):
         ins.usleep(end[NAP_MICROSECONDS])
@@ -178,16 +178,16 @@ def put_reserved(address: int, source: int) -> int:
 
 @kernel(nogil=True)
 def let_go(address: int) -> int:
-    """Let go of what `reserve` has claimed."""
+    """Give up a slot that `reserve` has returned."""
     leave(address)
     return DONE
 
 
 @kernel(nogil=True)
 def take(address: int) -> int:
-    """Take the next message and return its slot. Or WAITING, STOPPED, HELD: it has no free slot to come to.
+    """Take the next message and return its slot, or WAITING, STOPPED, or HELD if the receiver holds all slots.
 
-    OTHER: it is not as before; the slot's record describes it, and nothing was taken.
+    Returns OTHER, without taking a message, if it differs from the previous one; the slot's record describes it.
     """
     end = _table(address, END_FIELDS)
     if end[HALTED] != 0:
@@ -211,8 +211,8 @@ def take(address: int) -> int:
 
 
 @kernel(nogil=True)
-def hand_back(address: int, array: int) -> int:
-    """Hand back the slot in which a numpy array, given by its `id`, lies; 0: all that were taken. OTHER if in none."""
+def release(address: int, array: int) -> int:
+    """Release the slot that contains a numpy array, given by its `id`; 0 releases all. OTHER if no slot contains it."""
     end = _table(address, END_FIELDS)
     if array == 0:
         first = max(0, end[COUNT] - end[DEPTH])
@@ -223,15 +223,15 @@ def hand_back(address: int, array: int) -> int:
     offset = ins.load_acquire(array + arrays.DATA) - end[DATA]
     if offset < 0 or offset >= end[DEPTH] * end[STRIDE]:
         return OTHER
-    return hand_back_slot(address, offset // end[STRIDE])
+    return release_slot(address, offset // end[STRIDE])
 
 
 @kernel(nogil=True)
-def hand_back_slot(address: int, slot: int) -> int:
-    """Hand back a slot, if a message was taken from it that has not been."""
+def release_slot(address: int, slot: int) -> int:
+    """Release a slot, if the receiver holds a message in it."""
     end = _table(address, END_FIELDS)
     head = end[HEADS] + slot * HEAD_BYTES
     number = ins.load_acquire(head + NUMBER_AT)
-    if number <= end[COUNT]:  # else it has been handed back already, and the next message is there
+    if number <= end[COUNT]:  # else it was released already, and holds the next message
         ins.store_release(head + BACK_AT, number)
     return DONE

@@ -1,6 +1,6 @@
-"""Casts between float32 and half precision, many times as fast as numpy's and ml_dtypes' own, and with the same result.
+"""Casts between float32 and half precision: much faster than numpy's and ml_dtypes' casts, with the same results.
 
-Rounding is to nearest even, what is too large becomes infinite, and a NaN stays one.
+Values round to nearest even, values that are too large become infinite, and a NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from commlib.buffers.views import address_of
 from commlib.errors import UsageError
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
-# Elements between passes that must not know of each other's memory: 4 KiB stay in the L1 cache.
+# Elements per pass. Separate passes let LLVM assume that memory does not alias; 4 KiB stay in the L1 cache.
 _BLOCK = 1024
 
 _INFINITY = nb.uint32(0x7F800000)
@@ -30,7 +30,7 @@ _QUIET_NAN = nb.uint32(0x7FC00000)
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _to_bfloat(value: float) -> Any:
-    """Round any float32 to bfloat16 (as uint16 bits); a NaN becomes the quiet one of its sign, as in ml_dtypes."""
+    """Round any float32 to bfloat16 (as uint16 bits); a NaN becomes the quiet NaN of its sign, as in ml_dtypes."""
     bits = ins.float_bits(value)
     nan = nb.uint32(_QUIET_NAN | (bits & _SIGN))
     return nb.uint16((nan if (bits & _MAGNITUDE) > _INFINITY else ins.round_to_bfloat(value)) >> nb.uint32(16))
@@ -38,7 +38,7 @@ def _to_bfloat(value: float) -> Any:
 
 @kernel(nogil=True)
 def narrow(source: int, target: int, count: int, bfloat: bool) -> None:
-    """Round `count` float32 at one address to float16, or to bfloat16, at another."""
+    """Round `count` float32 values at `source` to float16 or bfloat16 at `target`."""
     x = nb.carray(ins.as_pointer(source), count, np.float32)
     y = nb.carray(ins.as_pointer(target), count, np.uint16)
     if bfloat:
@@ -51,7 +51,7 @@ def narrow(source: int, target: int, count: int, bfloat: bool) -> None:
 
 @kernel(nogil=True)
 def widen(source: int, target: int, count: int, bfloat: bool, add: bool) -> None:
-    """Write `count` float16, or bfloat16, at one address to the float32 at another, or add them."""
+    """Write `count` float16 or bfloat16 values at `source` to the float32 values at `target`, or add them."""
     x = nb.carray(ins.as_pointer(source), count, np.uint16)
     y = nb.carray(ins.as_pointer(target), count, np.float32)
     if bfloat and add:
@@ -70,13 +70,13 @@ def widen(source: int, target: int, count: int, bfloat: bool, add: bool) -> None
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _loss(value: float, kept: float, before: float) -> Any:
-    """Return what rounding to `kept` lost, or what was lost before if nothing can be said of it."""
+    """Return the loss of rounding to `kept`, or the previous loss if the new one is not finite."""
     return before if (ins.float_bits(kept) & _MAGNITUDE) >= _INFINITY else value - kept
 
 
 @kernel(nogil=True)
 def narrow_sum(source: int, before: int, after: int, target: int, count: int, bfloat: bool) -> None:
-    """Round source + before, and write what is lost to `after`, which may be `before`; elsewhere see `narrow`.
+    """Round source + before, and write the loss to `after`, which may be `before`; otherwise as `narrow`.
 
     An element that does not stay finite leaves after = before.
     """
@@ -105,21 +105,22 @@ def narrow_sum(source: int, before: int, after: int, target: int, count: int, bf
 
 
 def convert(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-    """Write the values of `source` to `target`, of another dtype: float32 to float16 or bfloat16, or back.
+    """Convert the values of `source` to the dtype of `target`: float32 to float16 or bfloat16, or back.
 
-    Both are C-contiguous numpy arrays with as many elements. The GIL is free meanwhile. Raises UsageError.
+    Both are C-contiguous numpy arrays of the same size. The GIL is released. Raises UsageError for other arrays.
     """
     dtypes = source.dtype, target.dtype
     if not (source.flags.c_contiguous and target.flags.c_contiguous and source.size == target.size):
         raise UsageError(
-            f"convert takes two C-contiguous arrays with as many elements, not {source.shape} with strides "
-            f"{source.strides} and {target.shape} with strides {target.strides}: pass numpy.ascontiguousarray(x)"
+            f"convert takes two C-contiguous arrays of the same size, but got {source.shape} with strides "
+            f"{source.strides} and "
+            f"{target.shape} with strides {target.strides}: pass numpy.ascontiguousarray(x)"
         )
     half = target.dtype if dtypes[0] == _FLOAT32 else source.dtype
     if _FLOAT32 not in dtypes or half not in (_FLOAT16, _BFLOAT16):
         raise UsageError(f"convert takes float32 and one of float16 and bfloat16, not {dtypes[0]} and {dtypes[1]}")
     if not target.flags.writeable:
-        raise UsageError("convert: target is read-only, but the result is written to it: pass a writable array")
+        raise UsageError("convert: target is read-only: pass a writable array for the result")
     if half is target.dtype:
         narrow(address_of(source), address_of(target), source.size, half == _BFLOAT16)
     else:

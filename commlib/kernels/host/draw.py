@@ -1,4 +1,4 @@
-"""Random places in an array, the same on all ranks for the same seed, and what is there."""
+"""Random places in an array, the same on all ranks for the same seed, and the elements at them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.sparse import FLOAT32, write
 from commlib.kernels.host.sparsify import BLOCK, feed, floats, is_finite
 
@@ -16,7 +16,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _mix(x: int) -> Any:
-    """Scatter the bits of a counter over a word: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Scatter the bits of a counter over a word: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> nb.uint64(30))) * nb.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> nb.uint64(27))) * nb.uint64(0x94D049BB133111EB)
     return x ^ (x >> nb.uint64(31))
@@ -30,16 +30,16 @@ def _below(limit: int, number: int) -> Any:
 
 @kernel(nogil=True)
 def draw(count: int, seed: int, indices: Any) -> None:
-    """Fill `indices` (uint32) with so many different numbers below `count`, ascending, by chance.
+    """Fill `indices` (uint32) with distinct random numbers below `count`, in ascending order.
 
-    One is drawn from each of len(indices) stretches of equal length (to one element), which begin anywhere on the
-    circle of all elements: so each element has the same chance.
+    One is drawn from each of len(indices) stretches of equal length (to one element), with a random offset on the
+    circle of all elements. Each element therefore has the same chance.
     """
     k = len(indices)
     state = _mix(nb.uint64(seed) + nb.uint64(_STEP))
     shift = _below(count, state)
     places = np.empty(k, np.int64)
-    turned: Any = 0  # how many places have gone round; they are the last, and come first
+    turned: Any = 0  # number of places that wrapped around: the last ones drawn, and the first in order
     for j in range(k):
         start = j * count // k
         state += nb.uint64(_STEP)
@@ -52,8 +52,8 @@ def draw(count: int, seed: int, indices: Any) -> None:
 
 
 @kernel(nogil=True)
-def _broken(x: Any) -> int:
-    """Return how many elements are not finite."""
+def _count_nonfinite(x: Any) -> int:
+    """Return the number of elements that are not finite."""
     found = 0
     for i in range(len(x)):
         found += 0 if is_finite(x[i]) else 1
@@ -62,9 +62,9 @@ def _broken(x: Any) -> int:
 
 @kernel(nogil=True)
 def take(source: int, before: int, after: int, count: int, indices: Any, scale: float, values: Any) -> None:
-    """Write what x, or x + before, has at the indices to `values`, times `scale`, and what is lost to `after`.
+    """Write the elements of x, or x + before, at the indices to `values`, times `scale`, and the loss to `after`.
 
-    If anything in x is not finite all values are NaN.
+    If any element of x is not finite, all values are NaN.
     """
     broken: Any = 0
     scratch = np.empty(BLOCK, np.float32)
@@ -74,7 +74,7 @@ def take(source: int, before: int, after: int, count: int, indices: Any, scale: 
         if before != 0:
             y = scratch[: len(x)]
             feed(x, floats(before, start, stop), floats(after, start, stop), y)
-        broken += _broken(y)
+        broken += _count_nonfinite(y)
     summed = floats(source if before == 0 else after, 0, count)
     factor = nb.float32(scale)
     for i in range(len(indices)):
@@ -89,7 +89,7 @@ def take(source: int, before: int, after: int, count: int, indices: Any, scale: 
 def encode_random(
     source: int, before: int, after: int, count: int, k: int, seed: int, scale: float, payload: int
 ) -> int:
-    """Write k random elements of x, or of x + before, to the payload and what is lost to `after`; return the length."""
+    """Write k random elements of x, or of x + before, to the payload, and the loss to `after`; return the length."""
     indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
     draw(count, seed, indices)
     take(source, before, after, count, indices, scale, values)

@@ -1,7 +1,7 @@
-"""The mean of 64-bit integers, whose sum need not fit 64 bits: numbers are added up in halves of 32 bits.
+"""The mean of 64-bit integers, whose sum may need more than 64 bits: numbers are added up in halves of 32 bits.
 
-A number is 2^32 times its high half, which has its sign, plus its low half. Sums of each fit 64 bits for any number of
-ranks. Where partial sums travel they travel as such pairs of int64, "halves".
+A number is 2^32 times its high half, which includes the sign, plus its low half. Sums of each half fit 64 bits for any
+number of ranks. Partial sums travel as such pairs of int64, called "halves".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numba.core import types
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import callback, kernel
+from commlib.kernels.host.compilation import callback, kernel
 
 _SIGNATURE = types.void(*([types.intp] * 7))
 _BLOCK = 1024
@@ -22,7 +22,7 @@ _LOW = (1 << 32) - 1
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _mean(high: int, low: int, divisor: int, signed: int) -> int:
-    """Return (high * 2^32 + low) / divisor, truncated toward zero, as the bits of 64."""
+    """Return (high * 2^32 + low) / divisor, truncated toward zero, as 64 bits."""
     first = high // divisor  # rounds down
     rest = ((high - first * divisor) << 32) + low
     second = rest // divisor
@@ -82,7 +82,7 @@ def sum_of_halves() -> Any:
 
 @kernel(nogil=True)
 def split_halves(numbers: int, halves: int, count: int, signed: int) -> None:
-    """Write 64-bit integers at an address as halves to another."""
+    """Write 64-bit integers at one address as halves to another address."""
     x, pairs = (
         nb.carray(ins.as_pointer(numbers), count, np.int64),
         nb.carray(ins.as_pointer(halves), 2 * count, np.int64),
@@ -94,7 +94,7 @@ def split_halves(numbers: int, halves: int, count: int, signed: int) -> None:
 
 @kernel(nogil=True)
 def join_halves(halves: int, numbers: int, count: int, divisor: int, signed: int) -> None:
-    """Write sums of halves, divided, as 64-bit integers."""
+    """Write sums of halves, divided by `divisor`, as 64-bit integers."""
     pairs, x = (
         nb.carray(ins.as_pointer(halves), 2 * count, np.int64),
         nb.carray(ins.as_pointer(numbers), count, np.int64),

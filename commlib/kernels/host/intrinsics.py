@@ -1,6 +1,6 @@
-"""Intrinsics: say what numba cannot. Raw pointers, ordered loads and stores, giving the core away, half precision.
+"""Intrinsics: operations that numba lacks: raw pointers, ordered loads and stores, yields, half precision.
 
-All of it is LLVM IR through llvmlite (inline assembly would not survive numba's disk cache on another CPU).
+All are LLVM IR through llvmlite. Inline assembly would not survive numba's disk cache on another CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_pointer(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Read the int64 at `address`; nothing after it in the program is read before it."""
+    """Read the int64 at `address`; no later read in the program moves before it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -45,7 +45,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the int64 `value` to `address`; everything before it in the program is visible by then."""
+    """Write the int64 `value` to `address`; all earlier writes in the program are visible by then."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -57,7 +57,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch_to_write(typingctx: Any, address: Any) -> Any:
-    """Let the cache line at `address` come into this core's cache, to be written: another core may have it."""
+    """Prefetch the cache line at `address` for a write, because another core may own it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -72,7 +72,7 @@ def prefetch_to_write(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tell the CPU that this is a spin loop (nothing on machines without such a hint)."""
+    """Hint to the CPU that this is a spin loop (a no-op on machines without such a hint)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _PAUSE is not None:
@@ -98,7 +98,7 @@ def call_reduce(
     count: Any,
     divisor: Any,
 ) -> Any:
-    """Call the reduction (see `arithmetic`) at the address `function` with the other arguments."""
+    """Call the reduction (see `reduce`) at the address `function` with the other arguments."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
@@ -128,8 +128,8 @@ def float_to_half(typingctx: Any, value: Any) -> Any:
     return types.uint16(types.float32), codegen
 
 
-# float16 elements that `fuse_halves` combines as one vector. 8 are 5 % faster in the caches, but beyond them (64 MiB)
-# took three times as long in every other start.
+# float16 elements per vector in `fuse_halves`. 8 are 5 % faster within the caches, but beyond them (64 MiB) took three
+# times as long in every second start.
 HALVES = 16
 
 
@@ -137,8 +137,9 @@ HALVES = 16
 def fuse_halves(typingctx: Any, operation: Any, a: Any, b: Any, target: Any, other_target: Any, divisor: Any) -> Any:
     """Combine HALVES float16 at the address `a` with those at `b` in float32, and store the result at both targets.
 
-    The divisor of a mean must be a power of two: then to multiply by its reciprocal is the same, and faster. By hand,
-    because LLVM's own loops take a fifth longer: they join two results for a store of 64 bytes.
+    The divisor of a mean must be a power of two, because the multiplication by its reciprocal is then exact, and
+    faster. This is written by hand, because LLVM's loops take a fifth longer: they join two results for a store of 64
+    bytes.
     """
     if not isinstance(operation, types.StringLiteral):
         return None
@@ -148,7 +149,7 @@ def fuse_halves(typingctx: Any, operation: Any, a: Any, b: Any, target: Any, oth
         halves, floats = ir.VectorType(ir.IntType(16), HALVES), ir.VectorType(ir.FloatType(), HALVES)
         addresses = [builder.inttoptr(address, halves.as_pointer()) for address in args[1:5]]
         x, y = (half.widen(context, builder, builder.load(address, align=2)) for address in addresses[:2])
-        if name in ("min", "max"):  # NaN wins, on either side
+        if name in ("min", "max"):  # NaN wins from either operand
             first = builder.fcmp_ordered("<=" if name == "min" else ">=", x, y)
             result = builder.select(builder.or_(first, builder.fcmp_unordered("uno", x, x)), x, y)
         else:
@@ -158,8 +159,8 @@ def fuse_halves(typingctx: Any, operation: Any, a: Any, b: Any, target: Any, oth
             vector = builder.insert_element(ir.Constant(floats, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
             zeros = ir.Constant(ir.VectorType(ir.IntType(32), HALVES), None)
             result = builder.fmul(result, builder.shuffle_vector(vector, vector, zeros))
-        # Looked through, LLVM would convert once for each store, and in the instruction's slow form. The fence is none
-        # of memory: it only hides where a value comes from.
+        # Without this fence, LLVM would convert once for each store, with the slow form of the instruction. It is not a
+        # memory fence: it only hides the origin of a value.
         opaque = ir.VectorType(ir.FloatType(), HALVES // 2)
         fence = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(opaque, [opaque]), f"llvm.arithmetic.fence.v{HALVES // 2}f32"
@@ -200,10 +201,10 @@ def bfloat_to_float(bits: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def round_to_bfloat(value: float) -> Any:
-    """Return the bits of a float32 rounded to bfloat16, to nearest even, in the upper half (the lower is rubbish).
+    """Return the bits of a float32 rounded to bfloat16, to nearest even, in the upper half (the lower half is garbage).
 
-    For results of arithmetic on bfloat16. Their NaNs are an operand's or the machine's own, so their lower half is
-    zero, and the rounding cannot carry them into infinity: they need no case of their own.
+    For results of arithmetic on bfloat16. Their NaNs come from an operand or from the CPU, so their lower half is zero,
+    and rounding cannot turn them into infinity. They need no special case.
     """
     bits = float_bits(value)
     return nb.uint32(bits + nb.uint32(0x7FFF) + ((bits >> nb.uint32(16)) & nb.uint32(1)))

@@ -1,9 +1,8 @@
-"""Products of a matrix with few vectors, for PowerSGD: each is one pass over the matrix, and all factors at once.
+"""Products of a matrix with a few vectors, for PowerSGD: one pass over the matrix per product, for all factors.
 
-A matrix is `rows * cols` float32, row by row. Its factors lie vector after vector: `left` is rank x rows, `right` is
-rank x cols. The product that every rank computes by itself, but that must be the same everywhere to the last bit, is
-plain IEEE arithmetic in a fixed order, so that ranks on different kinds of CPU agree too; a BLAS library chooses its
-order by the CPU.
+A matrix is `rows * cols` float32 in row-major order. Its factors are stored vector by vector: `left` is rank x rows,
+`right` is rank x cols. Every rank computes the last product separately, but with the same bits, even on different CPUs.
+It therefore uses plain IEEE arithmetic in a fixed order. A BLAS library would choose its order by the CPU.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 _f4 = nb.float32
 
-# Columns at a time: what is used again of the rows and the factors stays in the L1 cache.
+# Columns per pass: the reused parts of rows and factors stay in the L1 cache.
 _TILE = 1024
 
-# The loops below take rows in twos or fours and factors in fours or twos: so each number that is loaded is used often.
-# Where there is no further row or factor they work on zeros instead, because another loop for each case would be slower
-# to read and to compile. What is written there is not read, or stays zero.
+# The loops below process rows in twos or fours and factors in fours or twos, to use each loaded number often. Missing
+# rows or factors are replaced by zeros, because a separate loop for each case would be slower to read and to compile.
+# The results for them are not read, or stay zero.
 
 
 @kernel(nogil=True)
@@ -48,7 +47,7 @@ def _add(x: Any, y: Any) -> None:
         x[j] += y[j]
 
 
-# What only this rank sees may be added up in any order (reassoc) and fused (contract).
+# Results that only this rank sees may be added up in any order (reassoc) and fused (contract).
 @kernel(nogil=True, fastmath={"reassoc", "contract"})
 def _dots(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     xa, xb, xc, xd = _f4(0), _f4(0), _f4(0), _f4(0)
@@ -125,7 +124,7 @@ def project_back(matrix: Any, rows: int, cols: int, left: Any, right: Any, rank:
                 _combine(x, y, z, w, a, b, _four(left, k, rank, i, rows), _four(left, k + 1, rank, i, rows))
 
 
-# x and z are what is lost or made of two rows; the first four factors write them, further ones change them.
+# x and z are the losses or values of two rows. The first four factors write them, further factors update them.
 @kernel(nogil=True)
 def _lose(x: Any, z: Any, from_x: Any, from_z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any) -> None:
     p0, p1, p2, p3 = p

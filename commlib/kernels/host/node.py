@@ -1,23 +1,24 @@
-"""Whole collectives among the ranks of a node, each ONE compiled call without the GIL, over memory that all map.
+"""Collectives within a node: one compiled call each, without the GIL, on memory that all ranks map.
 
-Ranks meet at *epochs*: each rank's line of the board holds the number of the last epoch it has reached, written with
-release and read with acquire order. A call that publishes data writes it, then its epoch; a call that reads waits
-until the peers' lines show that epoch. Two slots of each kind (even and odd epochs) suffice: a rank that reaches epoch
-e + 2 has seen all peers at e + 1, so all have finished reading what was published at e.
+Ranks meet at *epochs*: each rank's line of the board holds the number of the last epoch that it has reached, written
+with release and read with acquire order. A call that publishes data writes the data, then its epoch; a call that reads
+waits until the peers' lines show that epoch. Two slots of each kind (even and odd epochs) suffice: a rank that reaches
+epoch e + 2 has seen all peers at e + 1, so all have finished reading the data published at e.
 
 A rank's line also carries the call's signature (a hash of verb, dtype, count, operation, ...). Peers compare it with
-their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing. Beside it stands the
-place of the call's arrays in symmetric memory, 0 for ordinary ones. If ranks call the same thing on memory that does
-not correspond, all of them see that (APART), and all of them fall back to the slots.
+their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing. The line also holds
+the offset of the call's arrays in symmetric memory, 0 for ordinary arrays. If ranks make the same call on memory that
+does not correspond, all of them detect it (APART) and fall back to the slots.
 
-A rank that gives up the group in the middle of a call may have arrived there before its peers. So its line also holds
-the epoch from which on its arrivals count for nothing: peers wait as if it had not come, until Python says why.
+A rank that gives up the group in the middle of a call may have arrived before its peers. Its line therefore also holds
+the epoch from which its arrivals are void: peers wait as if it had not arrived, until Python reports the reason.
 
-Besides all_reduce, which has kernels of its own, every verb is an *exchange*: a rank publishes parts of its array, and
-takes from each peer, or combines, the part that is meant for it. Tables say where parts begin and how long they are.
+All_reduce has special kernels. Every other verb is an *exchange*: a rank publishes parts of its array, and takes the
+part for it from each peer, or combines these parts. Tables hold the offsets and lengths of parts.
 
-Everything a kernel needs is in one int64 array, the *call*, whose fields are the constants below: passing its address
-costs least, and the kernel can return in the middle of a wait (WAITING) and be called again to go on from there.
+The arguments of a kernel are in one int64 array, the *call*, whose fields are the constants below. Passing its address
+is the cheapest interface. A kernel can return in the middle of a wait (WAITING); the next call continues from that
+point.
 """
 
 from __future__ import annotations
@@ -32,42 +33,42 @@ import numpy as np
 from numba.core import types
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
 from commlib.kernels.host.waiting import ASK, pause
 
-# What a kernel returns.
+# Status codes.
 DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
 _PASSED = -1  # within a kernel: this rank has done its part
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
 LINE_BYTES, ARRIVED, GIVEN_UP, SIGNATURES, PLACES = 128, 0, 8, 16, 32
 
-# What GIVEN_UP holds while a rank has not given up.
+# Value of GIVEN_UP while a rank has not given up.
 NEVER = 1 << 62
 
-# How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
+# Bytes of each buffer that are reduced at once: far less than the L2 cache, far more than the cost of a call.
 TILE_BYTES = 1 << 16
 
-# Ordinary arrays from here on get what others reduced past the caches, which it would drive other data out of.
+# From this size on, results of other ranks are written to ordinary arrays past the caches, to keep other data in them.
 STREAMED_BYTES = 4 << 20
 
-# How often a rank that only begins a call polls for its peers.
+# Polls for peers by a rank that only begins a call.
 BEGINNING_SPINS = 200
 
-# Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
-# FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once. CALLS are those of the user.
+# Fields of the control array, one per communicator and rank. SLOTS is the address of a table of P addresses. FAILED is
+# set when the ranks are out of step; every kernel then returns BROKEN at once. CALLS counts user calls.
 EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = range(9)
 
 # Fields of a call.
 (
     CONTROL,  # address of the control array
-    STATE,  # where a kernel that returned WAITING goes on; 0 to begin
-    POSITION,  # elements (in an exchange: bytes of each part) done, for kernels that work piece by piece
-    PARITY,  # which slot the first piece of all_reduce_staged uses
+    STATE,  # resume point after WAITING; 0 to begin
+    POSITION,  # elements done (in an exchange: bytes of each part), for kernels that work piece by piece
+    PARITY,  # slot of the first piece of all_reduce_staged
     SIGNATURE,
     PLACE,
-    REDUCE,  # address of the arithmetic; 0 in an exchange that only moves data
+    REDUCE,  # address of the reduction; 0 in an exchange that only moves data
     INPUTS,  # address of a table of P addresses, in rank order
     OUTPUTS,
     COUNT,  # elements
@@ -79,17 +80,17 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = ran
     NAP_MICROSECONDS,
     SOURCE,  # address of this rank's own array, and of the result
     TARGET,
-    BACKWARD,  # whether the next sweep over this rank's share begins at its end; it alternates
-    PARTS,  # of an exchange: into how many parts each rank's array is cut: one that all take, or one for each rank
-    PART_BYTES,  # room for each part in a slot
-    TAKE,  # which part of everybody's array this rank takes
-    LONGEST,  # bytes of the longest part of any rank: all ranks go through as many pieces
+    BACKWARD,  # whether the next pass over this rank's share begins at its end; alternates
+    PARTS,  # of an exchange: number of parts of each rank's array: one for all ranks, or one per rank
+    PART_BYTES,  # space for each part in a slot
+    TAKE,  # the part that this rank takes of each rank's array
+    LONGEST,  # bytes of the longest part of any rank, which sets the number of pieces on all ranks
     SEND_OFFSETS,  # addresses of tables: bytes from SOURCE to each part, and its length
     SEND_LENGTHS,
-    RECV_OFFSETS,  # bytes from TARGET to where what each peer has for this rank goes, and its length
+    RECV_OFFSETS,  # bytes from TARGET to the part of each peer, and its length
     RECV_LENGTHS,
     ROOT,  # of a broadcast
-    COUNTS,  # 1 for a call of the user's, 0 for a part of one
+    COUNTS,  # 1 for a user call, 0 for a part of one
     CALL_FIELDS,
 ) = range(30)
 
@@ -98,7 +99,7 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = ran
 def entry_point(kernel: Any, n_arguments: int = 1) -> Callable[..., int]:
     """Return the compiled function behind a kernel, which takes the address of a call and returns a status.
 
-    Called by itself it costs half of what the dispatcher does, which looks up types that never change here.
+    A direct call costs half as much as the dispatcher, which looks up argument types that never change.
     """
     signature = (types.int64,) * n_arguments
     kernel.compile(signature)
@@ -122,14 +123,14 @@ def _table(address: int, length: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _count(call: Any, control: Any) -> None:
-    """Count a call that begins."""
+    """Count a call at its beginning."""
     if call[STATE] == 0:
         control[CALLS] += call[COUNTS]
 
 
 @kernel(nogil=True)
 def _arrive(call: Any, control: Any) -> None:
-    """Reach the next epoch, and say so."""
+    """Reach the next epoch, and publish it."""
     control[EPOCH] += 1
     epoch = control[EPOCH]
     line = control[BOARD] + control[RANK] * LINE_BYTES
@@ -151,7 +152,7 @@ def _await_peers(call: Any, control: Any) -> int:
             polls = pause(polls, call[SPINS], call[YIELDS], call[NAPS], call[NAP_MICROSECONDS])
             if polls == ASK:
                 return WAITING
-        # Whatever the verdict, wait for the others too: all ranks leave at the same epoch.
+        # Even after a mismatch, wait for the other ranks: all ranks leave at the same epoch.
         if ins.load_acquire(line + SIGNATURES + 8 * (epoch & 1)) != call[SIGNATURE]:
             verdict = MISMATCH
         elif verdict == DONE and ins.load_acquire(line + PLACES + 8 * (epoch & 1)) != call[PLACE]:
@@ -161,7 +162,7 @@ def _await_peers(call: Any, control: Any) -> int:
 
 @kernel(nogil=True)
 def barrier(address: int) -> int:
-    """Wait for everybody."""
+    """Wait for all ranks."""
     call = _call(address)
     control = _control(call)
     if control[FAILED] != 0:
@@ -178,7 +179,7 @@ def barrier(address: int) -> int:
 
 @kernel(nogil=True)
 def _meet_before(call: Any, control: Any) -> int:
-    """Meet before symmetric memory is touched. DONE: do your part; _PASSED: it is done; else return that."""
+    """Meet before symmetric memory is touched. DONE: process your part; _PASSED: already processed; else return it."""
     if control[FAILED] != 0:
         return BROKEN
     _count(call, control)
@@ -195,7 +196,7 @@ def _meet_before(call: Any, control: Any) -> int:
 
 @kernel(nogil=True)
 def _meet_after(call: Any, control: Any, status: int) -> int:
-    """Meet again if `_meet_before` returned DONE and this rank has done its part: nobody leaves before all have."""
+    """Meet again after this rank has processed its part, if `_meet_before` returned DONE: no rank leaves early."""
     if status == DONE:
         _arrive(call, control)
         call[STATE] = 2
@@ -209,7 +210,7 @@ def _meet_after(call: Any, control: Any, status: int) -> int:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
-    """Return the part [start, stop) of `count` elements that `rank` reduces: whole cache lines, nearly equal."""
+    """Return the part [start, stop) of `count` elements that `rank` reduces: full cache lines, nearly equal shares."""
     unit = max(1, 64 // item_bytes)
     units = (count + unit - 1) // unit
     return min(count, units * rank // size * unit), min(count, units * (rank + 1) // size * unit)
@@ -217,10 +218,10 @@ def own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _reduce_share(call: Any, size: int, n_outputs: int, start: int, stop: int) -> None:
-    """Reduce the elements [start, stop) of INPUTS into OUTPUTS, tile by tile, and the next time from the other end.
+    """Reduce the elements [start, stop) of INPUTS into OUTPUTS, tile by tile, from alternating ends.
 
-    What a sweep touched last is still in the cache when the next one begins there; a sweep from the same end would find
-    nothing of what a buffer larger than the cache has left.
+    The last tiles of a pass are still in the cache when the next pass begins with them. A pass from the same end would
+    find none of its data if a buffer is larger than the cache.
     """
     item = call[ITEM_BYTES]
     tile = TILE_BYTES // item
@@ -234,7 +235,7 @@ def _reduce_share(call: Any, size: int, n_outputs: int, start: int, stop: int) -
 
 @kernel(nogil=True)
 def all_reduce_symmetric(address: int) -> int:
-    """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
+    """All-reduce in symmetric memory: reduce this rank's share from all ranks' buffers into all ranks' buffers."""
     call = _call(address)
     control = _control(call)
     status = _meet_before(call, control)
@@ -247,8 +248,8 @@ def all_reduce_symmetric(address: int) -> int:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _copy_but(target: int, source: int, start: int, stop: int, length: int) -> None:
-    """Copy `length` bytes but those in [start, stop)."""
+def _copy_except(target: int, source: int, start: int, stop: int, length: int) -> None:
+    """Copy `length` bytes except those in [start, stop)."""
     ins.memcpy(target, source, start)
     ins.memcpy(target + stop, source + stop, length - stop)
 
@@ -257,8 +258,8 @@ def _copy_but(target: int, source: int, start: int, stop: int, length: int) -> N
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
-    Two meetings for each piece, but each rank reduces only its share: best for large arrays on more than two ranks.
-    Its own share goes from its source straight into its target: nobody else needs that in its slot.
+    It takes two meetings per piece, but each rank reduces only its share: best for large arrays on more than two ranks.
+    A rank's own share goes from its source directly into its target, because no other rank needs it in the slot.
     """
     call = _call(address)
     control = _control(call)
@@ -275,12 +276,12 @@ def all_reduce_staged(address: int) -> int:
         source, target = call[SOURCE] + position * item, call[TARGET] + position * item
         if call[STATE] == 0:
             if position == 0:
-                call[PARITY] = (control[EPOCH] + 1) & 1  # a peer may still read what was published at this epoch
-            # The two meetings of a piece leave the epoch's parity as it was: count pieces instead.
+                call[PARITY] = (control[EPOCH] + 1) & 1  # a peer may still read the data published at this epoch
+            # The two meetings of a piece preserve the parity of the epoch: count pieces instead.
             slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
             for peer in range(size):
                 inputs[peer] = outputs[peer] = slots[peer] + slot
-            _copy_but(inputs[rank], source, start * item, stop * item, length * item)
+            _copy_except(inputs[rank], source, start * item, stop * item, length * item)
             inputs[rank], outputs[rank] = source, target
             _arrive(call, control)
             call[STATE] = 1
@@ -303,7 +304,7 @@ def all_reduce_staged(address: int) -> int:
         slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
         published = slots[rank] + slot
         if call[COUNT] * item < STREAMED_BYTES:
-            _copy_but(target, published, start * item, stop * item, length * item)
+            _copy_except(target, published, start * item, stop * item, length * item)
         else:
             stream_copy(target, published, start * item)
             stream_copy(target + stop * item, published + stop * item, (length - stop) * item)
@@ -316,16 +317,16 @@ def all_reduce_staged(address: int) -> int:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _move(target: int, source: int, length: int) -> None:
-    if length > 0 and target != source:  # in place, some data is where it belongs
+    if length > 0 and target != source:  # in place, some data is already at its target
         ins.memcpy(target, source, length)
 
 
 @kernel(nogil=True)
 def exchange_symmetric(address: int) -> int:
-    """Exchange among symmetric arrays: take my part straight out of everybody's array.
+    """Exchange between symmetric arrays: copy this rank's part directly out of every rank's array.
 
-    INPUTS holds where the part that this rank takes begins in each rank's array. One meeting before anything is read,
-    one after all have read.
+    INPUTS holds the address of this rank's part in each rank's array. Ranks meet once before any data is read, and once
+    after all have read.
     """
     call = _call(address)
     control = _control(call)
@@ -335,7 +336,7 @@ def exchange_symmetric(address: int) -> int:
         offsets, lengths = _table(call[RECV_OFFSETS], size), _table(call[RECV_LENGTHS], size)
         if call[REDUCE] == 0:
             inputs = _table(call[INPUTS], size)
-            for step in range(size):  # every rank begins with another one
+            for step in range(size):  # every rank begins with a different peer
                 peer = (rank + step) % size
                 _move(call[TARGET] + offsets[peer], inputs[peer], lengths[peer])
         elif lengths[rank] > 0:
@@ -346,10 +347,10 @@ def exchange_symmetric(address: int) -> int:
 
 @kernel(nogil=True)
 def broadcast_symmetric(address: int) -> int:
-    """Broadcast COUNT bytes in symmetric memory: every rank, also the root, copies its share to all.
+    """Broadcast COUNT bytes in symmetric memory: every rank, including the root, copies its share to all ranks.
 
-    INPUTS holds where each rank's array begins. If each took everything for itself, the root's core would have nothing
-    to do, and the root's memory would be read once for every rank.
+    INPUTS holds the address of each rank's array. If each rank copied everything itself, the root's core would be idle,
+    and the root's memory would be read once per rank.
     """
     call = _call(address)
     control = _control(call)
@@ -368,9 +369,9 @@ def broadcast_symmetric(address: int) -> int:
 
 @kernel(nogil=True)
 def exchange_staged(address: int) -> int:
-    """Exchange among ordinary arrays, piece by piece: publish a piece of each of my parts, then take everybody's.
+    """Exchange between ordinary arrays, piece by piece: publish a piece of each part, then copy those of all ranks.
 
-    One meeting for each piece: while some still read one slot, others fill the next.
+    It takes one meeting per piece: while some ranks still read one slot, others fill the next.
     """
     call = _call(address)
     control = _control(call)
@@ -387,7 +388,7 @@ def exchange_staged(address: int) -> int:
         if call[STATE] == 0:
             slot = slots[rank] + ((control[EPOCH] + 1) & 1) * control[SLOT_BYTES]
             for part in range(parts):
-                if parts == 1 or part != take:  # what nobody else takes need not be published
+                if parts == 1 or part != take:  # the part for this rank need not be published
                     length = min(room, from_lengths[part] - position)
                     _move(slot + part * room, call[SOURCE] + from_offsets[part] + position, length)
             _arrive(call, control)
@@ -400,7 +401,7 @@ def exchange_staged(address: int) -> int:
             call[POSITION] = 0
             return status
         shift = (control[EPOCH] & 1) * control[SLOT_BYTES] + take * room
-        # What has been published is safe from a result that overlaps the source.
+        # A result that overlaps the source can no longer damage published data.
         own = slots[rank] + shift if parts == 1 else call[SOURCE] + from_offsets[take] + position
         if call[REDUCE] == 0:
             for step in range(size):
@@ -421,7 +422,7 @@ def exchange_staged(address: int) -> int:
             return DONE
 
 
-# Where numpy's arrays keep the address of their data: it comes first in the C struct, after the object's head.
+# Offset of the data address in a numpy array: it is the first field of the C struct, after the object header.
 DATA = object.__basicsize__
 
 
@@ -432,14 +433,14 @@ def _set_arrays(call: Any, source: int, target: int) -> None:
 
 @kernel(nogil=True)
 def exchange_arrays(address: int, source: int, target: int) -> int:
-    """Do `exchange_staged` on two numpy arrays, given by their `id`: in Python, asking for addresses costs as much."""
+    """Run `exchange_staged` on two numpy arrays, given by their `id`: in Python, the address lookups cost as much."""
     _set_arrays(_call(address), source, target)
     return exchange_staged(address)
 
 
 @kernel(nogil=True)
 def begin_exchange(address: int) -> int:
-    """Do `exchange_staged`, but return WAITING soon: this rank's first piece is then published."""
+    """Run `exchange_staged`, but return WAITING soon; this rank's first piece is published by then."""
     call = _call(address)
     spins, yields, naps = call[SPINS], call[YIELDS], call[NAPS]
     call[SPINS], call[YIELDS], call[NAPS] = min(spins, BEGINNING_SPINS), 0, 0
@@ -450,26 +451,26 @@ def begin_exchange(address: int) -> int:
 
 @kernel(nogil=True)
 def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
-    """Do `begin_exchange` on two numpy arrays, given by their `id`."""
+    """Run `begin_exchange` on two numpy arrays, given by their `id`."""
     _set_arrays(_call(address), source, target)
     return begin_exchange(address)
 
 
 @kernel()
 def copy_from_array(target: int, array: int, nbytes: int) -> int:
-    """Copy a contiguous numpy array, given by its `id`, to an address. For little data: numpy takes thrice as long."""
+    """Copy a contiguous numpy array, given by its `id`, to an address. For small data, numpy takes thrice as long."""
     return ins.memcpy(target, _table(array + DATA, 1)[0], nbytes)
 
 
 @kernel()
 def copy_to_array(array: int, source: int, nbytes: int) -> int:
-    """Copy what is at an address into a contiguous numpy array, given by its `id`."""
+    """Copy bytes at an address into a contiguous numpy array, given by its `id`."""
     return ins.memcpy(_table(array + DATA, 1)[0], source, nbytes)
 
 
 @kernel()
 def all_equal(address: int) -> int:
-    """Return whether int64 numbers are all the same as another one: (their address, how many, its address)."""
+    """Return whether int64 numbers all equal another one, given (their address, their count, its address)."""
     written = _table(address, 3)
     numbers, expected = _table(written[0], written[1]), _table(written[2], 1)[0]
     for number in numbers:  # numba has no generators
@@ -479,6 +480,6 @@ def all_equal(address: int) -> int:
 
 
 def arrays_are_where_expected() -> bool:
-    """Return whether numpy's arrays are laid out as the kernels need it that are given arrays by their `id`."""
+    """Return whether numpy's array layout is the one that kernels with array arguments expect."""
     probe = np.zeros(3)[1:]
     return bool(ctypes.c_int64.from_address(id(probe) + DATA).value == probe.ctypes.data)

@@ -1,4 +1,4 @@
-"""Random numbers by counting: element i of an array has its own, so loops vectorise and pieces need no common state."""
+"""Counter-based random numbers: element i of an array has its own, so loops vectorize and pieces share no state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TO_UNIT = nb.float32(2.0**-24)
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def keys(seed: int) -> Any:
-    """Return two 32-bit keys made from a seed of 64 bits, so that neighbouring seeds have nothing in common.
+    """Return two 32-bit keys made from a 64-bit seed. Neighboring seeds give unrelated keys.
 
-    The finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+    The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
     """
     z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -25,7 +25,7 @@ def keys(seed: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def uniform(index: int, first_key: int, second_key: int) -> Any:
-    """Return the number of element `index`: a multiple of 2^-24, at least 0 and less than 1.
+    """Return the random number of element `index`: a multiple of 2^-24, at least 0 and less than 1.
 
     Wellons' 32-bit hash "lowbias32", with a key before each of its two multiplications.
     """

@@ -1,4 +1,4 @@
-"""Sums of squares, in float64 whatever the dtype."""
+"""Sums of squares, in float64 for every dtype."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from commlib.dtypes import FLOATS, Array, name_of
 from commlib.errors import UsageError
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.reduce import widen
 
-# Sums are kept apart for each place in a block and added up at the end. A compiler may use vectors of any length for
-# that without another order of additions, so the bits do not depend on the CPU.
+# There is one sum per position in a block, and these are added up at the end. A compiler may use vectors of any length
+# for them without changing the order of additions, so the bits do not depend on the CPU.
 _BLOCK = 512
 
 

@@ -1,4 +1,4 @@
-"""Gram and Schmidt in float64, with the same bits on every kind of CPU."""
+"""Gram-Schmidt in float64, with the same bits on every type of CPU."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 _f8 = nb.float64
 
 
 @kernel(nogil=True)
 def dot(x: Any, y: Any) -> float:
-    """Return the sum of x * y of two 1-D arrays: in float64, in an order that depends on their length alone."""
-    # Eight sums side by side: one alone would wait for each addition.
+    """Return the dot product of two 1-D arrays: in float64, in an order that depends only on their length."""
+    # Eight parallel sums: a single one would wait for each addition.
     s0, s1, s2, s3, s4, s5, s6, s7 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     whole = len(x) // 8 * 8
     for j in range(0, whole, 8):
@@ -40,11 +40,11 @@ def _subtract(x: Any, factor: float, y: Any) -> None:
 
 @kernel(nogil=True)
 def orthonormalise(vectors: Any, rank: int, epsilon: float) -> int:
-    """Make `rank` float32 vectors, one after another in `vectors`, orthonormal in place.
+    """Make `rank` float32 vectors, which are stored consecutively in `vectors`, orthonormal in place.
 
-    A vector of which no more than `epsilon` of its length is left, when what the vectors before it span is taken away,
-    becomes zero: it is zero itself, or what is left are rounding errors. Returns how many did; or -1, and leaves the
-    vectors as they are, if not all numbers are finite.
+    A vector becomes zero if no more than `epsilon` of its length remains after the projection on the previous vectors
+    is subtracted: it is zero, or the remainder consists of rounding errors. Returns how many vectors became zero; or
+    -1, without changing the vectors, if not all numbers are finite.
     """
     n = len(vectors) // rank
     work = np.empty((rank, n), np.float64)
@@ -55,7 +55,7 @@ def orthonormalise(vectors: Any, rank: int, epsilon: float) -> int:
         length = np.sqrt(dot(x, x))
         if not np.isfinite(length):
             return -1
-        for _ in range(2):  # once more, because the first time leaves errors that are large beside a small rest
+        for _ in range(2):  # twice, because the first pass leaves errors that are large relative to a small remainder
             for other in range(k):
                 _subtract(x, dot(work[other], x), work[other])
         rest = np.sqrt(dot(x, x))

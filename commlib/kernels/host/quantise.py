@@ -1,12 +1,12 @@
-"""Quantisation in blocks: each element as a multiple of its block's unit, or as a small float times the unit.
+"""Quantization in blocks: each element as a multiple of its block's unit, or as a small float times the unit.
 
 A payload has the units of all blocks (float32), then the codes of all elements. A unit is the greatest magnitude of the
-block, or its Euclidean norm, divided by the greatest code `top`. Two units have a meaning of their own:
+block, or its Euclidean norm, divided by the greatest code `top`. Two units have a special meaning:
 
-    NaN   the block had an infinity or NaN; all of it decodes to NaN, and nothing is lost to the residual
-    0     the block is zero, or so small that units or decoded values would be denormal; all of it decodes to 0
+    NaN   the block had an infinity or NaN; all elements decode to NaN, and the residual does not change
+    0     the block is zero, or so small that units or decoded values would be denormal; all elements decode to 0
 
-Denormal numbers are left out because frameworks have threads that flush them to zero: ranks would decode differently.
+Denormal numbers are excluded, because frameworks have threads that flush them to zero: ranks would decode differently.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from commlib.kernels.host import blocks
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.noise import keys, uniform
 
-# What codes are: integers of 8 or 4 bits, floats with 4 bits of exponent and 3 of mantissa, or with 5 and 2.
+# Kinds of codes: integers of 8 or 4 bits, floats with 4 bits of exponent and 3 of mantissa, or with 5 and 2.
 INT8, INT4, E4M3, E5M2 = range(4)
 
-# 1.5 * 2^23: a number below 2^22 that is added to it is rounded to an integer, to nearest even, in the lowest bits.
+# 1.5 * 2^23: adding a number below 2^22 rounds it to an integer, to nearest even, in the lowest bits.
 _TO_INTEGER = nb.float32(12582912.0)
 _TO_INTEGER_BITS = nb.uint32(0x4B400000)
 
@@ -33,7 +33,7 @@ _ONE = nb.uint32(0x3F800000)
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def code_bytes(kind: int, count: int) -> int:
-    """Return how many bytes the codes of one block take."""
+    """Return the number of bytes of the codes of one block."""
     return (count + 1) // 2 if kind == INT4 else count
 
 
@@ -51,8 +51,8 @@ def _power(exponent: int) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _unit(size: float, top: float, kind: int) -> Any:
-    """Return the unit of a block of this size (greatest magnitude or norm)."""
-    # One bit less than the quotient of the greatest number, so that top * unit is finite however it is rounded.
+    """Return the unit of a block with this greatest magnitude or norm."""
+    # One bit less than the quotient of the greatest number keeps top * unit finite for any rounding.
     limit = ins.bits_float(nb.uint32(ins.float_bits(blocks.GREATEST / top) - nb.uint32(1)))
     least = blocks.LEAST_NORMAL
     if kind >= E4M3:
@@ -64,19 +64,19 @@ def _unit(size: float, top: float, kind: int) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _round_to_integers(v: Any, inverse: float, r: Any) -> None:
-    """Write v * inverse, to nearest even, to r."""
+    """Write v * inverse, rounded to nearest even, to r."""
     for i in range(len(r)):
         r[i] = (v[i] * inverse + _TO_INTEGER) - _TO_INTEGER
 
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _round_at_random(v: Any, inverse: float, r: Any, top: float, first: int, two_keys: Any) -> None:
-    """Write v * inverse, to one of its two neighbours with the expected value of itself, to r."""
+    """Write v * inverse, rounded at random to one of its two neighbors without bias, to r."""
     first_key, second_key = two_keys
     for i in range(len(r)):
         wanted = v[i] * inverse
         near = (wanted + _TO_INTEGER) - _TO_INTEGER
-        rest = wanted - near  # exact, at most a half: the chance of the neighbour on its side
+        rest = wanted - near  # exact, at most a half: the probability of the neighbor on its side
         step = ins.bits_float(nb.uint32(_ONE | (ins.float_bits(rest) & blocks.SIGN)))
         chosen = near + (step if uniform(first + i, first_key, second_key) < abs(rest) else nb.float32(0))
         r[i] = min(max(chosen, -top), top)
@@ -84,13 +84,13 @@ def _round_at_random(v: Any, inverse: float, r: Any, top: float, first: int, two
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _round_to_floats(v: Any, inverse: float, r: Any, kind: int) -> None:
-    """Write v * inverse, to the nearest number (to even) that the kind of small float has, to r."""
+    """Write v * inverse, rounded to the nearest number (to even) of the kind of small float, to r."""
     mantissa, exponent = _float_kind(kind)
     shift = nb.uint32(23 - mantissa)
     below_half = nb.uint32((1 << (22 - mantissa)) - 1)
     mask = nb.uint32(0xFFFFFFFF << (23 - mantissa))
     least = _power(exponent)
-    to_denormal = _power(exponent - mantissa + 23)  # see _TO_INTEGER; the integers here are of the least denormal
+    to_denormal = _power(exponent - mantissa + 23)  # see _TO_INTEGER; here in units of the least denormal
     for i in range(len(r)):
         bits = ins.float_bits(v[i] * inverse)
         size = nb.uint32(bits & blocks.MAGNITUDE)
@@ -102,7 +102,7 @@ def _round_to_floats(v: Any, inverse: float, r: Any, kind: int) -> None:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _subtract(v: Any, r: Any, unit: float, lost: Any) -> None:
-    """Write to `lost` what of v is not in r * unit, which is what they decode to."""
+    """Write the loss of v, its difference to the decoded value r * unit, to `lost`."""
     for i in range(len(lost)):
         lost[i] = v[i] - r[i] * unit
 
@@ -114,7 +114,7 @@ def _integer(r: float) -> Any:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _write_codes(r: Any, codes: Any, kind: int) -> None:
-    """Write the codes of the rounded numbers r. Of 4 bits, the first half of them is in the lower half of the bytes."""
+    """Write the codes of the rounded numbers r. With 4 bits, their first half goes to the lower halves of the bytes."""
     if kind == INT8:
         for i in range(len(codes)):
             codes[i] = nb.uint8(_integer(r[i]))
@@ -140,7 +140,7 @@ def _write_codes(r: Any, codes: Any, kind: int) -> None:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _read_codes(codes: Any, unit: float, target: Any, kind: int) -> None:
-    """Write what the codes of one block stand for to target."""
+    """Decode the codes of one block into target."""
     if kind == INT8:
         for i in range(len(target)):
             target[i] = nb.float32(nb.int8(codes[i])) * unit
@@ -177,9 +177,9 @@ def encode(
     at_random: bool,
     seed: int,
 ) -> None:
-    """Encode `count` float32 at the address `source`, plus those at `before`, and write what is lost to `after`.
+    """Encode `count` float32 at the address `source`, plus those at `before`, and write the loss to `after`.
 
-    `before` and `after` are both 0 where there is no residual.
+    `before` and `after` are both 0 without a residual.
     """
     blocks_in_all = (count + block - 1) // block
     x = nb.carray(ins.as_pointer(source), count, np.float32)
@@ -221,7 +221,7 @@ def encode(
 
 @kernel(nogil=True)
 def decode(payload: int, target: int, count: int, block: int, kind: int, add: bool) -> None:
-    """Write what a payload stands for to the `count` float32 at the address `target`, or add it."""
+    """Decode a payload into the `count` float32 at the address `target`, or add the values."""
     blocks_in_all = (count + block - 1) // block
     units = nb.carray(ins.as_pointer(payload), blocks_in_all, np.float32)
     codes = nb.carray(ins.as_pointer(payload + 4 * blocks_in_all), code_bytes(kind, block) * blocks_in_all, np.uint8)

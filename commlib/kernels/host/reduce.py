@@ -1,14 +1,14 @@
-"""The arithmetic of reductions: one small compiled function for each (dtype, operation), made when first asked for.
+"""Reduction arithmetic: one small compiled function per dtype and operation, compiled on first use.
 
     reduce(inputs, n_inputs, outputs, n_outputs, offset, count, divisor)
 
-reads `count` elements at byte `offset` behind each of the `n_inputs` addresses in the table `inputs`, combines them in
-the order of the table, divides by `divisor` if the operation is a mean, and stores the result behind each address in
+reads `count` elements at byte `offset` from each of the `n_inputs` addresses in the table `inputs`, combines them in
+the order of the table, divides by `divisor` if the operation is a mean, and stores the result at each address in
 `outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the
-end. The mean of 64-bit integers is another function: see `exact_mean`.
+end. `exact_mean` has a separate function for the mean of 64-bit integers.
 
-The functions are C callbacks, so the node's collectives (`node`) and the executor call them by address: the protocols
-are compiled once, not once for each dtype.
+The functions are C callbacks. The node's collectives (`node`) and the executor call them by address, so their protocols
+are compiled once, instead of once per dtype.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from numba.extending import overload
 
 from commlib.dtypes import HALVES, accumulator_dtype
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import callback, kernel
+from commlib.kernels.host.compilation import callback, kernel
 from commlib.kernels.host.exact_mean import mean_function, sum_of_halves
 
 # numba has no type for these; their bits are stored as integers.
 _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 
-# Elements that are combined before the result is stored: the accumulator (4 to 32 KiB) stays in the L1 cache.
+# Elements per pass: the accumulator (4 to 32 KiB) stays in the L1 cache until the result is stored.
 BLOCK = 1024
 
-# Where the two bfloat16 of a 32-bit word are.
+# Positions of the two bfloat16 in a 32-bit word.
 LOW, HIGH = nb.uint32(16), nb.uint32(0xFFFF0000)
 
 SIGNATURE = types.void(*([types.intp] * 7))
@@ -41,9 +41,9 @@ SIGNATURE = types.void(*([types.intp] * 7))
 
 @kernel()
 def reduce_as_written(address: int) -> int:
-    """Call a reduction of little data: at the address are eight int64, its own and its arguments.
+    """Call a reduction of a few elements. The address holds eight int64: the function's address and its arguments.
 
-    Through ctypes it takes a microsecond more.
+    A call through ctypes takes a microsecond more.
     """
     at = nb.carray(ins.as_pointer(address), 8, np.int64)
     ins.call_reduce(at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7])
@@ -51,11 +51,11 @@ def reduce_as_written(address: int) -> int:
 
 
 def widen(kind: str, bits: Any) -> Any:
-    """Turn a stored element into the type it is combined in."""
+    """Convert a stored element to the type of the computation."""
 
 
 def narrow(kind: str, value: Any) -> Any:
-    """Turn a combined value into the type it is stored in."""
+    """Convert a computed value to the stored type."""
 
 
 def fuse(kind: str, operation: str, a: Any, b: Any, divisor: int) -> Any:
@@ -65,8 +65,8 @@ def fuse(kind: str, operation: str, a: Any, b: Any, divisor: int) -> Any:
 def reduce_pair(kind: str, operation: str, sources: Any, targets: Any, count: int, divisor: int) -> Any:
     """Reduce two arrays into one, or into each of two; all are given by their addresses.
 
-    Returns how many elements are done. The rest is left to the general way: what does not fill a vector, or everything
-    in cases that do not occur often enough.
+    Returns the number of elements processed. The general path processes the rest: elements that do not fill a vector,
+    and all elements in rare cases.
     """
 
 
@@ -87,7 +87,7 @@ def _widen(kind: Any, bits: Any) -> Any:
     if kind.literal_value == "bfloat16":
         return lambda kind, bits: ins.bfloat_to_float(bits)
     if kind.literal_value == "bool":
-        return lambda kind, bits: nb.uint8(bits != 0)  # any byte but 0 is true
+        return lambda kind, bits: nb.uint8(bits != 0)  # any nonzero byte is true
     return lambda kind, bits: bits
 
 
@@ -102,7 +102,7 @@ def _narrow(kind: Any, value: Any) -> Any:
     return lambda kind, value: value
 
 
-# NaN wins a minimum or maximum, as in numpy: "not a < b and not a == a" picks a NaN on either side.
+# NaN wins a minimum or maximum, as in numpy: "not a < b and not a == a" picks a NaN from either operand.
 _MIN = (lambda operation, a, b: a if (a <= b or a != a) else b, lambda operation, a, b: a if a <= b else b)
 _MAX = (lambda operation, a, b: a if (a >= b or a != a) else b, lambda operation, a, b: a if a >= b else b)
 _COMBINE = {
@@ -140,7 +140,7 @@ def _finish(operation: Any, value: Any, divisor: Any) -> Any:
 
             return truncate
         return lambda operation, value, divisor: wide(value) // wide(divisor)
-    # The divisor in the value's own type: a wider one would widen the whole loop.
+    # The divisor in the value's type: a wider one would widen the entire loop.
     own = nb.float32 if value in (types.float32, types.complex64) else nb.float64
     return lambda operation, value, divisor: value / own(divisor)
 
@@ -156,7 +156,7 @@ def _fuse(kind: Any, operation: Any, a: Any, b: Any, divisor: Any) -> Any:
         )
 
     def fuse_words(kind: Any, operation: Any, a: Any, b: Any, divisor: Any) -> Any:
-        # Two bfloat16 in a word are the upper halves of two float32: faster than to unpack and pack the lanes.
+        # Two bfloat16 in a word are the upper halves of two float32: faster than unpacking and packing the lanes.
         low = combine(op, ins.bits_float(nb.uint32(a << LOW)), ins.bits_float(nb.uint32(b << LOW)))
         high = combine(op, ins.bits_float(nb.uint32(a & HIGH)), ins.bits_float(nb.uint32(b & HIGH)))
         low_bits = ins.round_to_bfloat(finish(op, low, divisor))
@@ -179,13 +179,13 @@ def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: A
         x = nb.carray(ins.as_pointer(sources[0]), units, unit)
         y = nb.carray(ins.as_pointer(sources[1]), units, unit)
         z = nb.carray(ins.as_pointer(targets[0]), units, unit)
-        # A loop is vectorised only if LLVM sees that what it writes is what it has read, or is apart from it: so one
-        # loop for each case.
+        # LLVM vectorizes a loop only if it can see that the written memory is read memory or does not overlap it, so
+        # there is one loop per case.
         if targets[0] == sources[0] and targets[1] == sources[1]:
             for i in range(units):
                 x[i] = y[i] = fuse(name, op, x[i], y[i], divisor)
         elif targets[0] != targets[1]:
-            return 0  # into two other arrays
+            return 0  # into two separate arrays
         elif targets[0] == sources[0]:
             for i in range(units):
                 x[i] = fuse(name, op, x[i], y[i], divisor)
@@ -220,7 +220,7 @@ _compiling = threading.Lock()
 def reduce_function(dtype: str, operation: str) -> Any:
     """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
 
-    Its `address` is what the protocol kernels call. Compiled once, whichever thread asks first, and kept on disk.
+    Protocol kernels call its `address`. It is compiled once, by the first thread that needs it, and cached on disk.
     """
     with _compiling:
         return _compile(dtype, operation)
@@ -237,7 +237,7 @@ def _compile(dtype: str, operation: str) -> Any:
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
     size = np.dtype(stored).itemsize
 
-    # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
+    # The closure holds only strings, numbers and types, because numba keys its disk cache by their pickles.
     @callback(SIGNATURE, nogil=True)
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)

@@ -1,7 +1,7 @@
-"""Persistent messages from compiled code, by the C functions of whatever library moves them.
+"""Persistent messages in compiled code, by the C functions of the library that moves them.
 
-See `transport.base.MessageFunctions`. Called so, a message costs no Python; numba could not keep code on disk that
-names the functions themselves, whose addresses differ from process to process.
+See `transport.base.MessageFunctions`. These calls need no Python. Code that contains function addresses could not be
+cached on disk, because the addresses differ between processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INT, _POINTER = ir.IntType(32), ir.IntType(64)
 
 @intrinsic
 def start(typingctx: Any, function: Any, count: Any, handles: Any) -> Any:
-    """Start `count` messages, whose handles lie one after the other at an address; return 0, or a code of failure."""
+    """Start `count` messages, whose handles are stored consecutively at an address; return 0 or an error code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(_INT, [_INT, _POINTER])
@@ -30,9 +30,9 @@ def start(typingctx: Any, function: Any, count: Any, handles: Any) -> Any:
 
 @intrinsic
 def test(typingctx: Any, function: Any, count: Any, handles: Any, done: Any, statuses: Any) -> Any:
-    """Let messages move on, and write to the int32 at `done` whether these are complete; return as `start` does.
+    """Make progress on messages, and write to the int32 at `done` whether all are complete; return 0 or an error code.
 
-    statuses: an address where something is written for each of them.
+    statuses: an address with space for the status of each message.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A program of small messages as ONE compiled call without the GIL: a round starts, is waited for, is combined.
+"""Rounds: run a program of small messages in one compiled call without the GIL: start, wait and combine per round.
 
-What it needs is in one int64 array, whose fields are the constants below, and in one row for each round. A call that
-has waited long returns WAITING, and goes on where it was when it is called again.
+The arguments are in one int64 array, whose fields are the constants below, and in one row per round. A call that has
+waited long returns WAITING; the next call continues from that point.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numba as nb
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host import requests
 from commlib.kernels.host.arrays import DATA, int32, table
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.node import all_equal
 from commlib.kernels.host.reduce import reduce_as_written
-from commlib.kernels.host.waiting import ASK, late, now, pause
+from commlib.kernels.host.waiting import ASK, count_late_polls, now, pause
 
-# What `play` returns. DIFFERENT: not all marks were this rank's own. FAILED: CODE says with what.
+# Status codes of `play`. DIFFERENT: some marks differ from this rank's. FAILED: CODE has the error code.
 DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
 
 (
-    ROUNDS,  # how many
-    ROWS,  # address of the first one's row
-    NEXT,  # the round that is under way or comes next
-    STARTED,  # whether it is under way
+    ROUNDS,  # number of rounds
+    ROWS,  # address of the first round's row
+    NEXT,  # the current or next round
+    STARTED,  # whether it was started
     MARKS,  # address for `all_equal`, or 0
     START,  # addresses of functions
     TEST,
     FLAG,  # address of an int32
     STATUSES,  # address of memory for the statuses of a round
-    SPINS,  # how often it asks at once, and how often it then asks giving the core away, before WAITING is returned
+    SPINS,  # number of polls at once, then of polls with a yield, before WAITING is returned
     YIELDS,
     CODE,
-    BUFFER,  # address of what the messages are about, and its bytes
+    BUFFER,  # address and size of the messages' data
     NBYTES,
     PROGRAM_FIELDS,
 ) = range(15)
@@ -54,7 +54,7 @@ def _await(program: Any, row: Any) -> Any:
             return FAILED
         if int32(program[FLAG]) != 0:
             return DONE
-        polls = pause(polls + late(began), program[SPINS], program[YIELDS], 0, 0)
+        polls = pause(polls + count_late_polls(began), program[SPINS], program[YIELDS], 0, 0)
         if polls == ASK:
             return WAITING
 
@@ -63,7 +63,8 @@ def _await(program: Any, row: Any) -> Any:
 def play(address: int, source: int, target: int) -> int:
     """Run all rounds, and compare the marks.
 
-    source, target: numpy arrays, given by their `id`, that are copied to the buffer before, and from it after; or 0.
+    source, target: numpy arrays, given by their `id`. The source is copied to the buffer before the rounds, and the
+    buffer to the target after them; 0 copies nothing.
     """
     program = table(address, PROGRAM_FIELDS)
     if source != 0 and program[NEXT] == 0 and program[STARTED] == 0:

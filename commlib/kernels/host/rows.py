@@ -1,7 +1,7 @@
-"""Rows of floats: added up for the tokens that they belong to, and multiplied by numbers.
+"""Rows of floats: add them up by token, and multiply them by numbers.
 
-Arithmetic is in float32 (in float64 for float64) and rounded once. Rows that are added up are given by addresses, for
-most lie in memory of other ranks.
+Arithmetic is in float32 (in float64 for float64) and rounded once. Rows to add up are given by addresses, because most
+are in the memory of other ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from commlib.dtypes import Array, name_of
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.dispatch_plan import next_of_others, prefetch_row
 from commlib.kernels.host.reduce import narrow, widen
-from commlib.kernels.host.segments import next_of_others, prefetch_row
 
-# Products are added up apart for each place in a block: a compiler may use vectors of any length for that without
-# another order of additions, so the bits do not depend on the CPU.
+# There is one sum of products per position in a block: a compiler may use vectors of any length for them without
+# changing the order of additions, so the bits do not depend on the CPU.
 _BLOCK = 64
 
 
@@ -115,10 +115,10 @@ def _products(kind: str) -> Any:
 
 
 def sum_rows(target: Array, starts: Array, slots: Array, addresses: Array, factors: Array) -> None:
-    """Let each row t of `target` be the sum of the rows slots[starts[t] : starts[t + 1]], times their factors.
+    """Set each row t of `target` to the sum of the rows slots[starts[t] : starts[t + 1]], times their factors.
 
-    It is 0 where there are none. target: contiguous, 2-D, of floats. addresses: of all rows, int64. factors: float32;
-    the others are int32.
+    A row without summands is 0. target: contiguous, 2-D, of floats. addresses: of all rows, int64. factors: float32;
+    the other arrays are int32.
     """
     _summing(name_of(target.dtype))(_stored(target), starts, slots, addresses, factors)
 
@@ -126,17 +126,17 @@ def sum_rows(target: Array, starts: Array, slots: Array, addresses: Array, facto
 def publish_scaled(
     block: Array, owners: Array, order: Array, rank: int, rows: Array, factors: Array, target: int
 ) -> None:
-    """Write the rows that others have sent, times their factors (float32), to an address, each to its place.
+    """Write the rows that other ranks have sent, times their factors (float32), to their places behind an address.
 
-    block: of a passage. rows: contiguous, 2-D, of floats.
+    block: the block of a dispatch plan. rows: contiguous, 2-D, of floats.
     """
     _scaling(name_of(rows.dtype))(block, owners, order, rank, _stored(rows), factors, target)
 
 
 def multiply_rows(rows: Array, others: Array, factors: Array, scaled: Array, products: Array) -> None:
-    """Let `scaled` be `rows` times factors, and `products` (float32) the scalar product of each row with its other.
+    """Set `scaled` to `rows` times factors, and `products` (float32) to the dot products of `rows` and `others`.
 
-    scaled: may be `rows` itself. All are contiguous, 2-D and of one dtype of floats; factors are float32.
+    scaled: may be `rows`. All are contiguous, 2-D and of one float dtype; factors are float32.
     """
     kind = name_of(rows.dtype)
     _products(kind)(_stored(rows), _stored(others), factors, _stored(scaled), products)

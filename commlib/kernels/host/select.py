@@ -1,7 +1,7 @@
-"""The largest elements of an array: found exactly, in one pass, with memory for a few times as many.
+"""Selection: find the largest elements of an array exactly, in one pass, with memory for a few times as many.
 
-Candidates are collected in order of their index. When there is no room for more, those that are not among the k largest
-so far go, and from then on only what is larger than the k-th is collected at all: so nearly all elements cost a
+Candidates are collected in order of their index. When there is no space for more, all but the k largest so far are
+removed, and from then on only elements larger than the k-th are collected. Nearly all elements therefore cost a
 comparison of 64 at once. Magnitudes are compared as integers, which orders infinities and, above them, NaNs last.
 """
 
@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
-MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
+MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 except its sign
 INFINITY = 0x7F800000  # magnitudes from here on are not finite
 
 # Elements that are compared at once.
@@ -28,7 +28,7 @@ _DIGIT_BITS = (11, 10, 10)  # of a magnitude, the highest first
 
 @intrinsic
 def _at_least(typingctx: Any, address: Any, threshold: Any) -> Any:
-    """Return a bit for each of the LANES float32 at `address`: whether its magnitude is `threshold` (bits) or more."""
+    """Return a mask of the LANES float32 at `address`: a bit is set if a magnitude is at least `threshold` (bits)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(ir.IntType(32), LANES)
@@ -44,7 +44,7 @@ def _at_least(typingctx: Any, address: Any, threshold: Any) -> Any:
 
 @intrinsic
 def _lowest(typingctx: Any, mask: Any) -> Any:
-    """Return the number of the lowest bit that is set; there must be one."""
+    """Return the index of the lowest set bit of a nonzero mask."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -54,9 +54,9 @@ def _lowest(typingctx: Any, mask: Any) -> Any:
 
 @kernel(nogil=True)
 def keep_largest(indices: Any, bits: Any, count: int, k: int) -> int:
-    """Reduce `count` > k > 0 candidates to the k of largest magnitude, in their order; of equals the first ones.
+    """Reduce `count` > k > 0 candidates to the k of largest magnitude, in order; among equals, the first ones.
 
-    Returns the magnitude (its bits) of the smallest that stays.
+    Returns the magnitude (its bits) of the smallest remaining one.
     """
     histogram = np.empty(1 << 11, np.int64)
     prefix, shift = 0, 31
@@ -87,13 +87,13 @@ def keep_largest(indices: Any, bits: Any, count: int, k: int) -> int:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def room(count: int, k: int) -> Any:
-    """Return for how many candidates `collect` wants room to find the k largest of `count` elements."""
+    """Return the number of candidates that `collect` needs space for, to find the k largest of `count` elements."""
     return min(count, 2 * k + 256) + LANES
 
 
 @kernel(nogil=True)
 def collect(y: Any, base: int, k: int, indices: Any, bits: Any, count: int, threshold: int) -> Any:
-    """Add to `count` candidates those of the next elements, y, which begin at `base`; return (count, threshold)."""
+    """Add candidates from the next elements, y, which begin at `base`, to `count` others; return (count, threshold)."""
     whole = len(y) - len(y) % LANES
     full = len(indices) - LANES
     raw = y.view(np.uint32)
@@ -112,14 +112,14 @@ def collect(y: Any, base: int, k: int, indices: Any, bits: Any, count: int, thre
             bits[count] = raw[at]
             count += 1
         if count > full:
-            threshold = keep_largest(indices, bits, count, k) + 1  # an equal one comes too late
+            threshold = keep_largest(indices, bits, count, k) + 1  # a later equal one is not chosen
             count = k
     return count, threshold
 
 
 @kernel(nogil=True)
 def finish(k: int, indices: Any, bits: Any, count: int) -> int:
-    """Return to how many the candidates are reduced in the end: at most k; if some are not finite, these alone."""
+    """Return the final number of candidates: at most k; if some are not finite, only these."""
     if count > k:
         keep_largest(indices, bits, count, k)
         count = k

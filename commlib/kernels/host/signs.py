@@ -1,10 +1,10 @@
-"""Signs: one bit for each element, and one magnitude for each block of them, the mean of the block's.
+"""Signs: one bit per element, and one magnitude per block of elements, its mean magnitude.
 
 A payload has the magnitudes of all blocks (float32), then the sign bits, 1 for minus. Bit k of the bytes of a block has
-the signs of its k-th eighth, so that packing is shifts of whole vectors. Two magnitudes have a meaning of their own:
+the signs of its k-th eighth, so packing consists of shifts of full vectors. Two magnitudes have a special meaning:
 
-    NaN   the block had an infinity or NaN; all of it decodes to NaN, and nothing is lost to the residual
-    0     the block is zero, or so small that the mean would be denormal (see `quantise`); all of it decodes to 0
+    NaN   the block had an infinity or NaN; all elements decode to NaN, and the residual does not change
+    0     the block is zero, or so small that the mean would be denormal (see `quantise`); all elements decode to 0
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from commlib.kernels.host import blocks
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -41,7 +41,7 @@ def _read_signs(signs: Any, magnitude: float, target: Any) -> None:
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _subtract(v: Any, magnitude: float, lost: Any) -> None:
-    """Write v minus what it decodes to."""
+    """Write the loss of v, its difference to the decoded value."""
     bits = ins.float_bits(magnitude)
     for i in range(len(lost)):
         lost[i] = v[i] - ins.bits_float(nb.uint32(bits | (ins.float_bits(v[i]) & blocks.SIGN)))
@@ -49,9 +49,9 @@ def _subtract(v: Any, magnitude: float, lost: Any) -> None:
 
 @kernel(nogil=True)
 def encode(source: int, before: int, after: int, payload: int, count: int, block: int) -> None:
-    """Encode `count` float32 at the address `source`, plus those at `before`, and write what is lost to `after`.
+    """Encode `count` float32 at the address `source`, plus those at `before`, and write the loss to `after`.
 
-    `before` and `after` are both 0 where there is no residual.
+    `before` and `after` are both 0 without a residual.
     """
     blocks_in_all = (count + block - 1) // block
     x = nb.carray(ins.as_pointer(source), count, np.float32)
@@ -85,7 +85,7 @@ def encode(source: int, before: int, after: int, payload: int, count: int, block
 
 @kernel(nogil=True)
 def decode(payload: int, target: int, count: int, block: int, add: bool) -> None:
-    """Write what a payload stands for to the `count` float32 at the address `target`, or add it."""
+    """Decode a payload into the `count` float32 at the address `target`, or add the values."""
     blocks_in_all = (count + block - 1) // block
     magnitudes = nb.carray(ins.as_pointer(payload), blocks_in_all, np.float32)
     signs = nb.carray(ins.as_pointer(payload + 4 * blocks_in_all), (count + 7) // 8, np.uint8)

@@ -1,9 +1,10 @@
-"""The payload of some elements of an array: how many, their values, and the gaps between them.
+"""Sparse payloads: some elements of an array as their number, their values, and the gaps between them.
 
-    count (uint32) | bytes of a gap, kind of the values (uint16 each) | values | gaps
+    count (uint32) | bytes per gap, kind of the values (uint16 each) | values | gaps
 
-A gap is how many elements lie between one that is sent and the one sent before. It takes one or two bytes, whichever is
-shorter for all of them together: the largest number that fits, 255 or 65535, says "so many, and go on".
+A gap is the number of elements between a sent element and the previous sent one. It takes one or two bytes, whichever
+makes the payload shorter. The largest number that fits, 255 or 65535, is a mark that means "skip as many, and
+continue".
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import numba as nb
 import numpy as np
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 HEADER = 8  # bytes
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # kinds of values
 
-TOO_SHORT, OUTSIDE, OTHER_KIND = 1, 2, 3  # what `read` finds wrong
+TOO_SHORT, OUTSIDE, OTHER_KIND = 1, 2, 3  # faults that `read` finds
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -28,7 +29,7 @@ def value_bytes(kind: int) -> Any:
     return 4 if kind == FLOAT32 else 2
 
 
-def most(count: int, k: int, kind: int) -> int:
+def max_bytes(count: int, k: int, kind: int) -> int:
     """Return the length of the longest payload of k of `count` elements."""
     return int(HEADER + k * value_bytes.py_func(kind) + min(k + count // 255, 2 * (k + count // 65535)))
 
@@ -38,7 +39,7 @@ def _half(kind: int, value: float) -> Any:
     """Round to the bits of float16 or bfloat16."""
     if kind == FLOAT16:
         return ins.float_to_half(value)
-    if value != value:  # rounding might carry it into infinity
+    if value != value:  # rounding might turn it into infinity
         return nb.uint16(0x7FC0)
     return ins.float_to_bfloat(value)
 
@@ -50,18 +51,18 @@ def _full(kind: int, bits: int) -> Any:
 
 @kernel(nogil=True)
 def loss(kind: int, bits: int) -> Any:
-    """Return a value, given by its bits, minus what it decodes to. Not finite if either is not."""
+    """Return a value, given by its bits, minus its decoded value. Not finite if either is not."""
     value = ins.bits_float(bits)
     return value - value if kind == FLOAT32 else value - _full(kind, _half(kind, value))
 
 
 @kernel(nogil=True)
 def write(indices: Any, bits: Any, count: int, kind: int, payload: int) -> int:
-    """Write the first `count` of the elements with these indices, ascending, and bits to the address `payload`.
+    """Write the first `count` elements, given by ascending indices and bits, to the address `payload`.
 
-    Returns how many bytes it took.
+    Returns the payload's length in bytes.
     """
-    narrow: Any = count  # gaps and marks in bytes, and in words of two
+    narrow: Any = count  # number of gaps and marks with one byte, and with two bytes
     wide: Any = count
     before: Any = -1
     for i in range(count):
@@ -102,9 +103,9 @@ def write(indices: Any, bits: Any, count: int, kind: int, payload: int) -> int:
 
 @kernel(nogil=True)
 def read(payload: int, length: int, kind: int, output: int, count: int, add: bool) -> int:
-    """Write what the payload of `length` bytes at an address stands for to `count` float32, or add it.
+    """Decode the payload of `length` bytes at an address into `count` float32, or add the values.
 
-    Returns 0, or what is wrong.
+    Returns 0, or the fault.
     """
     out = nb.carray(ins.as_pointer(output), count, np.float32)
     if not add:

@@ -1,7 +1,7 @@
-"""Sparsify: choose what is sent of a gradient. Compute, select, write the payload and the remainder at once.
+"""Sparsification: compute, select, and write the payload and the residual of a gradient in one pass.
 
-Arrays of float32 and payloads are given by their addresses. Where there is no residual `before` and `after` are 0; they
-may be the same.
+Arrays of float32 and payloads are given by their addresses. Without a residual `before` and `after` are 0; they may be
+the same.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numba as nb
 import numpy as np
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.select import collect, finish, room
 from commlib.kernels.host.sparse import loss, write
 
-# Elements that are computed before they are looked through: they are then still in the L1 cache.
+# Elements that are computed before their selection, which finds them in the L1 cache.
 BLOCK = 2048
 
-_LARGEST = nb.float32(3.4028235e38)  # of all that are finite
+_LARGEST = nb.float32(3.4028235e38)  # the largest finite float32
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -33,9 +33,9 @@ def is_finite(value: float) -> Any:
 
 
 @kernel(nogil=True)
-def either(new: Any, old: Any, out: Any, tested: Any) -> None:
-    """Write `new` where `tested` is finite, else `old`; `out` may be `old`."""
-    # Loops are vectorised only where everything is loaded in any case, and LLVM sees what is the same memory.
+def select_finite(new: Any, old: Any, out: Any, tested: Any) -> None:
+    """Write `new` for elements whose `tested` is finite, else `old`; `out` may be `old`."""
+    # LLVM vectorizes loops only if all loads are unconditional, and if it sees which memory is the same.
     if out.ctypes.data == old.ctypes.data:
         for i in range(len(out)):
             yes, no = new[i], out[i]
@@ -48,15 +48,15 @@ def either(new: Any, old: Any, out: Any, tested: Any) -> None:
 
 @kernel(nogil=True)
 def feed(x: Any, before: Any, after: Any, total: Any) -> None:
-    """Write x + before to `total`, and to `after` where it is finite; elsewhere `after` is `before`."""
+    """Write x + before to `total`, and to `after` if it is finite; otherwise `after` is `before`."""
     for i in range(len(x)):
         total[i] = x[i] + before[i]
-    either(total, before, after, total)
+    select_finite(total, before, after, total)
 
 
 @kernel(nogil=True)
 def encode_largest(source: int, before: int, after: int, count: int, k: int, kind: int, payload: int) -> int:
-    """Write the k largest of x, or of x + before, to the payload and what is lost to `after`; return the length."""
+    """Write the k largest elements of x, or x + before, to the payload, and the loss to `after`; return the length."""
     indices, bits = np.empty(room(count, k), np.uint32), np.empty(room(count, k), np.uint32)
     found, threshold = 0, 1  # zeros are never candidates
     scratch = np.empty(BLOCK, np.float32)
@@ -64,7 +64,7 @@ def encode_largest(source: int, before: int, after: int, count: int, k: int, kin
         stop = min(start + BLOCK, count)
         y = x = floats(source, start, stop)
         if before != 0:
-            y = scratch[: len(x)]  # not by its address: numba would not know that it is still needed
+            y = scratch[: len(x)]  # not by its address, or numba would free it too early
             feed(x, floats(before, start, stop), floats(after, start, stop), y)
         found, threshold = collect(y, start, k, indices, bits, found, threshold)
     found = finish(k, indices, bits, found)
@@ -92,9 +92,9 @@ def encode_accumulated(
     kind: int,
     payload: int,
 ) -> int:
-    """Do one step of Deep Gradient Compression on a parameter (see `commlib.compress.schemes.dgc`); return the length.
+    """Run a step of Deep Gradient Compression on a parameter (see `commlib.compress.schemes.dgc`); return the length.
 
-    u and v, momentum and what has accumulated, are as they were; what they become goes to other arrays.
+    u and v, the momentum and the accumulated values, are inputs; their new values go to other arrays.
     """
     indices, bits = np.empty(room(count, k), np.uint32), np.empty(room(count, k), np.uint32)
     found, threshold = 0, 1
@@ -116,8 +116,8 @@ def encode_accumulated(
                 new_u[i] = decay * old_u[i] + scaled[i]
             for i in range(len(g)):
                 new_v[i] = old_v[i] + new_u[i]
-        either(new_u, old_u, floats(u_after, start, stop), new_v)
-        either(new_v, old_v, floats(v_after, start, stop), new_v)
+        select_finite(new_u, old_u, floats(u_after, start, stop), new_v)
+        select_finite(new_v, old_v, floats(v_after, start, stop), new_v)
         found, threshold = collect(new_v, start, k, indices, bits, found, threshold)
     found = finish(k, indices, bits, found)
     masked, left = floats(u_after, 0, count), floats(v_after, 0, count)

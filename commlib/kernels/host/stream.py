@@ -1,7 +1,7 @@
-"""Copies past the caches: for what is written now and read so late that the caches would have lost it anyway.
+"""Streaming copies: bypass the caches for data that is read so late that the caches would have lost it.
 
-An ordinary store first reads the line that it overwrites; a streaming one sends whole lines to memory and drives
-nothing out of the caches.
+An ordinary store first reads the line that it overwrites. A streaming store sends full lines to memory and evicts
+nothing from the caches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.compilation import kernel
 
 # One cache line. LLVM splits it into as many registers as the CPU needs.
 _LINE_BYTES = 64
@@ -21,7 +21,7 @@ _LINE_BYTES = 64
 
 @intrinsic
 def _stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
-    """Copy so many lines with streaming stores to `target`, an address that is a multiple of 64."""
+    """Copy `lines` cache lines with streaming stores to `target`, an address that is a multiple of 64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8)
@@ -31,8 +31,8 @@ def _stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
             value = builder.load(builder.gep(source, [loop.index]), align=1)
             store = builder.store(value, builder.gep(target, [loop.index]), align=_LINE_BYTES)
             store.set_metadata("nontemporal", yes)
-        # Streaming stores may become visible late, and the flag that says "it is there" must not overtake them. (The
-        # locked instruction that this is on x86 empties the write-combining buffers.)
+        # Streaming stores may become visible late, and the flag that publishes them must not overtake them. (The locked
+        # instruction of this fence on x86 flushes the write-combining buffers.)
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -41,7 +41,7 @@ def _stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
 
 @kernel(nogil=True)
 def stream_copy(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` bytes from one address to another; they must not overlap."""
+    """Copy `nbytes` bytes between addresses that do not overlap."""
     head = min(nbytes, -target % _LINE_BYTES)
     lines = (nbytes - head) // _LINE_BYTES
     body = lines * _LINE_BYTES

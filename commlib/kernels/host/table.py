@@ -1,4 +1,4 @@
-"""HostKernels: the compiled kernels of the host as the table that every device has. See `kernels.protocol`."""
+"""HostKernels: the compiled host kernels as the table that every device has. See `kernels.protocol`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, rows, signs, sparse, sparsify
 from commlib.kernels.host.reduce import reduce_function
-from commlib.kernels.protocol import Blocks, Code, Fault, Value
+from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
 
-# The compiled functions' numbers.
+# The numeric codes of the compiled functions.
 _CODES: dict[Code, int] = {
     "int8": quantise.INT8,
     "int4": quantise.INT4,
@@ -38,7 +38,7 @@ def _at(x: Any) -> int:
 
 
 def _numpy(x: Any) -> Array:
-    """Return an array in memory that the host can read as numpy's."""
+    """Return a host-readable array as a numpy array."""
     if isinstance(x, np.ndarray):
         return x
     pool = (ctypes.c_uint8 * max(x.nbytes, 1)).from_address(x.address or ctypes.addressof(_NOTHING))
@@ -49,7 +49,7 @@ _NOTHING = ctypes.c_uint8(0)
 
 
 class HostKernels:
-    """See `kernels.protocol.Kernels`. It reads and writes any memory that the host can address."""
+    """Host implementation of `kernels.protocol.Kernels`. It reads and writes any memory that the host can address."""
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
         self.reduce_to(dtype, operation, divisor, operands, [target])
@@ -64,7 +64,7 @@ class HostKernels:
 
     def cast(self, source: Any, target: Any) -> None:
         wide, narrow = _numpy(source), _numpy(target)
-        # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
+        # Rounding to a narrow float overflows to infinity by design, so numpy must not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             narrow[...] = wide.astype(narrow.dtype)
 
@@ -149,7 +149,7 @@ class HostKernels:
     def place(self, values: Any, places: Any, out: Any) -> None:
         _numpy(out)[_numpy(places)] = _numpy(values)
 
-    def copy_blocks(self, source: Any, target: Any, blocks: Blocks) -> None:
+    def copy_blocks(self, source: Any, target: Any, blocks: BlockLayout) -> None:
         item = source.itemsize
 
         def lying(array: Any, row: int, column: int) -> Any:

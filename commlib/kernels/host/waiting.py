@@ -1,4 +1,4 @@
-"""Waiting: let time pass between two polls, first on the core, then off it, and not for long."""
+"""Waiting: pause between polls, first by spinning, then by yielding, then by short sleeps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numba.extending import intrinsic
 
 from commlib.kernels.host import intrinsics as ins
 
-ASK = -1  # it has taken long: Python looks around
+ASK = -1  # after a long wait: Python checks for signals and failures
 
-# Nanoseconds for which a yield counts as one. On a core of its own it takes less than one of these. Where other
-# processes compute, each of them uses up its slice first: of thousands of such yields, a warning, a limit of time or
-# Ctrl-C would wait for half a minute. A library's question may yield, too (Open MPI's `mpi_yield_when_idle`).
+# Nanoseconds for which a yield counts as one. On an idle core a yield takes less. If other processes compute, each uses
+# up its time slice first. Thousands of such yields would delay a warning, a timeout or Ctrl-C by half a minute. A
+# library's test may yield, too (Open MPI's `mpi_yield_when_idle`).
 _YIELD = 50_000
-SAMPLE = 4  # one yield of so many is timed: to look at the clock takes a tenth of one
+SAMPLE = 4  # one yield in this many is timed, because reading the clock takes a tenth of a yield
 
 
 @intrinsic
@@ -39,17 +39,17 @@ def now(typingctx: Any) -> Any:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def late(began: int) -> Any:
-    """Return as how many more polls one counts that `began` so long ago."""
+def count_late_polls(began: int) -> Any:
+    """Return the number of extra polls for a poll that began at `began`."""
     return (now() - began) // _YIELD
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> Any:
-    """Let time pass after so many polls, the more the later; return how many there have been now, or ASK.
+    """Pause after `polls` polls, longer for later ones; return the new number of polls, or ASK.
 
-    spins: polls on the core. yields: then so many give it away, or for as long as these would take at most. naps: then
-    so many sleep for some `microseconds`.
+    spins: polls by spinning. yields: then polls by yielding, or for at most as long as these would take. naps: then
+    sleeps of some `microseconds` each.
     """
     polls += 1
     if polls <= spins:
@@ -60,7 +60,7 @@ def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> 
         else:
             began = now()
             ins.sched_yield()
-            polls = min(polls + SAMPLE * late(began), spins + yields)
+            polls = min(polls + SAMPLE * count_late_polls(began), spins + yields)
     elif polls <= spins + yields + naps:
         ins.usleep(microseconds)
     else:

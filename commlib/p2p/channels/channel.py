@@ -1,4 +1,4 @@
-"""Channel: send arrays between two ranks, in both directions, in order, without any collective."""
+"""Channel: ordered messages of arrays between two ranks, in both directions, without any collective."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from numpy import ndarray
 
 from commlib.buffers.views import as_host, contiguous
 from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import viewed
+from commlib.devices.arrays import as_view
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, PeerError, ShutdownError, StallError, TransportError, UsageError
-from commlib.p2p.channels.ends import Ends
+from commlib.p2p.channels.drain import drain, peek
+from commlib.p2p.channels.ends import ChannelEnds
 from commlib.p2p.channels.payload import Shape
-from commlib.p2p.channels.progress import Pumps
-from commlib.p2p.channels.queued import Queued, Sending
-from commlib.p2p.channels.sendable import check_sendable
-from commlib.p2p.channels.taken import first, taken
-from commlib.p2p.lanes.staging import fetched
+from commlib.p2p.channels.progress import ChannelProgress
+from commlib.p2p.channels.queued_send import QueuedSend, SendPoll
+from commlib.p2p.channels.send_checks import check_sendable
+from commlib.p2p.lanes.staging import stage_to_host
 from commlib.process import forks
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
@@ -32,28 +32,29 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """Keep a group's channels."""
+    """The owner of a group's channels."""
 
     def look(self, peer: int) -> None:
-        """Ask for what another rank has told, and give back what is used no more. Never blocks."""
+        """Ask for the control messages of another rank, and free unused channels. Never blocks."""
         ...
 
-    def end(self, ends: Ends, reason: str) -> None:
-        """Tell the other side that this one takes part no more, and give back what it has. Idempotent."""
+    def end(self, ends: ChannelEnds, reason: str) -> None:
+        """Notify the other side that this side has ended, and free its memory. Idempotent."""
         ...
 
 
 class Channel:
-    """One rank's side of an edge. `Communicator.channel` makes it, on both ranks of the edge.
+    """One rank's side of an edge. `Communicator.channel` opens it, on both ranks of the edge.
 
-    Up to `depth` messages are on their way in each direction: `send` waits while the other side has as many that it has
-    not handed back. `recv` gives a view of the memory into which the other rank has written: of the dtype, and of the
-    shape that was sent. It may be read and written until it is handed back by `release`; what it shows afterwards is a
-    later message. The shape may be another one in each message. Different threads may send and receive at once.
+    Each direction has `depth` slots: `send` waits while the other side holds that many unreleased messages. `recv`
+    returns a view of the slot that the other rank has written, with the channel's dtype and the message's shape. The
+    caller may read and write the view until `release`; after that a later message may overwrite it. Each message may
+    have a different shape. Different threads may send and receive at the same time.
 
-    Raises as collectives do: MismatchError if the two sides were opened differently, PeerError if the other rank is
-    gone or has given up the channel, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`. After any but
-    UsageError the channel fails in both directions, on both ranks; the group and its other channels do not.
+    Errors are those of collectives: MismatchError if the two sides opened the channel differently, PeerError if the
+    other rank is gone or has given up the channel, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
+    After any error but UsageError the channel fails in both directions, on both ranks. The group and its other channels
+    stay usable.
     """
 
     __slots__ = (
@@ -81,7 +82,7 @@ class Channel:
         "text",
     )
 
-    def __init__(self, group: Group, channels: Owner, ends: Ends, text: str) -> None:
+    def __init__(self, group: Group, channels: Owner, ends: ChannelEnds, text: str) -> None:
         self._group, self._channels, self.ends, self.text = group, channels, ends, text
         self.peer, self.edge = ends.address.peer, ends.address.edge
         self.dtype, self.depth = ends.dtype, ends.terms.depth
@@ -92,9 +93,9 @@ class Channel:
         self._failure: CommlibError | None = None
         self._is_closed = False
         self.purpose: Callable[[], str] = str
-        """Says at the end of warnings and errors what a wait is for."""
-        self._queue: deque[Queued] = deque()
-        self._pumps = Pumps(group, ends, text)
+        """Returns a text for the end of warnings and errors: the purpose of the wait."""
+        self._queue: deque[QueuedSend] = deque()
+        self._pumps = ChannelProgress(group, ends, text)
         self._pumps.received()
 
     def __repr__(self) -> str:
@@ -107,17 +108,18 @@ class Channel:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # What users call; first what a message mostly needs: one compiled call
+    # Public methods. Most messages need only the first, compiled call
 
     def send(self, x: Any, timeout: float | None = None) -> None:
-        """Send an array of the channel's dtype, of any shape. Returns when it may be changed.
+        """Send an array of the channel's dtype, of any shape. The caller may change the array when `send` returns.
 
-        Waits while all slots of the other side are taken, at most `timeout` seconds: StallError, and nothing was sent.
-        What `buffer` gave is sent without a copy, an array of a device by way of one on the host, where `recv` has it.
+        Waits while all slots of the other side are in use, at most `timeout` seconds; then raises StallError, and
+        nothing was sent. An array from `buffer` is sent without a copy. A device array is copied to the host first, and
+        `recv` returns a host array.
         """
         try:
             if type(x) is ndarray and (status := self._put(self._out, id(x))) >= 0:
-                if status:  # it has not left yet
+                if status:  # the message has not left yet
                     self._pumps.sent(lags=True)
                 return
         except BaseException as error:
@@ -126,17 +128,17 @@ class Channel:
         self._send(x, timeout)
 
     def recv(self, timeout: float | None = None) -> Array:
-        """Receive the next message, and return a view of it, which `release` hands back.
+        """Receive the next message and return a view of it, valid until `release`.
 
-        Waits for it, at most `timeout` seconds: StallError, and nothing was received. Raises UsageError if `depth`
-        messages have been received and not handed back.
+        Waits at most `timeout` seconds for the message; then raises StallError, and nothing was received. Raises
+        UsageError if `depth` messages were received and not released.
         """
         try:
             slot = self._take(self._in)
             if slot >= 0:
                 if slot < self.depth:
                     return self._views[slot]
-                self._pumps.received()  # a large one
+                self._pumps.received()  # a large message
                 return self._views[slot - self.depth]
         except BaseException as error:
             self._abandon(f"recv on {self.text}", error)
@@ -144,9 +146,9 @@ class Channel:
         return self._recv(timeout)
 
     def release(self, view: Array | None = None) -> None:
-        """Hand back what `recv` returned (or a view of it): its memory is then free for a later message.
+        """Release an array that `recv` returned (or a view of it), so that a later message can use its slot.
 
-        Without a view: hand back everything that has been received.
+        Without an argument: release all received messages.
         """
         if view is None:
             if not self._hand_back(self._in, 0):
@@ -156,9 +158,9 @@ class Channel:
         self._release(view)
 
     def send_async(self, x: Any) -> Work:
-        """Start `send`. The array must not be changed until the work is done; later sends go after it."""
+        """Start `send`. Do not change the array until the work is done. Later sends keep the order."""
         what, end = f"send on {self.text}", self.ends.outgoing
-        array = self._checked(x)
+        array = self._check_array(x)
         if self.has_room(what):
             with self._guarded(what, end) as watch:
                 end.send(array, what, watch())
@@ -167,25 +169,25 @@ class Channel:
         return self.send_later(lambda: array)
 
     def send_later(self, make: Callable[[], Array | None]) -> Work:
-        """Start to send what `make` returns: an array as `send` takes it, or None while that is not there yet.
+        """Start to send the array that `make` returns; None means that it is not ready yet.
 
-        It is asked on another thread, once there is room, until it has returned an array.
+        Another thread calls `make` repeatedly once there is room, until it returns an array.
         """
         what, end = f"send on {self.text}", self.ends.outgoing
         with self._guarded(what, end) as watch:
             self._refuse(what)
-            work = Queued(what, make, watch(), self._move, self._await)
+            work = QueuedSend(what, make, watch(), self._move, self._await)
             try:
                 end.defer(yes=True)
                 self._queue.append(work)
-                self._group.runtime.poller.watch(Sending(work), self._group)
-            except BaseException as error:  # a signal handler's: perhaps it is in the queue, and nobody would send it
+                self._group.runtime.poller.watch(SendPoll(work), self._group)
+            except BaseException as error:  # from a signal handler: the work may be queued without a poller to send it
                 self._abandon(what, error)
                 raise
         return work
 
     def has_room(self, what: str) -> bool:
-        """Return whether `send` would return at once. what: why it is asked. Never blocks."""
+        """Return whether `send` would return immediately. what: the caller, for errors. Never blocks."""
         end = self.ends.outgoing
         with self._guarded(what, end):
             self._refuse(what)
@@ -195,9 +197,9 @@ class Channel:
             return is_connected and not self._queue and end.has_room()
 
     def await_room(self, what: str, timeout: float | None = None) -> None:
-        """Wait until `send` would return at once, at most `timeout` seconds: StallError. what: it is waited for."""
+        """Wait until `send` would not block, at most `timeout` seconds (StallError). what: the caller, for errors."""
         end = self.ends.outgoing
-        if self.ends.is_connected and not self.ends.has_told and not self._queue and end.has_room():
+        if self.ends.is_connected and not self.ends.has_notified and not self._queue and end.has_room():
             return
         with self._guarded(what, end) as watch:
             on_wait = watch(timeout)
@@ -206,30 +208,30 @@ class Channel:
             poll(lambda: not self._queue and end.has_room(), on_wait)
 
     def flush(self, timeout: float) -> None:
-        """Wait until what `send_later` has queued is sent, at most `timeout` seconds."""
+        """Wait until all sends of `send_later` have left, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._queue and self._failure is None and time.monotonic() < deadline:
             time.sleep(1e-4)
 
     def connect(self, what: str, timeout: float | None = None) -> None:
-        """Wait until the other side has opened the channel, too, at most `timeout` seconds: StallError."""
-        if self.ends.is_connected and not self.ends.has_told:
+        """Wait until the other side has opened the channel, at most `timeout` seconds (StallError)."""
+        if self.ends.is_connected and not self.ends.has_notified:
             return
         with self._guarded(what, self.ends.outgoing) as watch:
             self._connect(what, watch(timeout))
 
     def give_up(self, what: str, error: BaseException) -> None:
-        """Let the channel fail because `error` came out of a call half-way."""
+        """Fail the channel, because `error` ended a call half-way."""
         if isinstance(error, CommlibError):
             self._fail(error)
         else:
             self._abandon(what, error)
 
     def buffer(self, shape: int | Shape | None = None) -> Array:
-        """Return an array to write the next message to (default: of the last shape sent). `send` does not copy it.
+        """Return an array for the next message (default: of the last shape sent), which `send` does not copy.
 
-        It is memory of the other side, once that is free: write all of it, and send it before anything else. A shape
-        that is larger than all before gives ordinary memory, which `send` copies.
+        The array is the next free slot of the other side. Write all of it, and send it before any other message. If the
+        shape is larger than all before, the array is ordinary memory, which `send` copies.
         """
         if shape is None and (slot := self._free_slot(self._out)) >= 0:
             return self._lent[slot]
@@ -243,15 +245,15 @@ class Channel:
             return end.buffer(lengths, on_wait)
 
     def ready(self) -> bool:
-        """Return whether `recv` would return at once. Never blocks."""
+        """Return whether `recv` would return immediately. Never blocks."""
         what = f"ready on {self.text}"
         with self._guarded(what, self.ends.incoming):
             self._refuse(what)
             self._channels.look(self.peer)
-            return self.ends.try_connect(self._group, self.text) and self.ends.incoming.has_come()
+            return self.ends.try_connect(self._group, self.text) and self.ends.incoming.has_arrived()
 
     def close(self, reason: str = "has closed this channel") -> None:
-        """End this side. Idempotent. The other side can still receive what was sent; then it is told `reason`."""
+        """End this side. Idempotent. The other side can receive earlier messages; later calls there report `reason`."""
         if self._is_closed or forks.is_child():
             return
         self._is_closed = True
@@ -259,18 +261,18 @@ class Channel:
         self._end_queue(error)
         self._channels.end(self.ends, reason)
 
-    # The rest: what is checked, waits and failures
+    # Checks, waits and failures
 
-    def _checked(self, x: Any) -> Array:
-        array = viewed(x, "send")
+    def _check_array(self, x: Any) -> Array:
+        array = as_view(x, "send")
         check_sendable(array, self.dtype, self.text)
         if type(array) is DeviceArray:
-            return fetched(self._group, array, f"send on {self.text}")
+            return stage_to_host(self._group, array, f"send on {self.text}")
         return contiguous(array, "send")
 
     def _send(self, x: Any, timeout: float | None) -> None:
         what, end = f"send on {self.text}{self.purpose()}", self.ends.outgoing
-        array = self._checked(x)
+        array = self._check_array(x)
         with self._guarded(what, end) as watch:
             on_wait = watch(timeout)
             self._connect(what, on_wait)
@@ -300,13 +302,13 @@ class Channel:
             was_received = end.release(view)
         if not was_received:
             raise UsageError(
-                f"{what}: the array is no message that was received here, or was handed back before: "
-                "pass what recv returned"
+                f"{what}: the array is not a received message of this channel, or was already released: "
+                "pass the array that recv returned"
             )
         self._pumps.received()
 
     def _connect(self, what: str, on_wait: WaitHook) -> None:
-        """Wait until the other side has opened the channel, too. Raises MismatchError if differently."""
+        """Wait until the other side has opened the channel. Raises MismatchError if it did so differently."""
         self._refuse(what)
 
         if not self.ends.is_connected:
@@ -314,7 +316,7 @@ class Channel:
             poll(lambda: self.ends.try_connect(self._group, self.text), on_wait)
 
     def _refuse(self, what: str) -> None:
-        """Raise what the channel, or all of commlib here, has failed with before."""
+        """Raise the earlier failure of the channel or the group, if there is one."""
         forks.check(what)
         if self._failure is not None:
             self._raise_failure(what)
@@ -326,7 +328,7 @@ class Channel:
             raise ShutdownError(f"{self._group.name}: {what}: commlib has been shut down")
 
     def _refuse_unreachable(self, what: str) -> None:
-        """Raise an error if nothing that is sent can be received any more."""
+        """Raise an error if the other side can no longer receive messages."""
         if (bye := self.ends.bye()) is not None:
             self._raise_gone(what, bye)
         if self.ends.unreachable:
@@ -334,7 +336,7 @@ class Channel:
 
     def _raise_failure(self, what: str) -> NoReturn:
         assert self._failure is not None
-        error = type(self._failure)(str(self._failure))  # a new one: each would add its traceback to the same
+        error = type(self._failure)(str(self._failure))  # a new error: the old one would collect tracebacks
         error.missing = self._failure.missing
         error.add_note(f"commlib: {what}: not run on rank {self._group.rank}: an earlier call failed")
         raise error
@@ -349,17 +351,17 @@ class Channel:
         raise error
 
     def _watch(self, what: str, end: Any, timeout: float | None, mild: list[BaseException]) -> WaitHook:
-        """Return what looks around in a wait. It appends to `mild` what it raises without harm to the channel."""
+        """Return the wait hook of a call. It appends its errors to `mild` if they do not damage the channel."""
         watch = self._group.watch(what, [self.peer])
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def on_wait() -> None:
             self._refuse(what)
             self._channels.look(self.peer)
-            self.ends.try_connect(self._group, self.text)  # if they disagree, that comes first
+            self.ends.try_connect(self._group, self.text)  # a mismatch takes precedence
             bye = self.ends.bye()
-            # What was sent before is still to be received.
-            if bye is not None and (end is self.ends.outgoing or end.count >= bye["sent"]) and not _has_come(end):
+            # Messages that were sent before the end can still be received.
+            if bye is not None and (end is self.ends.outgoing or end.count >= bye["sent"]) and not _has_arrived(end):
                 try:
                     self._raise_gone(what, bye)
                 except PeerError as error:
@@ -367,7 +369,7 @@ class Channel:
                     raise
             watch()
             if deadline is not None and time.monotonic() > deadline:
-                late = StallError(f"{self._group.name}: {what}: not done after {timeout} s; it can be called again")
+                late = StallError(f"{self._group.name}: {what}: not done after {timeout} s; the call can be repeated")
                 mild.append(late)
                 raise late
 
@@ -375,9 +377,9 @@ class Channel:
 
     @contextmanager
     def _guarded(self, what: str, end: Any) -> Iterator[Callable[..., WaitHook]]:
-        """Let the channel fail with what a call raises, unless it is known to have left everything as it was.
+        """Fail the channel with the error of a call, unless the call has changed nothing.
 
-        Yields what makes the `on_wait` of the call.
+        Yields a function that makes the call's wait hook.
         """
         before, mild = end.count, list[BaseException]()
         try:
@@ -394,38 +396,38 @@ class Channel:
             raise
 
     def _abandon(self, what: str, error: BaseException) -> None:
-        """Let the channel fail because an exception that is none of ours came out of a call, perhaps half-way."""
+        """Fail the channel, because a foreign exception ended a call, perhaps half-way."""
         if isinstance(error, CommlibError):
             return
-        # Out of a `with` that has been interrupted itself comes another exception than the one that interrupted it.
+        # An interrupted `with` raises GeneratorExit instead of the exception that interrupted it.
         name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
         text = f"{self._group.name}: {what}: rank {self._group.rank}: ended half-way by {name}"
         self._fail(ShutdownError(f"{text}; {self.text} runs no more calls"))
-        error.add_note(f"commlib: {text}; the other rank is told: close the channel and open it again, on both sides")
+        error.add_note(f"commlib: {text}; the other rank is notified: close and reopen the channel on both sides")
 
     def _fail(self, error: CommlibError) -> None:
-        """Let no call run any more, on either side."""
+        """Fail all later calls, on both sides."""
         if self._failure is None:
             self._failure = error
             self.ends.halt()
             self.ends.tell(f"has given up this channel ({type(error).__name__}: {error})", failed=True)
             self._end_queue(error)
 
-    # Sends that wait for room: the poller's thread sends them, so no signal handler can come in between
+    # Queued sends. The poller's thread sends them, where no signal handler can interrupt
 
     def _move(self) -> bool:
-        """Send what is queued as far as there is room; return whether nothing is left. Never blocks, never raises."""
+        """Send queued messages while there is room; return whether the queue is done. Never blocks, never raises."""
         end, queue = self.ends.outgoing, self._queue
         try:
-            while (work := first(queue)) is not None:
+            while (work := peek(queue)) is not None:
                 work.watch()
                 if not self.ends.try_connect(self._group, self.text):
                     return False
                 self._refuse_unreachable(work.description)
                 if not end.has_room() or (array := work.made()) is None:
                     return False
-                end.send(array, work.description, _give_way)
-                with suppress(ValueError):  # another thread has let it fail
+                end.send(array, work.description, _raise_no_room)
+                with suppress(ValueError):  # another thread has failed it
                     queue.remove(work)
                     work.finish()
             end.defer(yes=False)
@@ -438,22 +440,22 @@ class Channel:
         return True
 
     def _end_queue(self, error: CommlibError) -> None:
-        for work in taken(self._queue):
+        for work in drain(self._queue):
             work.finish(error=error)
 
-    def _await(self, work: Queued, timeout: float | None) -> None:
-        """Wait until a queued send has been sent, or has failed."""
+    def _await(self, work: QueuedSend, timeout: float | None) -> None:
+        """Wait until a queued send has left or failed."""
         with self._guarded(work.description, self.ends.outgoing) as watch:
             poll(lambda: work.has_ended, watch(timeout))
 
 
 class _NoRoomError(Exception):
-    """The next message would have to wait."""
+    """There is no room for the next message."""
 
 
-def _give_way() -> None:
+def _raise_no_room() -> None:
     raise _NoRoomError
 
 
-def _has_come(end: Any) -> bool:
-    return hasattr(end, "has_come") and end.has_come()
+def _has_arrived(end: Any) -> bool:
+    return hasattr(end, "has_come") and end.has_arrived()

@@ -1,8 +1,7 @@
-"""DeviceChannel: a channel whose arrays are on a device, ordered with the current streams of those who call.
+"""DeviceChannel: a channel of device arrays, ordered on the callers' current streams.
 
-Each message is told by a few bytes in a channel of the host. Its data goes from a slot on the sender's device to memory
-of the receiver's, by what the two streams do; or where devices cannot reach each other in the host's message, behind
-those few bytes.
+Each message has a small header in a host channel. The two streams copy its data from a slot on the sender's device to
+memory of the receiver's device. If the devices cannot reach each other, the host message carries the data, too.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from commlib.errors import CommlibError, PeerError, ShutdownError, TransportErro
 from commlib.group.arguments import integer
 from commlib.group.group import Group
 from commlib.p2p.channels.channel import Channel
-from commlib.p2p.channels.ends import Ends
+from commlib.p2p.channels.ends import ChannelEnds
 from commlib.p2p.channels.payload import Shape
-from commlib.p2p.channels.sendable import check_sendable
-from commlib.p2p.channels.spec import Terms
+from commlib.p2p.channels.send_checks import check_sendable
+from commlib.p2p.channels.spec import ChannelSpec
 from commlib.p2p.device.edge import DeviceEdge
-from commlib.p2p.device.header import DeviceHead
-from commlib.p2p.device.sender import DeviceOut
+from commlib.p2p.device.header import Header
+from commlib.p2p.device.sender import SlotSender
 from commlib.runtime.work import Work
 
 _MOST_TAG = 1 << 40
-_COPYING = 10.0  # seconds for the last copy to the host
+_COPYING = 10.0  # seconds for the last copies to the host
 
 
 class Message(NamedTuple):
-    """What came: the array, and what was sent along with it."""
+    """A received message: the array, the tag and the note."""
 
     array: Any
     tag: int
@@ -45,17 +44,17 @@ class Message(NamedTuple):
 
 
 class DeviceChannel:
-    """One rank's side of an edge between devices. `Communicator.channel` with `device=` makes it, on both ranks.
+    """One rank's side of an edge between devices. `Communicator.channel` with `device=` opens it, on both ranks.
 
-    As `Channel`: `depth`, timeouts, failures and the end are the same, and so is what is raised. What differs:
+    `depth`, timeouts, failures, errors and `close` work as in `Channel`. The differences:
 
-    - Calls are ordered on the current stream of whoever calls. No call waits for the device.
-    - `recv` returns an array in memory of its own. Until `release` it counts as one of the `depth` messages.
-    - A message may carry a number and a few bytes of the host: `tag`, `note`.
+    - Calls are ordered on the caller's current stream. No call waits for the device.
+    - `recv` returns a new array. Until `release` it counts as one of the `depth` messages.
+    - A message may carry a number and a few host bytes: `tag`, `note`.
     """
 
-    def __init__(self, channel: Channel, group: Group, edge: DeviceEdge, terms: Terms) -> None:
-        """channel: of the host, which tells the messages."""
+    def __init__(self, channel: Channel, group: Group, edge: DeviceEdge, terms: ChannelSpec) -> None:
+        """channel: the host channel, which carries the headers."""
         self._channel, self._group, self._edge = channel, group, edge
         self.device: Device = edge.device
         self.peer, self.edge, self.text, self.ends = channel.peer, channel.edge, channel.text, channel.ends
@@ -64,8 +63,8 @@ class DeviceChannel:
         self._sending, self._receiving = threading.RLock(), threading.RLock()
         self._is_sending = self._is_receiving = False
         self._received = 0
-        self._next: Array | None = None  # the host's part of a message that is there, while memory for it was missing
-        self._held: dict[int, tuple[DeviceArray, Array]] = {}  # by the address of what `recv` returned
+        self._next: Array | None = None  # the host part of a message that arrived while device memory was missing
+        self._held: dict[int, tuple[DeviceArray, Array]] = {}  # by address of the array that `recv` returned
 
     def __repr__(self) -> str:
         return f"<DeviceChannel of {self.device.name} over {self._channel!r}>"
@@ -78,7 +77,7 @@ class DeviceChannel:
 
     @property
     def purpose(self) -> Callable[[], str]:
-        """Says at the end of warnings and errors what a wait is for."""
+        """Returns a text for the end of warnings and errors: the purpose of the wait."""
         return self._channel.purpose
 
     @purpose.setter
@@ -87,57 +86,57 @@ class DeviceChannel:
 
     @property
     def is_direct(self) -> bool:
-        """Whether data goes by what the devices do alone. Waits until the other side has opened the channel, too."""
+        """Whether the devices copy the data, not host messages. Waits until the other side has opened the channel."""
         self._channel.connect(f"is_direct of {self.text}")
         return not self._edge.refusal
 
-    # What users call
+    # Public methods
 
     def send(self, x: Any, timeout: float | None = None, *, tag: int = 0, note: bytes = b"") -> None:
-        """Send an array of the channel's device and dtype, of any shape. What is queued afterwards may change it.
+        """Send an array of the channel's device and dtype, of any shape. Work queued afterwards may change it.
 
-        Waits while `depth` messages are not handed back, at most `timeout` seconds: StallError, and nothing was sent.
-        What `buffer` gave is sent without a copy. tag: a number from 0 to 2**40. note: bytes of the host, the fewer the
-        better.
+        Waits while `depth` messages are unreleased, at most `timeout` seconds; then raises StallError, and nothing was
+        sent. An array from `buffer` is sent without a copy. tag: a number from 0 to 2**40. note: host bytes, preferably
+        few.
         """
         what = f"send on {self.text}{self.purpose()}"
-        array = self._checked(x)
-        head = DeviceHead(array.shape, self._checked_tag(tag), note)
-        with self._in_turn(what, self._sending, "_is_sending"):
+        array = self._check_array(x)
+        head = Header(array.shape, self._check_tag(tag), note)
+        with self._exclusive(what, self._sending, "_is_sending"):
             self._refuse(what)
             self._channel.connect(what, timeout)
             out = self._out
             if out is None:
-                # Room is there then, so a close waits for the device alone.
+                # With room in the channel, `close` waits only for the device.
                 self._channel.await_room(what, timeout)
                 self._channel.send_later(self._by_host(array, head))
                 return
             self._channel.await_room(what, timeout)
             out.reserve(array.nbytes)
-            with self._whole(what):
+            with self._all_or_fail(what):
                 self._channel.send(self._put(out, array, head))
 
     def send_async(self, x: Any, *, tag: int = 0, note: bytes = b"") -> Work:
-        """Start `send`, of the values that the array has on the current stream now; later sends go after it."""
+        """Start `send` of the array's values at this point of the current stream. Later sends keep the order."""
         what = f"send on {self.text}"
-        array = self._checked(x)
-        head = DeviceHead(array.shape, self._checked_tag(tag), note)
-        with self._in_turn(what, self._sending, "_is_sending"):
+        array = self._check_array(x)
+        head = Header(array.shape, self._check_tag(tag), note)
+        with self._exclusive(what, self._sending, "_is_sending"):
             self._refuse(what)
             has_room, is_connected = self._channel.has_room(what), self.ends.is_connected
             if is_connected and (out := self._out) is None:
                 return self._channel.send_later(self._by_host(array, head))
             if has_room and out is not None:
                 out.reserve(array.nbytes)
-                with self._whole(what):
+                with self._all_or_fail(what):
                     self._channel.send(self._put(out, array, head))
                 return Work.ended(what, None)
-            # What is sent later is a copy, on a stream of its own. It may not be known yet which way it goes.
+            # A later send uses a copy and a private stream. The path may not be decided yet.
             copy, event, stream = array.copy(), self.device.current().record(), self.device.stream()
             by_host: list[Callable[[], Array | None]] = []
 
             def make() -> Array | None:
-                with _told(), self.device.using(stream):
+                with _convert_errors(), self.device.using(stream):
                     if (out := self._out) is not None:
                         out.reserve(copy.nbytes)
                         stream.wait(event)
@@ -152,26 +151,26 @@ class DeviceChannel:
             return self._channel.send_later(make)
 
     def recv(self, timeout: float | None = None) -> Any:
-        """Receive the next message; return an array of the channel's dtype and of the shape that was sent.
+        """Receive the next message; return an array of the channel's dtype and the message's shape.
 
-        Its contents come to be on the current stream. Waits until the other rank has sent it, at most `timeout`
-        seconds: StallError, and nothing was received. Raises UsageError if `depth` messages have been received and not
-        handed back, TransportError if the device has no memory for it: it can be called again.
+        The current stream writes its contents. Waits until the other rank has sent the message, at most `timeout`
+        seconds; then raises StallError, and nothing was received. Raises UsageError if `depth` messages were received
+        and not released, TransportError if the device has no memory for the array: call `recv` again later.
         """
         return self.recv_message(timeout).array
 
     def recv_message(self, timeout: float | None = None) -> Message:
-        """Receive the next message, with what was sent along with it: see `recv`."""
+        """Receive the next message with its tag and note: see `recv`."""
         what = f"recv on {self.text}{self.purpose()}"
-        with self._in_turn(what, self._receiving, "_is_receiving"):
+        with self._exclusive(what, self._receiving, "_is_receiving"):
             self._refuse(what)
             if self._next is None:
                 self._next = self._channel.recv(timeout)
             message = self._next
-            head, payload = DeviceHead.read(message)
+            head, payload = Header.read(message)
             made = self.device.empty(head.shape, self.dtype)
             into = self.device.wrap(made, "recv")
-            with self._whole(what):
+            with self._all_or_fail(what):
                 self._received += 1
                 if self._received != self.ends.incoming.count:
                     raise TransportError(
@@ -182,16 +181,16 @@ class DeviceChannel:
                     self._copy_in(into, payload)
                 else:
                     if head.news:
-                        self._edge.incoming.turn_to(head.news.decode())
+                        self._edge.incoming.switch_memory(head.news.decode())
                     self._edge.incoming.take(into)
                     self._watch()
                 self._next, self._held[into.address] = None, (into, message)
             return Message(made, head.tag, head.note)
 
     def release(self, view: Any = None) -> None:
-        """Hand back what `recv` returned (or a part of it). Without it: everything that has been received.
+        """Release an array that `recv` returned (or a part of it). Without an argument: release all received messages.
 
-        The array itself stays what it is for as long as it is used.
+        The array itself stays valid.
         """
         if view is None:
             held, self._held = self._held, {}
@@ -205,22 +204,22 @@ class DeviceChannel:
                 self._channel.release(message)
                 return
         raise UsageError(
-            f"release on {self.text}: the array is no message that was received here, or was handed back before: pass "
-            "what recv returned"
+            f"release on {self.text}: the array is not a received message of this channel, or was already released: "
+            "pass the array that recv returned"
         )
 
     def buffer(self, shape: int | Shape | None = None, timeout: float | None = None) -> Any:
-        """Return an array to write the next message to (default: of the last shape sent). `send` does not copy it.
+        """Return an array for the next message (default: of the last shape sent), which `send` does not copy.
 
-        The current stream waits until the other side has read what was there before. Write all of it, and send it
-        before anything else. Waits for room as `send` does.
+        The current stream waits until the other side has read the slot's previous message. Write all of the array, and
+        send it before any other message. Waits for room as `send` does.
         """
         what = f"buffer of {self.text}{self.purpose()}"
         lengths = self._shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-        with self._in_turn(what, self._sending, "_is_sending"):
+        with self._exclusive(what, self._sending, "_is_sending"):
             self._refuse(what)
             self._channel.await_room(what, timeout)
-            if (out := self._out) is None or out.by_host:  # nobody computes in memory of the host
+            if (out := self._out) is None or out.by_host:  # no kernel should compute in host memory
                 return self.device.empty(lengths, self.dtype)
             nbytes = math.prod(lengths) * self.dtype.itemsize
             out.reserve(nbytes)
@@ -228,14 +227,14 @@ class DeviceChannel:
             return self.device.at(lent.address, lengths, self.dtype, lent.owner)
 
     def ready(self) -> bool:
-        """Return whether `recv` would return at once. Never blocks."""
+        """Return whether `recv` would return immediately. Never blocks."""
         self._refuse(f"ready on {self.text}")
         return self._next is not None or self._channel.ready()
 
     def close(self, reason: str = "has closed this channel") -> None:
-        """End this side. Idempotent. The other side can still receive what was sent; then it is told `reason`.
+        """End this side. Idempotent. The other side can receive earlier messages; later calls there report `reason`.
 
-        Memory is given back once the device is done with it.
+        The memory is freed once the device has finished with it.
         """
         if self.ends.is_connected and self._out is None:
             self._channel.flush(_COPYING)
@@ -244,27 +243,27 @@ class DeviceChannel:
     # Between the devices
 
     @property
-    def _out(self) -> DeviceOut | None:
-        """What sends between the devices; None where the host does. It is known once the channel is connected."""
+    def _out(self) -> SlotSender | None:
+        """The sender between devices; None for host messages. Valid once the channel is connected."""
         return None if self._edge.refusal else self._edge.outgoing
 
-    def _put(self, out: DeviceOut, array: DeviceArray, head: DeviceHead) -> Array:
-        """Queue the next message's data, and return what the host sends of it."""
+    def _put(self, out: SlotSender, array: DeviceArray, head: Header) -> Array:
+        """Queue the copy of the next message's data, and return its host message."""
         whole = head._replace(news=out.put(array).encode())
         self._watch()
         self._shape = array.shape
         return whole.write(np.empty(whole.nbytes, np.uint8))
 
     def _watch(self) -> None:
-        """Let somebody look at streams that may wait in vain."""
+        """Let the poller check the streams, which may wait for a lost peer."""
         if not self._edge.is_watched:
             self._edge.is_watched = True
-            self._group.runtime.poller.watch(_Look(self.text, self.ends, self._edge), self._group, awaited=False)
+            self._group.runtime.poller.watch(_EdgeCheck(self.text, self.ends, self._edge), self._group, awaited=False)
 
-    # By way of the host
+    # By host messages
 
-    def _by_host(self, array: DeviceArray, head: DeviceHead) -> Callable[[], Array | None]:
-        """Queue a copy to the host's memory; return what returns the message once the copy is done."""
+    def _by_host(self, array: DeviceArray, head: Header) -> Callable[[], Array | None]:
+        """Queue a copy to host memory; return a function that returns the message once the copy is done."""
         message = self.device.staging(head.nbytes + array.nbytes)
         head.write(message)
         if array.nbytes:
@@ -273,40 +272,41 @@ class DeviceChannel:
         self._shape = array.shape
 
         def make() -> Array | None:
-            with _told(), self.device.using(self.device.current()):  # on its GPU: see `DeviceEdge.is_over`
+            # The device must be current in this thread: see `DeviceEdge.is_over`.
+            with _convert_errors(), self.device.using(self.device.current()):
                 return message if event.done() else None
 
         return make
 
     def _copy_in(self, into: DeviceArray, payload: Array) -> None:
-        """Queue a copy from the host's memory."""
+        """Queue a copy from host memory."""
         if into.nbytes:
             block = self.device.staging(into.nbytes)
             block[:] = payload
             self.device.copy(into.reshape(-1).view("uint8"), block)
 
-    # What is checked
+    # Checks
 
-    def _checked(self, x: Any) -> DeviceArray:
+    def _check_array(self, x: Any) -> DeviceArray:
         if device_of(x) is not self.device:
             raise UsageError(
                 f"send on {self.text}: x is on {device_of(x).name}, but the channel was opened for device "
-                f"{self.device.name}: copy it there, or open a channel without device="
+                f"{self.device.name}: copy x to that device, or open a channel without device="
             )
         array = self.device.wrap(x, "send") if type(x) is not DeviceArray else x
         check_sendable(array, self.dtype, self.text)
         return array
 
-    def _checked_tag(self, tag: int) -> int:
+    def _check_tag(self, tag: int) -> int:
         if not 0 <= integer("send", "tag", tag) <= _MOST_TAG:
             raise UsageError(f"send on {self.text}: tag is {tag}, expected 0 to 2**40")
         return tag
 
     def _refuse(self, what: str) -> None:
-        """Raise an error if the channel has ended, or streams had to be let go: what they read is worth nothing."""
+        """Raise an error if the channel has ended, or if streams were released, so that received data is invalid."""
         group = self._group
-        if self.ends.has_told and not self._edge.lost:
-            self._channel.connect(what)  # says why, if it knows
+        if self.ends.has_notified and not self._edge.lost:
+            self._channel.connect(what)  # raises the reason, if known
             raise ShutdownError(f"{group.name}: {what}: rank {group.rank}: the channel has ended")
         if self._edge.lost:
             error = PeerError(f"{group.name}: {what}: rank {group.rank}: lost rank {self.peer}: {self._edge.lost}")
@@ -315,13 +315,13 @@ class DeviceChannel:
             raise error
 
     @contextmanager
-    def _in_turn(self, what: str, lock: Any, flag: str) -> Iterator[None]:
-        """Let one thread after another make a call of one direction."""
+    def _exclusive(self, what: str, lock: Any, flag: str) -> Iterator[None]:
+        """Run the calls of one direction one after another."""
         with lock:
             if getattr(self, flag):
                 raise UsageError(
-                    f"{what}: called in the middle of another call of the same channel, in the same thread: by a "
-                    "signal handler? Let the handler set a flag, and call after the other call has ended"
+                    f"{what}: called during another call of the same channel, in the same thread, perhaps by a signal "
+                    "handler: let the handler set a flag, and call after the other call has returned"
                 )
             try:
                 setattr(self, flag, True)
@@ -330,8 +330,8 @@ class DeviceChannel:
                 setattr(self, flag, False)
 
     @contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        """Let the channel fail if a call ends between what its stream was told and what the other rank was told."""
+    def _all_or_fail(self, what: str) -> Iterator[None]:
+        """Fail the channel if a call ends after it has queued device work and before it has sent the host message."""
         try:
             yield
         except BaseException as error:
@@ -339,12 +339,12 @@ class DeviceChannel:
             raise
 
 
-class _Look:
-    """What the poller asks."""
+class _EdgeCheck:
+    """The poller's check of a device edge."""
 
     __slots__ = ("_edge", "_ends", "description")
 
-    def __init__(self, text: str, ends: Ends, edge: DeviceEdge) -> None:
+    def __init__(self, text: str, ends: ChannelEnds, edge: DeviceEdge) -> None:
         self.description, self._ends, self._edge = f"streams of {text}", ends, edge
 
     def done(self) -> bool:
@@ -357,8 +357,8 @@ class _Look:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Make an error of commlib of what a library of devices raises, for whoever waits for the work."""
+def _convert_errors() -> Iterator[None]:
+    """Convert foreign errors of a device library to TransportError, for the thread that waits for the work."""
     try:
         yield
     except CommlibError:

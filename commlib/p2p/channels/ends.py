@@ -1,4 +1,4 @@
-"""Ends: make both ends of a channel on one rank, and introduce them to the other rank's."""
+"""Channel ends: make the sending and the receiving end of a channel on one rank, and connect them to the other rank."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from commlib.errors import MismatchError, PeerError
 from commlib.p2p.channels.inbox import Inbox
 from commlib.p2p.channels.outbox import Outbox
-from commlib.p2p.channels.payload import Form
+from commlib.p2p.channels.payload import PayloadFormat
 from commlib.p2p.channels.posted_receives import PostedReceives
 from commlib.p2p.channels.posted_sends import PostedSends
-from commlib.p2p.channels.spec import Terms
+from commlib.p2p.channels.spec import ChannelSpec
 from commlib.p2p.device.edge import DeviceEdge
 from commlib.p2p.device.header import HEAD
-from commlib.p2p.mailbox import Address, Mailbox
+from commlib.p2p.rendezvous import Address, Rendezvous
 from commlib.process import forks
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
 
 
-class Ends:
-    """Send and receive, in memory of a node or in messages. Users have a `Channel` of it."""
+class ChannelEnds:
+    """Both ends of a channel on one rank, in a node's shared memory or in messages. `Channel` is the public class."""
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: Rendezvous,
         address: Address,
-        terms: Terms,
+        terms: ChannelSpec,
         outgoing: Any,
         incoming: Any,
         tag: int,
@@ -38,30 +38,30 @@ class Ends:
     ) -> None:
         self.mailbox, self.address, self.terms = mailbox, address, terms
         self.device = device
-        """What carries data between devices, if that was asked for; these ends then carry a few bytes of a message."""
+        """The device edge, for channels of device arrays. These ends then carry only each message's header."""
         self.dtype = terms.dtype if device is None else np.dtype(np.uint8)
-        """Of the arrays that the host's memory carries."""
+        """The dtype of the arrays in host memory."""
         self.outgoing: Outbox | PostedSends = outgoing
         self.incoming: Inbox | PostedReceives = incoming
         self._tag = tag
         self._connecting = threading.RLock()
         self.is_connected = self._has_met = False
-        self.unreachable = ""  # why nothing can be sent
-        self.has_told = self.is_closed = False
-        """Whether this side takes part no more; whether it has given everything back."""
+        self.unreachable = ""  # why sends are impossible, or ""
+        self.has_notified = self.is_closed = False
+        """Whether this side has ended and notified the other; whether it has freed its memory."""
 
     @classmethod
     def make(
         cls,
         group: Group,
-        mailbox: Mailbox,
+        mailbox: Rendezvous,
         address: Address,
-        terms: Terms,
-        form: Form,
+        terms: ChannelSpec,
+        form: PayloadFormat,
         tag: int,
         device: DeviceEdge | None = None,
-    ) -> Ends:
-        """Make what this rank receives into, and what it will send with. Raises TransportError."""
+    ) -> ChannelEnds:
+        """Make the receiving end and the sending end of this rank. Raises TransportError."""
         shape, dtype = (terms.shape, terms.dtype) if device is None else ((HEAD,), np.dtype(np.uint8))
         outgoing: Outbox | PostedSends
         incoming: Inbox | PostedReceives
@@ -75,19 +75,19 @@ class Ends:
         return cls(mailbox, address, terms, outgoing, incoming, tag, device)
 
     def hello(self) -> dict[str, Any]:
-        """Return what the other side must know."""
+        """Return the content of this side's hello message."""
         place = self.incoming.made.place if isinstance(self.incoming, Inbox) else None
-        told: dict[str, Any] = {"error": "", "terms": str(self.terms), "tag": self._tag, "inbox": place}
-        return told if self.device is None else told | {"device": self.device.hello()}
+        content: dict[str, Any] = {"error": "", "terms": str(self.terms), "tag": self._tag, "inbox": place}
+        return content if self.device is None else content | {"device": self.device.hello()}
 
     def try_connect(self, group: Group, text: str) -> bool:
-        """Come to know the other side, if its letter is there; return whether it is.
+        """Connect to the other side if its control messages have arrived; return whether they have.
 
-        Raises MismatchError if that has opened the channel differently, PeerError if it could not.
+        Raises MismatchError if the other side opened the channel differently, PeerError if it failed to open it.
         """
         if self.is_connected:
             return True
-        with self._connecting:  # several threads may come here; one of them may have done it meanwhile
+        with self._connecting:  # another thread may have connected meanwhile
             return self.is_connected or self._try_connect(group, text)
 
     def _try_connect(self, group: Group, text: str) -> bool:
@@ -104,7 +104,7 @@ class Ends:
         return True
 
     def _meet(self, group: Group, text: str) -> bool:
-        """Read what the other side says of itself, if it is there; return whether it was."""
+        """Process the other side's hello if it has arrived; return whether it has."""
         peer = self.address.peer
         hello = self.mailbox.letter(self.address, "hello")
         if hello is None:
@@ -113,17 +113,17 @@ class Ends:
             raise PeerError(f"{group.name}: {text}: rank {peer} could not open it: {hello['error']}")
         if hello["terms"] != str(self.terms):
             raise MismatchError(
-                f"{group.name}: {text}: the two sides have opened it differently:\n"
+                f"{group.name}: {text}: the two sides have opened it with different arguments:\n"
                 f"  rank {group.rank}: {self.terms}\n  rank {peer}: {hello['terms']}\n"
-                "Close it and open it alike on both sides. Nothing was sent."
+                "Close it and open it with the same arguments on both sides. Nothing was sent."
             )
         if isinstance(self.outgoing, Outbox):
             try:
                 self.outgoing.connect(tuple(hello["inbox"]))
-            except OSError as error:  # what it has sent is here nevertheless
+            except OSError as error:  # its messages to this rank can still be received
                 self.unreachable = (
                     f"the memory of rank {peer} cannot be mapped ({error}): it has closed the channel, its process has "
-                    "ended, or it is in a container of its own"
+                    "ended, or it runs in another container"
                 )
         else:
             self.outgoing.connect(hello["tag"])
@@ -136,29 +136,29 @@ class Ends:
         return True
 
     def bye(self) -> dict[str, Any] | None:
-        """Return the other side's last letter, or None."""
+        """Return the other side's bye message, or None."""
         return self.mailbox.letter(self.address, "bye")
 
-    def may_be_taken(self) -> bool:
-        """Return whether the other side may still take what was sent, as far as it has told; ask for more of that."""
+    def may_be_received(self) -> bool:
+        """Return whether the other side may still receive messages, as far as is known; ask for its next message."""
         self.mailbox.ask(self.address.peer)
         return not self.is_closed and self.bye() is None
 
     def halt(self) -> None:
-        """Let nothing move any more."""
+        """Stop both directions."""
         self.outgoing.halt(yes=True)
         self.incoming.halt(yes=True)
 
     def tell(self, reason: str, *, failed: bool = False) -> None:
-        """Tell the other side why this one takes part no more; the first reason counts. failed: it should have."""
-        if not self.has_told and not forks.is_child():
-            self.has_told = True
+        """Send the other side the reason for this side's end, once. failed: the end is due to an error."""
+        if not self.has_notified and not forks.is_child():
+            self.has_notified = True
             self.mailbox.post(self.address, "bye", why=reason[:1000], sent=self.outgoing.count, failed=failed)
             if failed and self.device is not None:
                 self.device.fail()
 
     def try_close(self) -> bool:
-        """Give everything back, unless the other side may still need some of it; return whether it was."""
+        """Free all memory, unless the other side may still need it; return whether it was freed."""
         if self.device is not None and not self.device.is_over:
             return False
         if not self.is_closed and not (self.incoming.is_settled and self.outgoing.is_settled) and self.bye() is None:
@@ -167,7 +167,7 @@ class Ends:
         return True
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free all memory. Idempotent."""
         if not self.is_closed and not forks.is_child():
             self.is_closed = True
             self.outgoing.close()

@@ -1,4 +1,4 @@
-"""Inbox: receive a channel's messages on a node. This end owns the memory."""
+"""Inbox: the receiving end of a channel on one node. It owns the memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.peer_memory import Mapped, PeerMemory
+from commlib.buffers.peer_memory import PeerMapping, PeerMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError, UsageError
@@ -24,49 +24,49 @@ from commlib.p2p.channels.node_end import (
     ask_python_too,
     inbox_bytes,
 )
-from commlib.p2p.channels.payload import Form, Shape
+from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 
-_take, _hand_back = entry_point(kernels.take), entry_point(kernels.hand_back, 2)
-_has_come, _hand_back_slot = entry_point(kernels.has_come), entry_point(kernels.hand_back_slot, 2)
+_take, _hand_back = entry_point(kernels.take), entry_point(kernels.release, 2)
+_has_come, _hand_back_slot = entry_point(kernels.has_arrived), entry_point(kernels.release_slot, 2)
 
 
 class Inbox(NodeEnd):
-    """The receiving end. It owns the inbox."""
+    """The receiving end of a channel, and the owner of the shared slots."""
 
     def __init__(
-        self, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int, *, is_named: bool
+        self, form: PayloadFormat, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int, *, is_named: bool
     ) -> None:
         super().__init__(form, shape, dtype, depth, spins)
         nbytes = form.nbytes(shape)
         self.made = PeerMemory(inbox_bytes(depth, nbytes), is_named=is_named)
         self._lay_out_inbox(self.made.memory, nbytes)
-        self._mapped_before: list[tuple[int, int, int]] = []  # where slots were: start, stride, stop
+        self._mapped_before: list[tuple[int, int, int]] = []  # earlier slot memory: start, stride, stop
         self._decoded_before: list[tuple[int, Array]] = []  # views of an earlier shape, with their slots
         self._lock = threading.Lock()
         self.views = [form.view(slot, shape) for slot in self._slots]
-        """What `take` gives, by slot."""
+        """The view for each slot number that `take` returns."""
         self.take = _take if form.is_plain else ask_python
         self.hand_back = _hand_back if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
 
     @property
     def is_settled(self) -> bool:
-        """Whether the other side needs nothing more of this one: it has mapped the inbox."""
+        """Whether the other side needs no more memory from this side: it has mapped the inbox."""
         return bool(self._block[MAPPED_BY_SENDER])
 
-    is_half_way = False  # a message is taken in one step
+    is_half_way = False  # a message is received in one step
 
     def connect(self) -> None:
-        """Begin with the first shape, which both ends know."""
+        """Connect; the first messages have the shape that both ends know."""
         self._end[kernels.SPEC] = 1
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return bool(_has_come(self.at))
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
-        """Take the next message, and return its view; None if the end is halted.
+        """Receive the next message and return its view; None if the end is halted.
 
-        Raises UsageError if all slots are held.
+        Raises UsageError if all slots hold unreleased messages.
         """
         while (slot := self._until(_take, on_wait)) == kernels.OTHER:
             with self._lock:
@@ -75,25 +75,25 @@ class Inbox(NodeEnd):
             return None
         if slot == kernels.HELD:
             raise UsageError(
-                f"{text}: all {self.depth} messages that fit in have been received and none of the oldest handed back: "
-                "call release, or open the channel with a greater depth"
+                f"{text}: all {self.depth} slots hold received messages, and the oldest is not released: call release, "
+                "or open the channel with a larger depth"
             )
         view = self.views[slot]
         self.form.read(self._slots[slot], view)
         return view
 
     def _change(self) -> None:
-        """Read what the sender has written about the next message: another shape, perhaps other memory."""
+        """Read the sender's record of the next message: a new shape, perhaps new memory."""
         slot = int(self._end[kernels.SLOT])
         head = self._memory.array(BLOCK_BYTES + slot * kernels.HEAD_BYTES, kernels.BACK_AT).view(np.int64)  # type: ignore[union-attr]
         spec = int(head[kernels.SPEC_AT // 8])
-        if not self.has_come() or spec == self._end[kernels.SPEC]:
-            return  # another thread was here first
+        if not self.has_arrived() or spec == self._end[kernels.SPEC]:
+            return  # another thread has done this already
         record = json.loads(bytes(self._records[slot]).partition(b"\0")[0])
         if record["memory"] is not None:
             path, name, nbytes = record["memory"]
             try:
-                memory = Mapped((path, name, nbytes))
+                memory = PeerMapping((path, name, nbytes))
             except OSError as error:
                 raise TransportError(f"cannot map the memory of a message from another rank: {error}") from None
             start, stride = int(self._end[kernels.DATA]), int(self._end[kernels.STRIDE])
@@ -107,7 +107,7 @@ class Inbox(NodeEnd):
         self._end[kernels.SPEC] = spec
 
     def release(self, view: Array | None) -> bool:
-        """Hand back the slot of a view, or of all that have been received; False if the view is none of them."""
+        """Release the slot of a view, or all slots; return False if the view is not a received message."""
         if view is None:
             _hand_back(self.at, 0)
             return True
@@ -124,6 +124,6 @@ class Inbox(NodeEnd):
         return False
 
     def close(self) -> None:
-        """Let go of the memory; it stays while arrays of it are in use."""
+        """Drop the memory; it stays alive while arrays of it are in use."""
         self.halt(yes=True)
         self.made.withdraw()

@@ -1,4 +1,4 @@
-"""Outbox: send a channel's messages on a node, into the inbox of the other rank."""
+"""Outbox: the sending end of a channel on one node. It writes into the other rank's inbox."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.peer_memory import Mapped, PeerMemory, Place
+from commlib.buffers.peer_memory import MemoryPlace, PeerMapping, PeerMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
@@ -25,7 +25,7 @@ from commlib.p2p.channels.node_end import (
     ask_python_too,
     stride_of,
 )
-from commlib.p2p.channels.payload import Form, Shape
+from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 
 _put, _free_slot = entry_point(kernels.put, 2), entry_point(kernels.free_slot)
@@ -37,25 +37,25 @@ _reserve, _put_reserved, _let_go = (
 
 
 class Outbox(NodeEnd):
-    """The sending end: it writes into the inbox of another rank."""
+    """The sending end of a channel."""
 
     def __init__(
-        self, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int, *, is_named: bool
+        self, form: PayloadFormat, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int, *, is_named: bool
     ) -> None:
         super().__init__(form, shape, dtype, depth, spins)
         self._is_named = is_named
-        self._larger: dict[int, PeerMemory] = {}  # for messages that are too long for the inbox, by their number
-        self._made = 0  # of those
+        self._larger: dict[int, PeerMemory] = {}  # memory for messages that are too long for the inbox, by number
+        self._made = 0  # how many of these were made
         self._owner = 0  # the thread that has reserved a slot
         self.put = _put if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
         self.lent: list[Array] = []
-        """Where the next message may be written, by slot."""
+        """For each slot, the array in which `buffer` lets the user write the next message."""
         self.free_slot = _free_slot if form.is_plain else ask_python
         self._agree(shape)
 
-    def connect(self, place: Place) -> None:
+    def connect(self, place: MemoryPlace) -> None:
         """Map the receiver's inbox. Raises OSError."""
-        memory = Mapped(place)
+        memory = PeerMapping(place)
         self._lay_out_inbox(memory, self.form.nbytes(self.shape))
         self._agree(self.shape)
         self._back = [
@@ -66,7 +66,7 @@ class Outbox(NodeEnd):
         self._end[kernels.SPEC] = 1
 
     def _agree(self, shape: Shape) -> None:
-        """Let `put` take arrays of this shape."""
+        """Prepare `put` for arrays of this shape."""
         self.shape, self._lengths = shape, np.array(shape or (0,), np.int64)
         self._end[kernels.DESCR], self._end[kernels.NDIM] = id(self._dtype), len(shape)
         self._end[kernels.SHAPE], self._end[kernels.NBYTES] = self._lengths.ctypes.data, self.form.nbytes(shape)
@@ -74,17 +74,17 @@ class Outbox(NodeEnd):
             self.lent[:] = [self.form.view(slot, shape) for slot in self._slots]
 
     def has_room(self) -> bool:
-        """Return whether the next message need not wait."""
+        """Return whether the next message can be sent without waiting."""
         back = self._back[int(self._end[kernels.SLOT])]
         return int(back[0]) > self.count - self.depth
 
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
-        """Put a contiguous array of the dtype, of any shape."""
+        """Send a contiguous array of the dtype, of any shape."""
         thread = threading.get_ident()
         if self._owner == thread:
             raise UsageError(
-                f"{text}: called in the middle of another send of the same channel, in the same thread: by a signal "
-                "handler? Let the handler set a flag, and send after the other call has ended"
+                f"{text}: called during another send on the same channel, in the same thread, perhaps by a signal "
+                "handler: let the handler set a flag, and send after the other call has returned"
             )
         slot = self._until(_reserve, on_wait)
         self._owner = thread
@@ -100,7 +100,7 @@ class Outbox(NodeEnd):
 
     @property
     def is_half_way(self) -> bool:
-        """Whether a send was interrupted between two steps of its own: a slot may be reserved for good."""
+        """Whether a send was interrupted between two steps: a slot may stay reserved forever."""
         return self._owner != 0 or bool(self._end[kernels.BUSY])
 
     def _announce(self, slot: int, shape: Shape) -> None:
@@ -118,7 +118,7 @@ class Outbox(NodeEnd):
         self._end[kernels.SPEC] += 1
 
     def buffer(self, shape: Shape, on_wait: WaitHook) -> Array:
-        """Return an array that `send` need not copy: it lies in the next free slot, if that has room for it."""
+        """Return an array that `send` need not copy: the next free slot, if the shape fits into it."""
         if not self.form.is_plain or self.form.nbytes(shape) > self._room():
             return np.empty(shape, self._dtype)
         slot = self._until(_reserve, on_wait)
@@ -127,27 +127,27 @@ class Outbox(NodeEnd):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the other side needs nothing more of this one: it has mapped all memory that messages lie in."""
+        """Whether the other side needs no more memory from this side: it has mapped the memory of all messages."""
         self.tidy()
         return not self._larger
 
     @property
     def may_lag(self) -> bool:
-        """Whether `is_under_way` may be true."""
+        """Whether `is_in_flight` may be true."""
         return bool(self._larger)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether the receiver has still to map memory in which a message lies."""
+    def is_in_flight(self) -> bool:
+        """Whether the receiver has not yet mapped the memory of some message."""
         return not self.is_settled
 
     def defer(self, *, yes: bool) -> None:
-        """Let `put` return STOPPED, because other messages must go first; or no more."""
+        """Make `put` return STOPPED, because queued messages go first (yes), or end this (no)."""
         self._is_deferred = yes
         self._end[kernels.HALTED] = yes or self._is_halted
 
     def tidy(self) -> None:
-        """Withdraw memory that the receiver has mapped. The poller may do so at the same time."""
+        """Withdraw memory that the receiver has mapped. The poller may do the same at the same time."""
         self._withdraw([number for number in list(self._larger) if number < self._block[MAPPED_BY_RECEIVER]])
 
     def _withdraw(self, numbers: list[int]) -> None:
@@ -156,6 +156,6 @@ class Outbox(NodeEnd):
                 memory.withdraw()
 
     def close(self) -> None:
-        """Let go of the memory, also of messages that the receiver has not found."""
+        """Free the memory, even of messages that the receiver has not mapped."""
         self.halt(yes=True)
         self._withdraw(list(self._larger))

@@ -1,4 +1,4 @@
-"""Form: write an array into a message of a channel, as it is or encoded."""
+"""Payload format: write an array into a channel's message, plain or encoded by a codec."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from commlib.errors import UsageError
 Shape = tuple[int, ...]
 
 
-class Codec(Protocol):
-    """Encode arrays for a channel: the part of `compress.codec.Codec` that it needs."""
+class ChannelCodec(Protocol):
+    """The part of `compress.codec.ChannelCodec` that channels use."""
 
     @property
     def name(self) -> str: ...
@@ -29,8 +29,8 @@ class Codec(Protocol):
     def decode(self, payload: Array, out: Array) -> None: ...
 
 
-class Form(Protocol):
-    """Turns arrays of one dtype into payloads (uint8, 1-D) and back."""
+class PayloadFormat(Protocol):
+    """Convert arrays of one dtype to payloads (uint8, 1-D) and back."""
 
     name: str
     is_plain: bool
@@ -41,20 +41,20 @@ class Form(Protocol):
         ...
 
     def view(self, payload: Array, shape: Shape) -> Array:
-        """Return the array that stands for what arrives in this memory."""
+        """Return the array for a payload in this memory: a view, or a new array to decode into."""
         ...
 
     def write(self, x: Array, payload: Array, seed: int) -> None:
-        """Write a contiguous array of the dtype."""
+        """Write a contiguous array of the dtype to a payload."""
         ...
 
     def read(self, payload: Array, view: Array) -> None:
-        """Fill the `view` of a payload that has arrived."""
+        """Decode a received payload into its `view`."""
         ...
 
 
-class Plain:
-    """Arrays as they are."""
+class PlainFormat:
+    """The plain format: the array's bytes are the payload."""
 
     name, is_plain = "none", True
 
@@ -75,15 +75,15 @@ class Plain:
         pass
 
 
-class Coded:
-    """Floating-point arrays, encoded by a codec whose payloads have a fixed length."""
+class CodedFormat:
+    """The format of floating-point arrays encoded by a codec with payloads of fixed length."""
 
     is_plain = False
 
-    def __init__(self, codec: Codec, dtype: np.dtype[Any]) -> None:
+    def __init__(self, codec: ChannelCodec, dtype: np.dtype[Any]) -> None:
         if not codec.fixed:
             raise UsageError(
-                f"channel: the payload of codec {codec.name} has no fixed length: the receiver could not expect it"
+                f"channel: codec {codec.name} has payloads of variable length: use a codec with a fixed payload length"
             )
         if name_of(dtype) not in FLOATS:
             raise UsageError(f"channel: codecs are for {', '.join(FLOATS)}, got {name_of(dtype)}")
@@ -104,5 +104,5 @@ class Coded:
         else:
             wide = np.empty(view.size, np.float32)
             self._codec.decode(payload, wide)
-            with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
+            with np.errstate(over="ignore", invalid="ignore"):  # rounding to a narrow float may overflow
                 view[...] = wide.reshape(view.shape).astype(view.dtype)

@@ -1,4 +1,4 @@
-"""PostedReceives: receive a channel's messages between nodes, by `depth` receives posted before anything is sent."""
+"""PostedReceives: the receiving end of a channel between nodes, with `depth` receives posted before any send."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError, UsageError
-from commlib.kernels.host import posted as kernels
+from commlib.kernels.host import network_channel as kernels
 from commlib.kernels.host.channel import COUNT
-from commlib.kernels.host.node import entry_point
-from commlib.kernels.host.posted import (
+from commlib.kernels.host.network_channel import (
     DATA,
     FIRST,
     HELD,
@@ -27,34 +26,35 @@ from commlib.kernels.host.posted import (
     RING,
     WHAT,
 )
+from commlib.kernels.host.node import entry_point
 from commlib.p2p.channels.node_end import ask_python, ask_python_too
-from commlib.p2p.channels.posted import GROW, TAIL, PostedEnd, Slot, head_bytes
+from commlib.p2p.channels.posted_end import GROW, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
 
-_take, _hand_back = entry_point(kernels.take), entry_point(kernels.hand_back, 2)
+_take, _hand_back = entry_point(kernels.take), entry_point(kernels.release, 2)
 
 
 class PostedReceives(PostedEnd):
-    """The receiving end."""
+    """The receiving end of a channel between nodes."""
 
     def __init__(self, *args: Any, tag: int) -> None:
         super().__init__(*args)
         self._tag = tag
-        self._ring = np.zeros(self._depth, np.int64)  # slots, in the order in which messages will take them
+        self._ring = np.zeros(self._depth, np.int64)  # slots in the order in which messages arrive
         self._end[RING] = address_of(self._ring)
-        self._held_before: list[Array] = []  # views of memory that was too short
+        self._held_before: list[Array] = []  # unreleased views of earlier, smaller memory
         self.views: list[Array] = []
-        """What `take` gives, by slot."""
+        """The view for each slot number that `take` returns."""
         self.take = _take if self._is_compiled else ask_python
         self.hand_back = _hand_back if self._is_compiled else ask_python_too
         self._post_all()
 
     is_settled = True
-    """Whether the other side needs nothing more of this one."""
+    """Whether the other side needs no more from this side."""
 
     def connect(self) -> None:
-        """Begin: the receives are there already."""
+        """Do nothing: the receives are already posted."""
 
     def _post_all(self) -> None:
         self._make_slots()
@@ -73,17 +73,17 @@ class PostedReceives(PostedEnd):
         self._ring[(self._end[FIRST] + self._end[POSTED]) % self._depth] = number
         self._end[POSTED] += 1
 
-    def _awaited(self) -> list[Slot]:
-        """Return the slots that messages will come to, the next one first."""
+    def _awaited(self) -> list[PostedSlot]:
+        """Return the slots with posted receives, the next one first."""
         first = int(self._end[FIRST])
         return [self._slots[self._ring[(first + n) % self._depth]] for n in range(int(self._end[POSTED]))]
 
     def _held(self) -> list[int]:
-        """Return the slots that were taken and not handed back, the first one first."""
+        """Return the numbers of the unreleased slots, the oldest first."""
         return sorted(np.flatnonzero(self._rows[:, HELD]).tolist(), key=lambda number: int(self._rows[number, HELD]))
 
-    def has_come(self) -> bool:
-        """Make progress; return whether the next message is there."""
+    def has_arrived(self) -> bool:
+        """Make progress; return whether the next message has arrived."""
         with self.lock, self._turn:
             while not self._halted and self._end[POSTED]:
                 slot = self._awaited()[0]
@@ -96,11 +96,11 @@ class PostedReceives(PostedEnd):
                 return slot.tail is None or slot.tail.test()
             return False
 
-    def _read_head(self, slot: Slot) -> None:
+    def _read_head(self, slot: PostedSlot) -> None:
         head = slot.head
         if head[NUMBER] != self.count + 1:
             raise TransportError(
-                f"a channel from rank {self._peer}: message {self.count + 1} was expected, number {head[NUMBER]} came"
+                f"a channel from rank {self._peer}: expected message {self.count + 1}, got message {head[NUMBER]}"
             )
         self.is_half_way = True
         kind, ndim = divmod(int(head[WHAT]), KIND)
@@ -109,7 +109,7 @@ class PostedReceives(PostedEnd):
             self._held_before += [view for number in self._held() if (view := self._slots[number].view) is not None]
             self._grow(int(head[LENGTHS]))
             self._post_all()
-            for passed in old:  # nothing more comes under their tag
+            for passed in old:  # no more messages arrive under their tag
                 passed.close()
             self.is_half_way = False
             return
@@ -121,19 +121,19 @@ class PostedReceives(PostedEnd):
         self.is_half_way = False
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
-        """Take the next message and return its view; None if the end is halted.
+        """Receive the next message and return its view; None if the end is halted.
 
-        Raises UsageError if the memory of all is held.
+        Raises UsageError if all slots hold unreleased messages.
         """
         while not self._halted:
-            poll(lambda: self.has_come() or not self._end[POSTED] or self._halted, on_wait)
+            poll(lambda: self.has_arrived() or not self._end[POSTED] or self._halted, on_wait)
             with self.lock, self._turn:
-                if self.has_come():
+                if self.has_arrived():
                     return self._take()
                 if not self._end[POSTED] and not self._halted:
                     raise UsageError(
-                        f"{text}: all {self._depth} messages that fit in have been received and none handed back: call "
-                        "release, or open the channel with a greater depth"
+                        f"{text}: all {self._depth} slots hold received messages, and none is released: call release, "
+                        "or open the channel with a larger depth"
                     )
         return None
 
@@ -142,7 +142,7 @@ class PostedReceives(PostedEnd):
         number = int(self._ring[self._end[FIRST]])
         slot = self._slots[number]
         view = slot.read(self.form, int(slot.row[LENGTH]))
-        # The next one here goes by compiled functions if it is alike.
+        # Compiled functions receive the next message in this slot if it has the same shape.
         known = slot.head[WHAT : LENGTHS + view.ndim]
         slot.row[KNOWN : KNOWN + len(known)] = known
         slot.row[DATA], slot.row[NBYTES] = address_of(slot.payload(view.ndim)), slot.row[LENGTH]
@@ -157,7 +157,7 @@ class PostedReceives(PostedEnd):
         return view
 
     def release(self, view: Array | None) -> bool:
-        """Post the memory of a view anew, or of all that have been received; False if the view is none of them."""
+        """Release the slot of a view, or all slots, and repost; return False if the view is not a received message."""
         with self.lock, self._turn:
             self.is_half_way = True
             held = self._held()
@@ -176,6 +176,6 @@ class PostedReceives(PostedEnd):
             return bool(chosen or before) or view is None
 
 
-def _is_in(view: Array, slot: Slot) -> bool:
+def _is_in(view: Array, slot: PostedSlot) -> bool:
     known = slot.view
     return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload(0)))

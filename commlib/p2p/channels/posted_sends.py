@@ -1,4 +1,4 @@
-"""PostedSends: send a channel's messages between nodes, from `depth` memories, each with a persistent request."""
+"""PostedSends: the sending end of a channel between nodes. Each of its `depth` slots has a persistent request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import posted as kernels
+from commlib.kernels.host import network_channel as kernels
 from commlib.kernels.host.channel import COUNT, DESCR, NBYTES, NDIM, SHAPE, SLOT, SPEC
+from commlib.kernels.host.network_channel import KIND, LENGTHS, NUMBER, WHAT
 from commlib.kernels.host.node import entry_point
-from commlib.kernels.host.posted import KIND, LENGTHS, NUMBER, WHAT
 from commlib.p2p.channels.node_end import ask_python, ask_python_too
 from commlib.p2p.channels.payload import Shape
-from commlib.p2p.channels.posted import DATA, GROW, GROWTH, TAIL, PostedEnd, Slot, head_bytes
+from commlib.p2p.channels.posted_end import DATA, GROW, GROWTH, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import Request, WaitHook
 from commlib.transport.polling import poll
 
@@ -24,17 +24,17 @@ _put, _free_slot = entry_point(kernels.put, 2), entry_point(kernels.free_slot)
 
 
 class PostedSends(PostedEnd):
-    """The sending end."""
+    """The sending end of a channel between nodes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._owner = 0  # the thread that is in the middle of a send
+        self._owner = 0  # the thread that is sending
         self.may_lag = False
-        """Whether a message may be under way, as far as was seen last."""
+        """Whether a message may be in flight, as of the last poll."""
         self._announced: list[tuple[Request, Array]] = []
-        self._passed: list[Slot] = []  # of an earlier length, perhaps under way
+        self._passed: list[PostedSlot] = []  # slots of an earlier size, perhaps still sending
         self.lent: list[Array] = []
-        """Where the next message may be written, by slot."""
+        """For each slot, the array in which `buffer` lets the user write the next message."""
         self.put = _put if self._is_compiled else ask_python_too
         self.free_slot = _free_slot if self._is_compiled else ask_python
         self._make_slots()
@@ -45,7 +45,7 @@ class PostedSends(PostedEnd):
         self.lent[:] = [slot.payload(0) for slot in self._slots]
 
     def _agree(self, shape: Shape) -> None:
-        """Let `put` take arrays of this shape."""
+        """Prepare `put` for arrays of this shape."""
         self.shape, self._lengths = shape, np.array(shape or (0,), np.int64)
         self._end[DESCR], self._end[NDIM] = id(self._dtype), len(shape)
         self._end[SHAPE], self._end[NBYTES] = address_of(self._lengths), self.form.nbytes(shape)
@@ -53,25 +53,25 @@ class PostedSends(PostedEnd):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the other side needs nothing more of this one."""
-        return not self.is_under_way
+        """Whether the other side needs no more from this side."""
+        return not self.is_in_flight
 
     def connect(self, tag: int) -> None:
-        """Send under the tags that begin with `tag`."""
+        """Connect; send under the tags that begin with `tag`."""
         self._tag = tag
 
-    def _next(self) -> Slot:
+    def _next(self) -> PostedSlot:
         return self._slots[int(self._end[SLOT])]
 
     def has_room(self) -> bool:
-        """Make progress; return whether the next message need not wait."""
+        """Make progress; return whether the next message can be sent without waiting."""
         with self.lock, self._turn:
             return self._next().test()
 
     @property
-    def is_under_way(self) -> bool:
-        """Make progress; return whether any message is under way."""
-        if not self.lock.acquire(blocking=False):  # whoever holds it asks itself, or was interrupted for good
+    def is_in_flight(self) -> bool:
+        """Make progress; return whether any message is in flight."""
+        if not self.lock.acquire(blocking=False):  # the holder polls itself, or was interrupted for good
             return self.may_lag
         try:
             with self._turn:
@@ -85,14 +85,14 @@ class PostedSends(PostedEnd):
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
         """Send a contiguous array of the dtype, of any shape."""
         if self._owner == threading.get_ident():
-            raise UsageError(f"{text}: called in the middle of another send of the same channel, by a signal handler?")
+            raise UsageError(f"{text}: called during another send on the same channel, perhaps by a signal handler")
         while not self._halted:
             poll(lambda: self.has_room() or self._halted, on_wait)
             with self.lock, self._turn:
                 if self.has_room() and not self._halted:
                     self._start(x)
                     return
-        on_wait()  # says why
+        on_wait()  # raises the reason
 
     def _start(self, x: Array) -> None:
         self._owner, self.is_half_way = threading.get_ident(), True
@@ -109,7 +109,7 @@ class PostedSends(PostedEnd):
             self.form.write(x, payload, self.count)
         length = head_bytes(x.ndim) + nbytes
         request = slot.request
-        if request is None or slot.length != length:  # persistent requests have a length of their own
+        if request is None or slot.length != length:  # a persistent request has a fixed length
             if request is not None:
                 request.close()
             first = slot.memory[: min(length, self._longest)]
@@ -144,7 +144,7 @@ class PostedSends(PostedEnd):
         self._end[SLOT] = 0
 
     def buffer(self, shape: Shape, on_wait: WaitHook) -> Array:
-        """Return an array that `send` need not copy, if it is not longer than those before."""
+        """Return an array that `send` need not copy, unless it is longer than all messages before."""
         if not self.form.is_plain or self.form.nbytes(shape) > self._room:
             return self.form.view(np.empty(self.form.nbytes(shape), np.uint8), shape)
         poll(lambda: self.has_room() or self._halted, on_wait)

@@ -1,7 +1,7 @@
-"""Channels: open and end the channels of one group. Two ranks open each, whenever they like; all end with the group.
+"""Channels: open and close the channels of one group. They all end with the group.
 
-Opening a channel involves no other rank and no wait. A rank makes the memory that it receives into, and posts a letter
-about it. It meets the other side's letter when it first uses the channel.
+The two ranks of a channel open it independently, without waiting. Each rank makes its receive memory and sends a
+control message about it. It reads the other side's message when it first uses the channel.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.group.arguments import integer
 from commlib.node.board import LEFT
-from commlib.p2p.channels.payload import Codec, Coded, Form, Plain
-from commlib.p2p.channels.posted import MOST_DIMENSIONS, TAGS
-from commlib.p2p.channels.spec import Terms
-from commlib.p2p.channels.taken import taken
-from commlib.p2p.letters import Letters
-from commlib.p2p.mailbox import TAG, Address, Mailbox
+from commlib.p2p.channels.drain import drain
+from commlib.p2p.channels.payload import ChannelCodec, CodedFormat, PayloadFormat, PlainFormat
+from commlib.p2p.channels.posted_end import MOST_DIMENSIONS, TAGS
+from commlib.p2p.channels.spec import ChannelSpec
+from commlib.p2p.rendezvous import TAG, Address, Rendezvous
+from commlib.p2p.rendezvous_owner import RendezvousOwner
 from commlib.process import forks
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
     from commlib.p2p.channels.channel import Channel
     from commlib.p2p.channels.device_channel import DeviceChannel
-    from commlib.p2p.channels.ends import Ends
+    from commlib.p2p.channels.ends import ChannelEnds
     from commlib.p2p.device.edge import DeviceEdge
 
 log = logging.getLogger("commlib")
 
 _LONGEST_EDGE = 200  # characters
 _MOST_DEPTH = 4096
-_PARTING = 10.0  # seconds for what devices have still to do when a group ends
+_PARTING = 10.0  # seconds for queued device work when a group ends
 
 
 class Channels:
-    """Keep what a group knows of its channels. Costs nothing until the first is opened."""
+    """The channels of one group. Costs nothing until the first one is opened."""
 
-    def __init__(self, group: Group, letters: Letters) -> None:
+    def __init__(self, group: Group, letters: RendezvousOwner) -> None:
         self._group, self._letters = weakref.ref(group), letters
-        self._mailbox: Mailbox | None = None
+        self._mailbox: Rendezvous | None = None
         self._open: dict[Address, weakref.ref[Channel]] = {}
         self._opened: Counter[tuple[int, int | str]] = Counter()
         self._made = 0
-        self._dropped: deque[Ends] = deque()  # of channels that nobody closed; filled by the garbage collector
-        self._lingering: deque[Ends] = deque()  # closed, but the other side may still map their memory
+        self._dropped: deque[ChannelEnds] = deque()  # ends of channels that were not closed; filled by finalizers
+        self._lingering: deque[ChannelEnds] = deque()  # closed, but the other side may still map their memory
         self._left = ""
         self._said: set[str] = set()
 
@@ -63,13 +63,13 @@ class Channels:
         shape: Any,
         dtype: Any,
         depth: int,
-        codec: Codec | None,
+        codec: ChannelCodec | None,
         device: Device | None = None,
     ) -> Any:
         """Open this rank's side of a channel: see `Communicator.channel`."""
         group = self._group()
         assert group is not None
-        terms, form = _terms(group, peer, edge, shape, dtype, depth, codec, device)
+        terms, form = _make_spec(group, peer, edge, shape, dtype, depth, codec, device)
         text = f"channel {edge!r} with rank {peer}"
         forks.check(text)
         if group.failure is not None:
@@ -82,39 +82,39 @@ class Channels:
         address = Address(peer, edge, self._opened[peer, edge])
         if any(known.peer == peer and known.edge == edge and _is_open(self._open[known]) for known in self._open):
             raise UsageError(
-                f"{text} of {group.name} is open on rank {group.rank}: close it first, or name another edge"
+                f"{text} of {group.name} is open on rank {group.rank}: close it first, or use another edge"
             )
         tag = TAG + 1 + self._made * TAGS
         if tag + TAGS > (tags := self._mailbox.transport.tags):
             raise TransportError(
                 f"{text}: this MPI has {tags} tags for channels, too few for another of {group.name}: "
-                "close and reopen fewer, open them in another group, or use send and recv"
+                "reopen channels less often, open them in another group, or use send and recv"
             )
         try:
             return self._open_new(group, self._mailbox, address, terms, form, tag, text, device)
-        except BaseException as error:  # the other side may have been told
+        except BaseException as error:  # the other side may have been notified
             group.abandon(text, error)
             raise
 
     def _open_new(
         self,
         group: Group,
-        mailbox: Mailbox,
+        mailbox: Rendezvous,
         address: Address,
-        terms: Terms,
-        form: Form,
+        terms: ChannelSpec,
+        form: PayloadFormat,
         tag: int,
         text: str,
         device: Device | None,
     ) -> Channel | DeviceChannel:
         from commlib.p2p.channels.channel import Channel  # loads kernels, and few groups have channels
-        from commlib.p2p.channels.ends import Ends
+        from commlib.p2p.channels.ends import ChannelEnds
 
         self._opened[address.peer, address.edge] += 1
         self._made += 1
         edge = None if device is None else self._edge(group, device, address.peer, terms)
         try:
-            ends = Ends.make(group, mailbox, address, terms, form, tag, edge)
+            ends = ChannelEnds.make(group, mailbox, address, terms, form, tag, edge)
         except CommlibError as error:
             mailbox.post(address, "hello", error=str(error))
             raise
@@ -127,28 +127,28 @@ class Channels:
             return channel
         from commlib.p2p.channels.device_channel import DeviceChannel
 
-        group.runtime.poller.watch(_Meeting(text, group, ends, self._say), group, awaited=False)
+        group.runtime.poller.watch(_Handshake(text, group, ends, self._log_path), group, awaited=False)
         return DeviceChannel(channel, group, edge, terms)
 
-    def _edge(self, group: Group, device: Device, peer: int, terms: Terms) -> DeviceEdge:
+    def _edge(self, group: Group, device: Device, peer: int, terms: ChannelSpec) -> DeviceEdge:
         from commlib.p2p.device.edge import DeviceEdge
 
         refusal = ""
         if not group.config.device_peers:
             refusal = "COMMLIB_DEVICE_PEERS=0"
         elif not group.config.node_path or peer not in group.hierarchy.ranks:
-            refusal = "the ranks share no memory"
+            refusal = "the ranks share no host memory"
         ipc, is_named = group.config.device_ipc, group.named_memory
         return DeviceEdge(device, terms.depth, terms.nbytes, refusal, ipc=ipc, is_named=is_named)
 
-    def _say(self, group: Group, ends: Ends) -> None:
-        """Say why channels of devices go by way of the host, once for each reason."""
+    def _log_path(self, group: Group, ends: ChannelEnds) -> None:
+        """Log why device channels use host memory, once for each reason."""
         edge, peer = ends.device, ends.address.peer
         why = "" if edge is None else edge.refusal or edge.apart
         if edge is None or not why or why in self._said or group.rank > peer:
             return
         self._said.add(why)
-        how = "by way of the host" if edge.refusal else "through memory of the host"
+        how = "by host messages" if edge.refusal else "through shared host memory"
         log.log(
             logging.INFO if edge.is_expected else logging.WARNING,
             "%s: channels of %s between ranks %d and %d go %s: %s",
@@ -156,20 +156,20 @@ class Channels:
         )  # fmt: skip
 
     def look(self, peer: int) -> None:
-        """Ask for what another rank has told, and give back what is used no more. Never blocks."""
+        """Ask for the control messages of another rank, and free unused channels. Never blocks."""
         if self._mailbox is not None:
             self._mailbox.ask(peer)
         if self._dropped:
             self.sweep()
 
     def sweep(self) -> None:
-        """Give back what ended channels have left, once it is unused."""
-        for ends in taken(self._dropped):
+        """Free the memory of closed and dropped channels that is no longer in use."""
+        for ends in drain(self._dropped):
             self.end(ends, "has dropped this channel")
-        self._lingering.extend([ends for ends in taken(self._lingering) if not ends.try_close()])
+        self._lingering.extend([ends for ends in drain(self._lingering) if not ends.try_close()])
 
-    def end(self, ends: Ends, reason: str, *, failed: bool = False) -> None:
-        """Tell the other side that this one takes part no more, and give back what it has, now or later. Idempotent."""
+    def end(self, ends: ChannelEnds, reason: str, *, failed: bool = False) -> None:
+        """Notify the other side that this side has ended; free its memory, now or later. Idempotent."""
         self._open.pop(ends.address, None)
         ends.halt()
         ends.tell(reason, failed=failed)
@@ -177,12 +177,12 @@ class Channels:
             self._lingering.append(ends)
 
     def halt(self) -> None:
-        """Let nothing move in any channel, as in a forked child."""
+        """Stop all channels, as in a forked child."""
         for channel in self._channels():
             channel.ends.halt()
 
     def leave(self, reason: str) -> None:
-        """End all channels: the group has failed on this rank, or it leaves. Never blocks for long. Idempotent."""
+        """End all channels, because the group has failed or is closing. Blocks briefly at most. Idempotent."""
         if self._mailbox is None or self._left:
             return
         self._left = reason or LEFT
@@ -195,12 +195,12 @@ class Channels:
             self.close()
 
     def close(self) -> None:
-        """Give everything back. The other ranks' sides end by themselves."""
+        """Free everything. The other ranks free their own sides."""
         if not self._left:
             self.leave("")
             return
         deadline = time.monotonic() + _PARTING
-        for ends in taken(self._lingering):
+        for ends in drain(self._lingering):
             if ends.device is not None:
                 ends.device.part(deadline)
             ends.close()
@@ -213,34 +213,41 @@ def _is_open(known: weakref.ref[Channel]) -> bool:
     return known() is not None
 
 
-class _Meeting:
-    """Let the two sides of a channel between devices meet on the poller's thread, whatever their hosts do meanwhile."""
+class _Handshake:
+    """Connect the two sides of a device channel on the poller's thread, without a call of the user."""
 
-    def __init__(self, text: str, group: Group, ends: Ends, say: Callable[[Group, Ends], None]) -> None:
+    def __init__(self, text: str, group: Group, ends: ChannelEnds, say: Callable[[Group, ChannelEnds], None]) -> None:
         self.description, self._text = f"opening {text}", text
-        self._group, self._ends, self._say = weakref.ref(group), weakref.ref(ends), say
+        self._group, self._ends, self._log_path = weakref.ref(group), weakref.ref(ends), say
 
     def done(self) -> bool:
         group, ends = self._group(), self._ends()
-        if group is None or ends is None or ends.has_told:
+        if group is None or ends is None or ends.has_notified:
             return True
         try:
             if not ends.try_connect(group, self._text):
                 return ends.bye() is not None
-        except CommlibError:  # whoever uses the channel finds out
+        except CommlibError:  # the next call on the channel raises it
             return True
-        self._say(group, ends)
+        self._log_path(group, ends)
         return True
 
 
-def _terms(
-    group: Group, peer: int, edge: Any, shape: Any, dtype: Any, depth: int, codec: Codec | None, device: Device | None
-) -> tuple[Terms, Form]:
-    """Return what both sides must have alike. Raises UsageError for what no side may have."""
+def _make_spec(
+    group: Group,
+    peer: int,
+    edge: Any,
+    shape: Any,
+    dtype: Any,
+    depth: int,
+    codec: ChannelCodec | None,
+    device: Device | None,
+) -> tuple[ChannelSpec, PayloadFormat]:
+    """Return the spec that both sides must share, and the payload format. Raises UsageError for invalid arguments."""
     if not 0 <= integer("channel", "peer", peer) < group.size or peer == group.rank:
         raise UsageError(
-            f"channel: peer is {peer}, but rank {group.rank} of {group.name} has as peers the other ranks from 0 to "
-            f"{group.size - 1}"
+            f"channel: peer is {peer}, but rank {group.rank} of {group.name} has the peers 0 to {group.size - 1} "
+            "without itself"
         )
     if isinstance(edge, str):
         if not 0 < len(edge) <= _LONGEST_EDGE:
@@ -257,9 +264,9 @@ def _terms(
     if device is not None:
         if codec is not None:
             raise UsageError(
-                "channel: codec= is for arrays of the host: between devices open a channel of uint8, and send what "
-                "commlib.compress.activations.encode returns"
+                "channel: codec= supports only host arrays: between devices open a channel of uint8, and send the "
+                "payload of commlib.compress.activations.encode"
             )
-        return Terms(dimensions, kind, depth, "none", device.name), Plain(np.dtype(np.uint8))
-    form: Form = Plain(kind) if codec is None else Coded(codec, kind)
-    return Terms(dimensions, kind, depth, form.name), form
+        return ChannelSpec(dimensions, kind, depth, "none", device.name), PlainFormat(np.dtype(np.uint8))
+    form: PayloadFormat = PlainFormat(kind) if codec is None else CodedFormat(codec, kind)
+    return ChannelSpec(dimensions, kind, depth, form.name), form

@@ -1,4 +1,4 @@
-"""Terms: name what both sides of a channel must have alike."""
+"""Channel spec: the arguments of a channel that must be the same on both sides."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from commlib.p2p.channels.payload import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """Hold what both sides of a channel must have alike."""
+class ChannelSpec:
+    """The arguments of a channel that must be the same on both sides."""
 
     shape: Shape
     dtype: np.dtype[Any]
     depth: int
     codec: str
     device: str = ""
-    """The kind of device that has the arrays; "" for the host."""
+    """The kind of device of the arrays; "" for the host."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an array."""
+        """Bytes of an array of `shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -1,23 +1,23 @@
-"""given_up: free memory that other processes may have open once they have closed it."""
+"""Deferred free: free memory shared with other processes once they have closed it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-# What to free, and whether that may be. A finalizer may run in any thread, and within another.
+# (free function, is-unused function). A finalizer may run in any thread, and inside another finalizer.
 _waiting: list[tuple[Callable[[], None], Callable[[], bool]]] = []
 _lock = threading.RLock()
 
 
-def give_up(free: Callable[[], None], is_unused: Callable[[], bool]) -> None:
-    """Call `free` as soon as `is_unused`, now or when something else is given up or made."""
+def defer_free(free: Callable[[], None], is_unused: Callable[[], bool]) -> None:
+    """Call `free` as soon as `is_unused` returns True: now, or in a later call of this module."""
     with _lock:
         _waiting.append((free, is_unused))
 
 
 def sweep() -> None:
-    """Free what nobody has open any more."""
+    """Free all memory that no process has open any more."""
     with _lock:
         found, _waiting[:] = _waiting[:], []
     kept = []

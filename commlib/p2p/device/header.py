@@ -1,9 +1,9 @@
-"""DeviceHead: what a channel's host message says of an array on a device.
+"""Device header: the description of a device array in a channel's host message.
 
-    tag and dimensions, bytes of note and news, lengths | the rest: note, news, the array if the host carries it
+    tag and ndim, bytes of note and news, shape | the rest: note, news, and the array if the host message carries it
 
-All int64 before the rest. So messages with nothing in the rest have one length, and the host's channel is at its
-fastest. They fit into the lines in which it keeps its numbers.
+The fields before the rest are int64. Messages with an empty rest all have the same length, for which the host channel
+is fastest: they fit into the cache lines of its slot headers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from commlib.dtypes import Array
 
 _FIELDS = 14
 HEAD = 8 * _FIELDS
-"""Bytes of a message without a rest."""
+"""Bytes of a message with an empty rest."""
 
-_DIMENSIONS, _BYTES = 256, 1 << 32  # tags are multiples of the one, bytes of the note of the other
+_DIMENSIONS, _BYTES = 256, 1 << 32  # the factors by which a tag and the bytes of a note are packed
 
 
-class DeviceHead(NamedTuple):
-    """See above. tag, note: the user's. news: of new memory."""
+class Header(NamedTuple):
+    """The header of a message. tag, note: the user's. news: describes new slot memory of the sender, if any."""
 
     shape: tuple[int, ...]
     tag: int = 0
@@ -31,11 +31,11 @@ class DeviceHead(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message before the array's."""
+        """Bytes of the message before the array."""
         return HEAD + len(self.note) + len(self.news)
 
     def write(self, message: Array) -> Array:
-        """Write it to the beginning of a host message (uint8), and return that."""
+        """Write the header to the start of a host message (uint8); return the message."""
         fields = message[:HEAD].view(np.int64)
         fields[0] = self.tag * _DIMENSIONS + len(self.shape)
         fields[1] = len(self.note) * _BYTES + len(self.news)
@@ -45,8 +45,8 @@ class DeviceHead(NamedTuple):
         return message
 
     @classmethod
-    def read(cls, message: Array) -> tuple[DeviceHead, Array]:
-        """Return what a host message says, and what is at its end."""
+    def read(cls, message: Array) -> tuple[Header, Array]:
+        """Return the header of a host message, and the bytes after it."""
         fields = message[:HEAD].view(np.int64).tolist()
         tag, ndim = divmod(fields[0], _DIMENSIONS)
         note, news = divmod(fields[1], _BYTES)

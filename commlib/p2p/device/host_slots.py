@@ -1,20 +1,20 @@
-"""Between: memory of the host that the devices of two ranks address, where they cannot address each other's.
+"""Host slots: slots in shared host memory, for devices that cannot address each other's memory.
 
-See `devices.protocol.Exported` and `Opened`: it stands for these.
+They implement `devices.protocol.Exported` and `Opened`.
 """
 
 from __future__ import annotations
 
 import json
 
-from commlib.buffers.peer_memory import Mapped, PeerMemory
+from commlib.buffers.peer_memory import PeerMapping, PeerMemory
 from commlib.devices.protocol import Device
 from commlib.errors import TransportError
 from commlib.p2p.device.flags import HostMemory
 
 
-class MadeBetween:
-    """Made by one rank. Raises TransportError if there is not so much, or the device cannot address it."""
+class HostSlotOwner:
+    """The sender's host slots. Raises TransportError if there is no memory, or the device cannot address it."""
 
     def __init__(self, device: Device, nbytes: int, *, is_named: bool) -> None:
         self._made = PeerMemory(nbytes, is_named=is_named)
@@ -27,14 +27,14 @@ class MadeBetween:
         self._made.withdraw()
 
 
-class FoundBetween:
-    """Found by the other rank. Raises TransportError if that cannot be."""
+class HostSlotMapping:
+    """The receiver's mapping of the sender's host slots. Raises TransportError if it cannot map or address them."""
 
     def __init__(self, device: Device, handle: str) -> None:
         try:
-            memory = Mapped(tuple(json.loads(handle)))
+            memory = PeerMapping(tuple(json.loads(handle)))
         except OSError as error:
-            raise TransportError(f"cannot map memory of the host for messages of another rank: {error}") from error
+            raise TransportError(f"cannot map the host memory with messages of another rank: {error}") from error
         self.address = memory.address
         self._reached = device.reach(HostMemory(memory, [memory.address]))
 

@@ -1,41 +1,41 @@
-"""UnderWay: know what one direction of a channel has queued on streams of a device, and when all of that has run."""
+"""In flight: the device work that one direction of a channel has queued and that has not finished."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-from commlib.devices.protocol import Device, Event
+from commlib.devices.protocol import Device, DeviceEvent
 
 
-class UnderWay:
-    """See above. Messages may be queued on several streams."""
+class InFlight:
+    """Events after the queued work of one direction, on any number of streams."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._events: deque[Event] = deque()
+        self._events: deque[DeviceEvent] = deque()
 
     def note(self) -> None:
-        """Remember what the current stream has been told so far."""
+        """Track all work queued on the current stream so far."""
         events = self._events
         while events and events[0].done():
             events.popleft()
         self.add(self._device.current().record())
 
-    def add(self, event: Event, kept: Any = None) -> None:
-        """Remember what comes before an event, and keep what that uses."""
-        self._events.append(_Keeping(event, kept) if kept is not None else event)
+    def add(self, event: DeviceEvent, kept: Any = None) -> None:
+        """Track the work before an event; keep `kept`, which the work uses, alive until then."""
+        self._events.append(_EventWithMemory(event, kept) if kept is not None else event)
 
     @property
-    def pending(self) -> list[Event]:
-        """What has not run yet. Raises what the device raises if it is lost."""
+    def pending(self) -> list[DeviceEvent]:
+        """The events that are not done. Raises the device's error if it is lost."""
         return [event for event in list(self._events) if not event.done()]
 
 
-class _Keeping:
-    """An event, and what must stay until it."""
+class _EventWithMemory:
+    """An event, with the memory that must stay alive until it."""
 
-    def __init__(self, event: Event, kept: Any) -> None:
+    def __init__(self, event: DeviceEvent, kept: Any) -> None:
         self._event, self._kept = event, kept
 
     def done(self) -> bool:

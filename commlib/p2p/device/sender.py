@@ -1,6 +1,6 @@
-"""DeviceOut: the sending direction of a channel between devices. Messages lie in slots on the sender's device.
+"""Device sender: the sending direction of a channel between devices. Its slots are memory of the sender's device.
 
-Where devices cannot address each other's memory slots are memory of the host, that both do.
+If the devices cannot address each other's memory, the slots are host memory, which both devices can address.
 """
 
 from __future__ import annotations
@@ -9,51 +9,51 @@ import weakref
 from typing import Any
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.protocol import Device, Exported
-from commlib.p2p.device.deferred_free import give_up, sweep
-from commlib.p2p.device.flags import NUMBERS, Words
-from commlib.p2p.device.host_slots import MadeBetween
-from commlib.p2p.device.in_flight import UnderWay
+from commlib.devices.protocol import Device, ExportedMemory
+from commlib.p2p.device.deferred_free import defer_free, sweep
+from commlib.p2p.device.flags import NUMBERS, SlotFlags
+from commlib.p2p.device.host_slots import HostSlotOwner
+from commlib.p2p.device.in_flight import InFlight
 from commlib.p2p.device.peer_process import PeerProcess
 
 _ALIGNED = 512  # bytes between slots
-_GROWTH = 1.5  # by how much slots grow at least, so that they seldom do
+_GROWTH = 1.5  # the least factor by which slots grow, so they seldom grow
 
 
-class DeviceOut:
-    """See above. Calls are made one after another."""
+class SlotSender:
+    """The sending direction. Not thread-safe."""
 
     def __init__(self, device: Device, depth: int, peer: PeerProcess, *, is_named: bool) -> None:
-        """peer: who reads the slots. Raises TransportError if streams of two processes cannot meet."""
+        """peer: the process that reads the slots. Raises TransportError if the device has no stream signals."""
         self.device, self._depth, self._peer, self._is_named = device, depth, peer, is_named
-        self.words, self._made = Words.make(depth, is_named=is_named)
+        self.words, self._made = SlotFlags.make(depth, is_named=is_named)
         self.count = 0
-        """How many messages were sent."""
+        """The number of sent messages."""
         self.by_host = False
-        """Whether the slots are memory of the host, as devices cannot address each other's."""
-        self.under_way = UnderWay(device)
+        """Whether the slots are in host memory, because the devices cannot address each other's memory."""
+        self.under_way = InFlight(device)
         self._signals = self.words.signals(device, self.words.filled, self.words.freed)
         self.under_way.add(self._signals.trial)
         self._slots: _Slots | None = None
         self._generation, self._news = 0, ""
 
     def hello(self) -> dict[str, Any]:
-        """Return what the receiver must know."""
+        """Return the content of the hello message for the receiver."""
         news, self._news = self._news, ""
         return {"words": self._made.place, "memory": news}
 
     def connect(self) -> None:
-        """Note that the receiver has found all that."""
+        """Note that the receiver has mapped the flags."""
         self._made.withdraw()
 
     def make(self, nbytes: int) -> None:
-        """Make slots of so many bytes each. Raises TransportError."""
+        """Make slots of `nbytes` each. Raises TransportError."""
         sweep()
         stride = max(-(-nbytes // _ALIGNED) * _ALIGNED, _ALIGNED)
         whole = self._depth * stride
-        made: Exported
+        made: ExportedMemory
         if self.by_host:
-            made = MadeBetween(self.device, whole, is_named=self._is_named)
+            made = HostSlotOwner(self.device, whole, is_named=self._is_named)
         else:
             made = self.device.export(whole)
         slots = _Slots(made, stride)
@@ -63,25 +63,25 @@ class DeviceOut:
         def is_unused() -> bool:
             return words.closed >= number or peer.is_gone
 
-        # Arrays that `lend` gave may outlive all else. At the process' end the driver may be gone before this.
-        weakref.finalize(slots, give_up, made.free, is_unused).atexit = False
+        # Arrays from `lend` may outlive this object. At process exit the driver may be gone before a finalizer runs.
+        weakref.finalize(slots, defer_free, made.free, is_unused).atexit = False
         self._slots, self._news = slots, f"{number} {int(self.by_host)} {stride} {made.handle}"
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for a message of so many bytes. Raises TransportError if there is none: nothing has changed."""
+        """Make room for a message of `nbytes`. Raises TransportError if there is none; then nothing has changed."""
         stride = 0 if self._slots is None else self._slots.stride
         if nbytes > stride or self._slots is None:
             self.make(max(nbytes, int(_GROWTH * stride)))
 
     def lend(self, nbytes: int) -> DeviceArray:
-        """Return the next slot's memory (uint8), if there is room; the current stream waits until it has been read."""
+        """Return the next slot's memory (uint8); the current stream waits until its previous message was read."""
         self._await_freed()
         return self._slot(nbytes)
 
     def put(self, x: DeviceArray) -> str:
-        """Queue on the current stream: write the next message, unless `lend` gave it, and tell that it is there.
+        """Queue on the current stream: copy the next message to its slot, unless `lend` gave it, and set its flag.
 
-        Return what the receiver must know of new memory, "" if there is none.
+        Return the description of new slot memory for the receiver, "" if there is none.
         """
         self._await_freed()
         slot = self._slot(x.nbytes)
@@ -102,16 +102,16 @@ class DeviceOut:
         start = self._slots.exported.address + self.count % self._depth * self._slots.stride
         return DeviceArray(self.device, start, (nbytes,), "uint8", self._slots)
 
-    def turn_to_host(self) -> None:
-        """Let slots be memory of the host from now on: those of the first message, and later ones."""
+    def use_host_slots(self) -> None:
+        """Use host memory for all slots, from the first message on."""
         self.by_host, self._slots, self._news = True, None, ""
 
     def let_go(self) -> None:
-        """Let go all streams, of both ranks, that wait for one another in this direction."""
+        """Release all streams, of both ranks, that wait in this direction."""
         self.words.let_go(self.count)
 
     def close(self) -> None:
-        """Give everything back, memory as soon as the receiver has closed it. Nothing queued here may still use it."""
+        """Free everything; the slots when the receiver has closed them. No queued work may still use it."""
         self._signals.close()
         self._made.withdraw()
         self._slots = None
@@ -119,7 +119,7 @@ class DeviceOut:
 
 
 class _Slots:
-    """Memory of `depth` messages. Whoever holds it keeps it."""
+    """Memory of `depth` messages. It lives as long as this object."""
 
-    def __init__(self, exported: Exported, stride: int) -> None:
+    def __init__(self, exported: ExportedMemory, stride: int) -> None:
         self.exported, self.stride = exported, stride

@@ -1,30 +1,30 @@
-"""Kept: keep memory alive that kernels use by its address, and let one piece take the place of another in order."""
+"""Keep-alive: own memory that kernels use by address, and replace it safely by newer memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Kept:
-    """Keep such memory alive: memory in use, or soon in use, by another thread perhaps.
+class KeepAlive:
+    """The owners of memory that kernels use, or will use, perhaps in another thread.
 
-    Each change is one step that no thread and no signal handler can divide. Memory is added before kernels are told of
-    it, with the number that it then has, and dropped when kernels use memory of a greater number.
+    Each change is one atomic step for threads and signal handlers. Memory is added with its number before kernels get
+    its address, and dropped when the kernels use memory of a larger number.
     """
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[int, Any]] = {}  # by address
 
     def add(self, number: int, address: int, owner: Any) -> None:
-        """Keep an owner of memory."""
+        """Keep the owner of some memory alive."""
         self._owners[address] = number, owner
 
     def drop(self, address: int) -> None:
-        """Keep it no longer: kernels were not told of it."""
+        """Drop memory whose address kernels never got."""
         self._owners.pop(address, None)
 
     def drop_before(self, number: int) -> None:
-        """Keep none of smaller numbers."""
+        """Drop all memory of smaller numbers."""
         for address, (known, _) in list(self._owners.items()):
             if known < number:
                 self._owners.pop(address, None)

@@ -1,26 +1,26 @@
-"""LaneReceive: post a receive to a lane."""
+"""LaneReceive: the request of a receive from a lane."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from commlib.kernels.host.lane import MOST_TAGS
-from commlib.kernels.host.lane_posts import COMES_ELSEWHERE, POSTED_HERE
-from commlib.p2p.lanes.receive_pieces import ArrivingPieces, Landed
-from commlib.p2p.lanes.receiver import LaneIn
+from commlib.kernels.host.ring_posts import COMES_ELSEWHERE, POSTED_HERE
+from commlib.kernels.host.shm_ring import MOST_TAGS
+from commlib.p2p.lanes.receive_pieces import Landed, ReceivePieces
+from commlib.p2p.lanes.receiver import RingReceiver
 from commlib.transport.base import Request
 
 
 class LaneReceive:
-    """Post one receive of a message of unknown length: a `ProbedReceive`.
+    """One posted receive of a message of unknown length: a `ProbedReceive`.
 
-    landed: told of what has come of a message that comes in pieces, if it has the length of `into`.
+    landed: called for each piece of a message in pieces, if the message has the length of `into`.
     """
 
     by_lane = True
     __slots__ = ("_array", "_has_ended", "_into", "_landed", "_lane", "_number", "_other_way", "nbytes")
 
-    def __init__(self, lane: LaneIn, tag: int, into: memoryview, landed: Landed | None = None) -> None:
+    def __init__(self, lane: RingReceiver, tag: int, into: memoryview, landed: Landed | None = None) -> None:
         self._lane, self._into, self._array = lane, into, np.asarray(into)
         self._other_way: Request | None = None
         self._landed = landed
@@ -31,7 +31,7 @@ class LaneReceive:
         self._number = lane.post(tag, self._array, len(into))
 
     def test(self) -> bool:
-        """Make progress; True once the message is there. Raises TransportError."""
+        """Make progress; return True once the message has arrived. Raises TransportError."""
         if not self._has_ended and (self._has_come() if self._other_way is None else self._other_way.test()):
             self._end()
         return self._has_ended
@@ -53,7 +53,7 @@ class LaneReceive:
             self._other_way = lane.transport.recv(lane.peer, tag, into)
         else:
             landed = self._landed if nbytes == len(self._into) else None
-            self._other_way = ArrivingPieces(lane.transport, lane.peer, tag, into, piece, landed)
+            self._other_way = ReceivePieces(lane.transport, lane.peer, tag, into, piece, landed)
         return self._other_way.test()
 
     def _end(self) -> None:
@@ -62,7 +62,7 @@ class LaneReceive:
         self._lane.posted.discard(self)
 
     def withdraw(self) -> bool:
-        """Take it back, as if it had never been posted, and return True; False if its message has begun to come."""
+        """Withdraw the receive and return True; return False if its message has begun to arrive."""
         if self._has_ended or not self._lane.withdraw(self._number):
             return False
         self._has_ended = True
@@ -70,7 +70,7 @@ class LaneReceive:
         return True
 
     def cancel(self) -> None:
-        """Give it up. What comes another way may still come to its memory, which stays."""
+        """Cancel the receive. A message through MPI may still write to its memory, which stays alive."""
         if self._has_ended or self.withdraw():
             return
         if self._other_way is not None:

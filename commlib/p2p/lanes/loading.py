@@ -1,4 +1,4 @@
-"""Load what lanes are made of when the first message goes by one: few jobs send any, and it is compiled code."""
+"""Load the lane modules with the first lane message: few jobs send any, and their kernels take time to load."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _is_loaded = False
 
 
 def load() -> None:
-    """Load it, once, in a thread of its own: a signal handler that raised in numba's midst would leave it broken."""
+    """Load the modules once, in a separate thread: a signal handler's exception inside numba would leave it broken."""
     if not _is_loaded:
         thread = threading.Thread(target=_load, name="commlib-loading", daemon=True)
         thread.start()
         thread.join()
-        importlib.import_module(_MODULE)  # raises what may have gone wrong there
+        importlib.import_module(_MODULE)  # raises an import error of the thread
 
 
 def _load() -> None:

@@ -1,4 +1,4 @@
-"""ArrivingPieces: receive a message that was sent in pieces, and tell of each as it comes."""
+"""Receive pieces: receive a message that was sent in pieces, with a callback for each piece."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from commlib.transport.base import Request, Transport
 
 Landed = Callable[[int, int], None]
-"""Told that the bytes from one to another of a message have come, in their order; of some twice, perhaps."""
+"""Called when the bytes from start to stop of a message have arrived, in order; for some bytes perhaps twice."""
 
 
-class ArrivingPieces:
-    """The request of such a message, whose pieces are received at once. landed: see above, if anybody asks."""
+class ReceivePieces:
+    """The request of a message in pieces. All its receives are posted immediately. landed: the callback, if any."""
 
     def __init__(
         self, transport: Transport, peer: int, tag: int, into: memoryview, piece: int, landed: Landed | None
@@ -25,14 +25,14 @@ class ArrivingPieces:
             self._pieces.append((start, stop, transport.recv(peer, tag, into[start:stop])))
 
     def test(self) -> bool:
-        """Make progress; True once all have come. Raises TransportError."""
+        """Make progress; return True once all pieces have arrived. Raises TransportError."""
         while self._pieces:
             start, stop, request = self._pieces[0]
             if not request.test():
                 return False
             if self._landed is not None:
                 self._landed(start, stop)
-            self._pieces.popleft()  # only now: a signal handler may have raised before
+            self._pieces.popleft()  # last, because a signal handler may raise before
         return True
 
     def cancel(self) -> None:

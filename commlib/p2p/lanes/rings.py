@@ -1,17 +1,17 @@
-"""Rings: keep the rings that a rank made for what it sends, until receivers find them. See `kernels.host.lane`."""
+"""Shared-memory rings that a rank sends with, kept until their receivers map them. See `kernels.host.lane`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from commlib.buffers.peer_memory import PeerMemory
-from commlib.kernels.host import lane as kernels
+from commlib.kernels.host import shm_ring as kernels
 
 
-class Ring:
-    """Memory of `units` for messages, which another process can map. Raises TransportError if there is not so much.
+class ShmRing:
+    """A ring of `units` in memory that another process can map. Raises TransportError if there is not enough memory.
 
-    number: which one of its lane it is to be, from 1.
+    number: its number in the lane, from 1.
     """
 
     def __init__(self, number: int, units: int, *, is_named: bool) -> None:
@@ -22,29 +22,29 @@ class Ring:
 
     @property
     def is_found(self) -> bool:
-        """Whether its receiver has mapped it."""
+        """Whether the receiver has mapped the ring."""
         return bool(self._found[0])
 
 
-class Rings:
-    """Keep rings that no receiver has found yet: their messages can still be received after the sender has left."""
+class RingRegistry:
+    """The rings that no receiver has mapped yet. Their messages can be received even after the sender has left."""
 
     def __init__(self) -> None:
-        self._unfound: dict[Ring, None] = {}
+        self._unfound: dict[ShmRing, None] = {}
 
-    def make(self, number: int, units: int, *, is_named: bool) -> Ring:
-        """Return a new one."""
+    def make(self, number: int, units: int, *, is_named: bool) -> ShmRing:
+        """Return a new ring."""
         self.sweep()
-        ring = Ring(number, units, is_named=is_named)
+        ring = ShmRing(number, units, is_named=is_named)
         self._unfound[ring] = None
         return ring
 
     def sweep(self) -> None:
-        """Withdraw rings that have been found."""
+        """Withdraw the names of mapped rings."""
         for ring in [ring for ring in list(self._unfound) if ring.is_found]:
             self.drop(ring)
 
-    def drop(self, ring: Ring) -> None:
+    def drop(self, ring: ShmRing) -> None:
         """Withdraw a ring. Idempotent."""
         ring.made.withdraw()
         self._unfound.pop(ring, None)

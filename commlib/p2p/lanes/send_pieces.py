@@ -1,37 +1,39 @@
-"""LeavingPieces: send a message in pieces, each once it has been copied to where it is sent from."""
+"""Send pieces: send a message in pieces, each as soon as it is copied to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlib.devices.protocol import Event
+from commlib.devices.protocol import DeviceEvent
 from commlib.errors import TransportError
 from commlib.transport.base import Request, Transport
 
 
-class Copied(NamedTuple):
-    """A piece: the bytes from `start` to `stop`, which are there when an event is done."""
+class CopiedPiece(NamedTuple):
+    """A piece: the bytes from `start` to `stop`, which are on the host when the event is done."""
 
     start: int
     stop: int
-    event: Event
+    event: DeviceEvent
 
 
-class LeavingPieces:
-    """The request of such a message. Its pieces leave in their order, when it is asked whether it is complete."""
+class SendPieces:
+    """The request of a message in pieces. `test` sends the pieces, in their order."""
 
     by_lane = True
     __slots__ = ("_data", "_is_torn", "_peer", "_pieces", "_sent", "_tag", "_transport", "nbytes")
 
-    def __init__(self, transport: Transport, peer: int, tag: int, data: memoryview, pieces: Sequence[Copied]) -> None:
+    def __init__(
+        self, transport: Transport, peer: int, tag: int, data: memoryview, pieces: Sequence[CopiedPiece]
+    ) -> None:
         self._transport, self._peer, self._tag, self._data, self._pieces = transport, peer, tag, data, pieces
         self._sent: list[Request] = []
         self._is_torn = False
         self.nbytes = len(data)
 
     def test(self) -> bool:
-        """Make progress; True once all have left. Raises TransportError."""
+        """Make progress; return True once all pieces have left. Raises TransportError."""
         sent, pieces = self._sent, self._pieces
         while len(sent) < len(pieces):
             start, stop, event = pieces[len(sent)]
@@ -43,12 +45,12 @@ class LeavingPieces:
     def _send(self, start: int, stop: int) -> None:
         if self._is_torn:
             raise TransportError(
-                f"a message to rank {self._peer} was interrupted as a piece of it left: nobody knows what has been sent"
+                f"a message to rank {self._peer} was interrupted while sending a piece: its state is undefined"
             )
         before = len(self._sent)
         try:
             self._sent.append(self._transport.send(self._peer, self._tag, self._data[start:stop]))
-        except BaseException:  # a signal handler's: it may have left
+        except BaseException:  # from a signal handler: the piece may have left
             self._is_torn = len(self._sent) == before
             raise
 

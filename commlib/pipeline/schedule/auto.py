@@ -1,4 +1,4 @@
-"""Auto: choose a schedule by simulated time, from what each layer of a model costs, under a limit of memory."""
+"""Auto: choose a schedule by simulated time, from the costs of a model's layers, within a memory limit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from commlib.errors import UsageError
 from commlib.pipeline.schedule.balance import balance
 from commlib.pipeline.schedule.clock import Timing
 from commlib.pipeline.schedule.costs import Costs
-from commlib.pipeline.schedule.depths import deepened
+from commlib.pipeline.schedule.depths import deepen
 from commlib.pipeline.schedule.ir import Kind, Link, Schedule
 from commlib.pipeline.schedule.lower import lower
 from commlib.pipeline.schedule.registry import make, table
 from commlib.pipeline.schedule.simulate import simulate
 
-_MOST_CHUNKS = 4  # stages on a rank that are tried
-_ENOUGH = 0.01  # a schedule must be faster by so much to be worth more activations
+_MOST_CHUNKS = 4  # stages per rank to try
+_ENOUGH = 0.01  # the least speedup that is worth more activations
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What each layer of a model costs for one microbatch: seconds of F, I and W, and bytes.
+    """The costs of each layer of a model for one microbatch: seconds of F, I and W, and bytes.
 
-    activations: what a layer keeps for its backward. outputs: what it gives to the next one. keeps_inputs: a stage
-    keeps nothing but its inputs, and its backward computes the forward again. again: so it is in schedules that split
-    backwards, where I and W both do.
+    activations: kept for the layer's backward. outputs: passed to the next layer. keeps_inputs: a stage keeps only its
+    inputs, and its backward recomputes the forward. again: the same in schedules with split backwards, where both I and
+    W recompute.
     """
 
     forward: tuple[float, ...]
@@ -43,7 +43,7 @@ class LayerCosts:
         return tuple(map(sum, zip(self.forward, self.input, self.weight, strict=True)))
 
     def of_stages(self, counts: Sequence[int], *, splits: bool = False) -> Costs:
-        """Return what stages of so many layers each cost. splits: in a schedule that has I and W."""
+        """Return the costs of stages with `counts` layers each. splits: for a schedule with I and W."""
         parts = [slice(start, end) for start, end in pairwise((0, *accumulate(counts)))]
         forward = tuple(sum(self.forward[part]) for part in parts)
         twice = splits and self.again
@@ -60,7 +60,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule that was tried. counts: layers of each stage. fits: its activations are within the limit."""
+    """A schedule that was tried. counts: layers in each stage. fits: its activations are within the limit."""
 
     schedule: Schedule
     counts: tuple[int, ...]
@@ -74,20 +74,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The schedule that was chosen, all that were tried, the fastest first, and why."""
+class ScheduleChoice:
+    """The chosen schedule, all candidates, the fastest first, and the reason."""
 
     best: Candidate
     tried: tuple[Candidate, ...]
     why: str
 
 
-def choose(layers: LayerCosts, ranks: int, microbatches: int, *, memory: int | None = None) -> Choice:
+def choose(layers: LayerCosts, ranks: int, microbatches: int, *, memory: int | None = None) -> ScheduleChoice:
     """Return the fastest schedule whose ranks hold at most `memory` bytes of activations.
 
-    All schedules that leave updates to the optimizer are tried, with up to 4 stages on a rank; layers are cut so that
-    the most expensive stage costs least. Of those within 1 % of the fastest, the one that holds least is chosen. Raises
-    UsageError if none fits, with the least that any holds.
+    Tries all schedules that leave updates to the optimizer, with up to 4 stages on a rank. Layers are cut to minimize
+    the cost of the most expensive stage. Among the schedules within 1 % of the fastest, the one with the least
+    activations is chosen. Raises UsageError if none fits, with the least that any schedule holds.
     """
     tried = sorted(_candidates(layers, ranks, microbatches, memory), key=lambda one: (one.timing.seconds, one.nbytes))
     if not tried:
@@ -97,12 +97,12 @@ def choose(layers: LayerCosts, ranks: int, microbatches: int, *, memory: int | N
         least = min(tried, key=lambda one: one.nbytes)
         raise UsageError(
             f"no schedule holds at most {memory} bytes of activations on each of {ranks} ranks; the least is "
-            f"{least.nbytes}, of {least.schedule.name}: use more microbatches, or recompute activations"
+            f"{least.nbytes}, with {least.schedule.name}: use more microbatches, or recompute activations"
         )
     fastest = fitting[0]
     near = [one for one in fitting if one.timing.seconds <= fastest.timing.seconds * (1 + _ENOUGH)]
     best = min(near, key=lambda one: (one.nbytes, one.schedule.stages, one.timing.seconds))
-    return Choice(best, tuple(tried), _why(best, tried, memory))
+    return ScheduleChoice(best, tuple(tried), _why(best, tried, memory))
 
 
 def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int | None) -> list[Candidate]:
@@ -116,14 +116,14 @@ def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int |
             schedule = make(name, ranks, microbatches, stages=chunks * ranks)
             counts = balance(layers.whole, schedule.stages)
             splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
-            timing = simulate(deepened(lower(schedule)), layers.of_stages(counts, splits=splits))
+            timing = simulate(deepen(lower(schedule)), layers.of_stages(counts, splits=splits))
             fits = memory is None or max(timing.peak_bytes) <= memory
             found.append(Candidate(schedule, counts, timing, fits))
     return found
 
 
 def _why(best: Candidate, tried: Sequence[Candidate], memory: int | None) -> str:
-    """Say what was chosen, and what was faster or held less."""
+    """Return the reason for the choice, and the schedules that are faster or hold less."""
     milliseconds = f"{best.timing.seconds * 1e3:.3g} ms"
     text = (
         f"{best.schedule.name} with {best.schedule.stages} stages: simulated {milliseconds} a batch, "

@@ -10,20 +10,20 @@ from commlib.errors import UsageError
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has, so that the most expensive stage costs least. No stage is empty.
+    """Return the number of layers in each stage that minimizes the cost of the most expensive stage. No stage is empty.
 
-    Of all cuts that are as good, this is the one whose other stages are as even as can be: the sum of the squares of
-    their costs is least. Raises UsageError if there are fewer layers than stages.
+    Of all optimal cuts, returns the one with the most even other stages: the least sum of squared costs. Raises
+    UsageError if there are fewer layers than stages.
     """
     count = len(costs)
     if not 1 <= stages <= count:
-        raise UsageError(f"{count} layers cannot be cut into {stages} stages: each needs one layer at least")
+        raise UsageError(f"{count} layers cannot be cut into {stages} stages: each needs at least one layer")
     if min(costs) < 0:
         raise UsageError(f"a layer costs {min(costs)}; expected no negative cost")
     before = [0.0, *accumulate(costs)]
     limit = _least(before, stages)
-    squares: list[float] = [0.0, *([inf] * count)]  # of the first n layers in so many stages, none above the limit
-    starts: list[list[int]] = []  # of the last of these stages
+    squares: list[float] = [0.0, *([inf] * count)]  # of the first n layers in the stages so far, none above the limit
+    starts: list[list[int]] = []  # of the last stage, by n
     for _ in range(stages):
         row, start = [inf] * (count + 1), [0] * (count + 1)
         for n in range(1, count + 1):
@@ -42,7 +42,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _least(before: Sequence[float], stages: int) -> float:
-    """Return what the most expensive stage costs at least."""
+    """Return the least possible cost of the most expensive stage."""
     count = len(before) - 1
     best = [inf if n else 0.0 for n in range(count + 1)]
     for _ in range(stages):

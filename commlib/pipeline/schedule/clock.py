@@ -1,4 +1,4 @@
-"""Clock: run lowered programs at given costs, and note when everything happens."""
+"""Clock: run lowered programs with given costs, and record the time of each action."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from commlib.pipeline.schedule.costs import Costs
-from commlib.pipeline.schedule.ir import COMPUTE, RECVS, SENDS, Action, Kind, ScheduleError
-from commlib.pipeline.schedule.lower import Lowered, Way, handed_back, released_by
-from commlib.pipeline.schedule.replay import Replay, way_of
+from commlib.pipeline.schedule.ir import COMPUTE, RECVS, SENDS, Action, Kind, PipelineScheduleError
+from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, last_uses, message_releases
+from commlib.pipeline.schedule.replay import Replay, direction_of
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When everything happens. spans: for each rank, (start, end) of each of its actions.
+    """The times of a run. spans: for each rank, (start, end) of each of its actions.
 
-    busy: seconds each rank computes. peak: most activations of (stage, microbatch) that each rank holds at once;
-    peak_bytes: their bytes. sent: bytes that each rank sends.
+    busy: seconds that each rank computes. peak: the most activations of (stage, microbatch) that each rank holds at
+    once; peak_bytes: their bytes. sent: bytes that each rank sends.
     """
 
-    lowered: Lowered
+    lowered: LoweredSchedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
     busy: tuple[float, ...]
     peak: tuple[int, ...]
@@ -28,40 +28,40 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """How long the whole batch takes."""
+        """The duration of the batch."""
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they compute nothing."""
+        """The fraction of all ranks' time in which they do not compute."""
         whole = self.seconds * len(self.spans)
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-def time(lowered: Lowered, costs: Costs) -> Timing:
-    """Return when everything happens. Raises ScheduleError if it comes to a halt."""
+def time(lowered: LoweredSchedule, costs: Costs) -> Timing:
+    """Return the times of all actions. Raises ScheduleError on a deadlock."""
     return _Clock(lowered, costs).run()
 
 
 class _Clock:
-    def __init__(self, lowered: Lowered, costs: Costs) -> None:
+    def __init__(self, lowered: LoweredSchedule, costs: Costs) -> None:
         self._lowered, self._costs = lowered, costs
         ranks = lowered.schedule.ranks
         self._now = [0.0] * ranks
         self._spans: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
         self._busy, self._sent = [0.0] * ranks, [0] * ranks
         self._arrived: dict[Action, float] = {}
-        self._sends: defaultdict[Way, list[int]] = defaultdict(list)
-        self._returned: dict[tuple[Way, int], float] = {}
-        self._last = released_by(lowered.schedule)
-        self._back = handed_back(lowered)
-        self._received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
+        self._sends: defaultdict[LinkDirection, list[int]] = defaultdict(list)
+        self._returned: dict[tuple[LinkDirection, int], float] = {}
+        self._last = last_uses(lowered.schedule)
+        self._back = message_releases(lowered)
+        self._received: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
 
     def run(self) -> Timing:
         stuck = Replay(self._lowered).run(self._seen)
         if stuck:
             first, title = stuck[0], self._lowered.schedule.title
-            raise ScheduleError(f"{title}: rank {first.rank}: {first.action} {first.why}, for ever")
+            raise PipelineScheduleError(f"{title}: rank {first.rank}: {first.action} {first.why}, forever")
         peaks = [self._peak(rank) for rank in range(self._lowered.schedule.ranks)]
         return Timing(
             self._lowered,
@@ -76,9 +76,9 @@ class _Clock:
         start = self._now[rank]
         if action.kind in RECVS:
             start = max(start, self._arrived.pop(action))
-            self._received[action.stage, action.microbatch].append(way_of(action))
+            self._received[action.stage, action.microbatch].append(direction_of(action))
         elif action.kind in SENDS:
-            way = way_of(action)
+            way = direction_of(action)
             sent = self._sends[way]
             before = len(sent) - self._lowered.depth(way)
             if before >= 0:

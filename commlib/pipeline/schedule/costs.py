@@ -1,4 +1,4 @@
-"""Costs: how long a pipeline's actions take, and how large what is held and sent."""
+"""Costs: the duration of a pipeline's actions, and the bytes of activations and messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Link, Sched
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each stage costs: seconds (or any unit of time) for one microbatch, and bytes.
+    """The costs of each stage: seconds (or any unit of time) for one microbatch, and bytes.
 
-    B takes as long as I and W. step: of a STEP. send, receive: seconds of a rank for each message, beside `latency` and
-    bytes / `bandwidth` on its way (0: no limit). activations: bytes that a stage holds of a microbatch from its F to
-    the end of its backward. messages: bytes of what goes along a link, and of the gradients that come back.
+    B takes as long as I and W together. step: of a STEP. send, receive: the time that a rank is busy with each message,
+    in addition to the transit time of `latency` and bytes / `bandwidth` (0: no limit). activations: bytes that a stage
+    holds for a microbatch from its F to the end of its backward. messages: bytes sent along a link, and of the
+    gradients that come back.
     """
 
     forward: tuple[float, ...]
@@ -31,11 +32,11 @@ class Costs:
 
     @classmethod
     def even(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Costs:
-        """Return the same costs for all stages, and free messages."""
+        """Return equal costs for all stages, with free messages."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages)
 
     def seconds(self, action: Action) -> float:
-        """Return how long a rank is busy with an action."""
+        """Return the time that a rank is busy with an action."""
         stage = action.stage
         match action.kind:
             case Kind.F:
@@ -51,11 +52,11 @@ class Costs:
         return self.send if action.kind in SENDS else self.receive if action.kind in RECVS else 0.0
 
     def transit(self, link: Link) -> float:
-        """Return how long a message is on its way."""
+        """Return the transit time of a message."""
         return self.latency + (self.messages.get(link, 0) / self.bandwidth if self.bandwidth else 0.0)
 
     def check(self, schedule: Schedule) -> None:
-        """Raise UsageError unless these are the costs of as many stages as a schedule has."""
+        """Raise UsageError unless the costs have the same number of stages as a schedule."""
         for name in ("forward", "input", "weight", "step", "activations"):
             values: Sequence[float] = getattr(self, name)
             if len(values) != schedule.stages and (values or name in ("forward", "input", "weight")):

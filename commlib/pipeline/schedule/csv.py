@@ -1,4 +1,4 @@
-"""Schedules as CSV: a row for each rank, an action in each cell; an empty cell is a time in which it is idle."""
+"""Schedules as CSV: a row for each rank, an action in each cell; an empty cell is idle time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from commlib.pipeline.schedule.ir import COMPUTE, WEIGHTS, Action, Kind, Schedul
 
 
 def read(text: str, name: str = "csv", *, weights: Weights = Weights.FLUSH) -> Schedule:
-    """Return the schedule that a CSV describes, checked by nothing but its form: `verify` proves it.
+    """Return the schedule in a CSV text, with only its syntax checked: `verify` checks the rest.
 
-    Messages in it are left out: `lower` makes them anew. Raises UsageError naming row and column of what is no action.
+    Messages in it are ignored: `lower` adds them. Raises UsageError with the row and column of an invalid action.
     """
     programs: list[tuple[Action, ...]] = []
     place: dict[int, int] = {}
@@ -27,8 +27,8 @@ def read(text: str, name: str = "csv", *, weights: Weights = Weights.FLUSH) -> S
                 raise UsageError(f"schedule {name}, row {rank + 1}, column {column + 1}: {error}") from error
             if place.setdefault(action.stage, rank) != rank:
                 raise UsageError(
-                    f"schedule {name}, row {rank + 1}, column {column + 1}: {action}: stage {action.stage} is on rank "
-                    f"{place[action.stage]} already; a row is a rank, and a stage is on one rank"
+                    f"schedule {name}, row {rank + 1}, column {column + 1}: {action}: stage {action.stage} is already "
+                    f"on rank {place[action.stage]}; each row is a rank, and a stage is on one rank"
                 )
             if action.kind in COMPUTE | WEIGHTS:
                 actions.append(action)

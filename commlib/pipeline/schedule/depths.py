@@ -1,6 +1,6 @@
-"""Depths: how many messages each way of a schedule must hold, so that no sender waits for room.
+"""Depths: the number of messages that each link direction must hold, so that no sender waits for room.
 
-Memory for messages is the receiver's: a rank holds what came in until the backward of that microbatch is done there.
+The receiver provides the memory for messages: it holds a received message until the backward of its microbatch is done.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from dataclasses import replace
 from commlib.pipeline.schedule.clock import time
 from commlib.pipeline.schedule.costs import Costs
 from commlib.pipeline.schedule.ir import RECVS, SENDS
-from commlib.pipeline.schedule.lower import Lowered, Way, handed_back
-from commlib.pipeline.schedule.replay import Replay, way_of
+from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, message_releases
+from commlib.pipeline.schedule.replay import Replay, direction_of
 
 
-def deepened(lowered: Lowered) -> Lowered:
-    """Return a schedule whose ways hold what its receiver holds at once and one more, or more where that is not enough.
+def deepen(lowered: LoweredSchedule) -> LoweredSchedule:
+    """Return a schedule whose link directions hold one message more than their receiver, or more if needed.
 
-    Enough is what is sent and not handed back where F, I and W take as long. With other costs a sender may wait, but
-    never for ever: a way that would be a part of a deadlock is made deeper. Raises ScheduleError for a schedule that
-    comes to a halt whatever the depths.
+    The depth suffices for all messages that are sent and not released if F, I and W take equal times. With other costs
+    a sender may wait, but never forever: a direction that would be part of a deadlock gets a greater depth. Raises
+    ScheduleError for a schedule that deadlocks at any depth.
     """
-    depths = _unreturned(lowered)
+    depths = _count_unreleased(lowered)
     while True:
         made = replace(lowered, depths=dict(sorted(depths.items())))
         stuck = Replay(made).run(lambda rank, position, action: None)
-        full = {way_of(one.action) for one in stuck if one.action.kind in SENDS}
+        full = {direction_of(one.action) for one in stuck if one.action.kind in SENDS}
         if not full:
             return made
         for way in full:
             depths[way] += 1
 
 
-def _unreturned(lowered: Lowered) -> dict[Way, int]:
-    """Return how many messages of each way there are from the oldest that is not handed back to the newest sent.
+def _count_unreleased(lowered: LoweredSchedule) -> dict[LinkDirection, int]:
+    """Return the number of messages of each link direction from the oldest unreleased one to the newest sent.
 
-    That, or as many as are held, and one on its way.
+    It is at least the number held at once, plus one in transit.
     """
     schedule = lowered.schedule
-    back = handed_back(lowered)
+    back = message_releases(lowered)
     timing = time(lowered, Costs.even(schedule.stages))
-    events: defaultdict[Way, list[tuple[float, bool, int]]] = defaultdict(list)
-    held: defaultdict[Way, int] = defaultdict(int)
-    most: defaultdict[Way, int] = defaultdict(int)
+    events: defaultdict[LinkDirection, list[tuple[float, bool, int]]] = defaultdict(list)
+    held: defaultdict[LinkDirection, int] = defaultdict(int)
+    most: defaultdict[LinkDirection, int] = defaultdict(int)
     for program, spans in zip(schedule.programs, timing.spans, strict=True):
-        received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
+        received: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
         for action, (_, end) in zip(program, spans, strict=True):
             if action.kind in SENDS:
-                events[way_of(action)].append((end, True, action.microbatch))
+                events[direction_of(action)].append((end, True, action.microbatch))
             elif action.kind in RECVS:
-                way = way_of(action)
+                way = direction_of(action)
                 received[action.stage, action.microbatch].append(way)
                 held[way] += 1
                 most[way] = max(most[way], held[way] + 1)
@@ -59,8 +59,8 @@ def _unreturned(lowered: Lowered) -> dict[Way, int]:
                     held[way] -= 1
                     events[way].append((end, False, key[1]))
     for way, changes in events.items():
-        waiting: dict[int, int] = {}  # numbers of messages, the oldest first
-        changes.sort(key=lambda change: change[:2])  # what is handed back first makes room at the same time
+        waiting: dict[int, int] = {}  # the number of each message, the oldest first
+        changes.sort(key=lambda change: change[:2])  # at equal times, releases come first
         sent = 0
         for _, is_sent, microbatch in changes:
             if is_sent:

@@ -1,8 +1,8 @@
-"""The words in which a pipeline's schedule is written down: actions of stages on microbatches.
+"""The intermediate representation of a pipeline schedule: actions of stages on microbatches.
 
-Each rank runs its actions in their order. "2F0" is the forward of microbatch 0 in stage 2, "1B3" the backward of
-microbatch 3 in stage 1. A backward may be split into I, the gradients of a stage's inputs, for which the stage before
-waits, and W, those of its weights, for which nobody does. Messages are not written by plans: `lower` adds them.
+Each rank runs its actions in order. "2F0" is the forward of microbatch 0 in stage 2, "1B3" the backward of microbatch 3
+in stage 1. A backward may be split into I, the gradients of a stage's inputs, for which the previous stage waits, and
+W, those of its weights, for which no stage waits. Plans contain no messages: `lower` adds them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from commlib.errors import CommlibError, UsageError
 
 
-class ScheduleError(CommlibError):
-    """A schedule breaks a rule, or would wait for ever: a fault of the schedule, found before it runs."""
+class PipelineScheduleError(CommlibError):
+    """A schedule breaks a rule or deadlocks: an error in the schedule, found before it runs."""
 
 
 class Kind(StrEnum):
-    """What is done. F, B, I and W compute; the next four move data; REDUCE and STEP concern a stage's weights."""
+    """The kind of an action. F, B, I and W compute; the next four move data; REDUCE and STEP are for weights."""
 
     F = "F"
     B = "B"
@@ -33,9 +33,9 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     """Start to reduce the stage's gradients over its data-parallel replicas."""
     STEP = "STEP"
-    """Update the stage's weights from the gradients since the last time."""
+    """Update the stage's weights from the gradients since the last update."""
 
-    __hash__ = str.__hash__  # an Enum's own is Python, and long schedules look up millions of them
+    __hash__ = str.__hash__  # Enum's hash runs in Python, and long schedules hash millions of kinds
 
 
 COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
@@ -45,7 +45,7 @@ WEIGHTS = frozenset((Kind.REDUCE, Kind.STEP))
 
 _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|[FBIW])(\d*)(?::(\d+))?")
 
-# What a message's other end is called there, and where it is in a chain of stages.
+# The kind of a message's other end, and the offset of its stage in a chain.
 _ENDS = {
     Kind.SEND_F: (Kind.RECV_F, 1),
     Kind.RECV_F: (Kind.SEND_F, -1),
@@ -57,8 +57,8 @@ _ENDS = {
 class Action(NamedTuple):
     """One action: "2F0", "1B3", "0SEND_F2", "1REDUCE".
 
-    microbatch: -1 of REDUCE and STEP, which concern none. peer: the stage at the other end of a message, else -1.
-    A tuple because that is compared and looked up fast.
+    microbatch: -1 for REDUCE and STEP. peer: the stage at the other end of a message, else -1. A tuple, for fast
+    comparison and hashing.
     """
 
     stage: int
@@ -77,35 +77,37 @@ class Action(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The way that a message takes."""
+        """The link of a message."""
         forward = self.kind in (Kind.SEND_F, Kind.RECV_B)
         return Link(self.stage, self.peer) if forward else Link(self.peer, self.stage)
 
 
 def parse(text: str) -> Action:
-    """Return the action that a text such as "2F0" means; a message goes to the neighbour unless it says ":5".
+    """Return the action for a text such as "2F0". A message goes to the neighbour unless the text ends in ":STAGE".
 
     Raises UsageError.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text.strip()!r} is no action; expected such as 2F0, 1B3, 0I1, 0W1, 0SEND_F2, 1REDUCE")
+        raise UsageError(
+            f"{text.strip()!r} is not an action; expected one such as 2F0, 1B3, 0I1, 0W1, 0SEND_F2, 1REDUCE"
+        )
     stage, kind, microbatch, peer = int(match[1]), Kind(match[2]), match[3], match[4]
     if (microbatch == "") != (kind in WEIGHTS):
-        what = "concerns no microbatch" if microbatch else "needs the number of a microbatch"
-        raise UsageError(f"{text.strip()!r} is no action: {kind} {what}")
+        what = "takes no microbatch" if microbatch else "needs the number of a microbatch"
+        raise UsageError(f"{text.strip()!r} is not an action: {kind} {what}")
     if kind not in _ENDS:
         if peer is not None:
-            raise UsageError(f"{text.strip()!r} is no action: only messages have another end")
+            raise UsageError(f"{text.strip()!r} is not an action: only messages name another stage")
         return Action(stage, kind, int(microbatch) if microbatch else -1)
     other = stage + _ENDS[kind][1] if peer is None else int(peer)
     if other < 0 or other == stage:
-        raise UsageError(f"{text.strip()!r} is no action: there is no stage {other} at the other end")
+        raise UsageError(f"{text.strip()!r} is not an action: stage {other} cannot be at the other end")
     return Action(stage, kind, int(microbatch), other)
 
 
 class Link(NamedTuple):
-    """Two stages of which the second takes what the first gives; gradients go back."""
+    """Two stages, of which the second takes the results of the first; gradients go back."""
 
     source: int
     target: int
@@ -115,22 +117,22 @@ class Link(NamedTuple):
 
 
 class Weights(StrEnum):
-    """Which weights a forward uses, where STEPs come between; its backward always uses the same ones."""
+    """The version of the weights that a forward uses in schedules with STEPs; its backward uses the same one."""
 
     FLUSH = "flush"
-    """No STEP comes between."""
+    """No STEPs within a batch."""
     NEWEST = "newest"
-    """Those that the stage has by then (PipeDream's weight stashing)."""
+    """The newest weights of the stage at that time (PipeDream's weight stashing)."""
     PREVIOUS = "previous"
-    """Those before the last update at most: the same in all stages (PipeDream-2BW)."""
+    """The weights before the last update: the same version in all stages (PipeDream-2BW)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Everything that all ranks do with one batch.
+    """The actions of all ranks for one batch.
 
     placement: the rank of each stage. programs: the actions of each rank, in order. every: microbatches from one STEP
-    to the next; 0 without any.
+    to the next; 0 without STEPs.
     """
 
     name: str
@@ -142,21 +144,21 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.programs)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, in their order."""
+        """Return the stages of a rank, in order."""
         return tuple(stage for stage, place in enumerate(self.placement) if place == rank)
 
     @property
     def title(self) -> str:
-        """Name the schedule and its sizes."""
+        """The name of the schedule and its sizes."""
         sizes = ((self.ranks, "rank"), (self.stages, "stage"), (self.microbatches, "microbatch"))
         counts = (
             f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}" for count, noun in sizes
@@ -165,10 +167,10 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any gradient is computed."""
+        """Whether the schedule computes any gradients."""
         return any(action.kind in (Kind.B, Kind.I, Kind.W) for program in self.programs for action in program)
 
 
 def chain(stages: int) -> tuple[Link, ...]:
-    """Return the links of stages each of which takes what the one before gives."""
+    """Return the links of a chain of stages: each takes the results of the one before."""
     return tuple(Link(stage, stage + 1) for stage in range(stages - 1))

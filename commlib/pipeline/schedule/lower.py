@@ -1,8 +1,8 @@
-"""Lower a schedule: add what moves data between its computations, in an order that is legal on all ranks at once.
+"""Lower a schedule: add messages between its computations, in an order that is legal on all ranks at once.
 
-A stage's results are sent as soon as they are there. They are received just before they are needed, but in the order in
-which they were sent, which may be another one: each link has a channel for each direction, and a channel keeps the
-order. Since receives are posted ahead, data travels while both ranks compute, wherever the RECV stands.
+A stage sends its results as soon as they exist. A stage receives values just before it needs them, but in the order in
+which they were sent, which may differ: each link has a channel for each direction, and a channel keeps the order.
+Receives are posted ahead, so data moves while both ranks compute, wherever the RECV is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from dataclasses import dataclass, field, replace
 
 from commlib.pipeline.schedule.ir import COMPUTE, SENDS, Action, Kind, Link, Schedule, chain
 
-Way = tuple[Link, Kind]
+LinkDirection = tuple[Link, Kind]
 """A link and a direction: Kind.F or Kind.B."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredSchedule:
     """A schedule with its messages.
 
-    depths: how many messages each way holds that were sent and not handed back; as many as come where it says nothing.
+    depths: the number of messages that each link direction holds, sent and not yet released; without an entry, all of
+    them.
     """
 
     schedule: Schedule
     links: tuple[Link, ...]
-    depths: Mapping[Way, int] = field(default_factory=dict)
+    depths: Mapping[LinkDirection, int] = field(default_factory=dict)
 
-    def depth(self, way: Way) -> int:
-        """Return how many messages a way holds."""
+    def depth(self, way: LinkDirection) -> int:
+        """Return the number of messages that a link direction holds."""
         return self.depths.get(way, self.schedule.microbatches)
 
     def sources(self, stage: int) -> tuple[int, ...]:
@@ -41,28 +42,28 @@ class Lowered:
         return tuple(link.target for link in self.links if link.source == stage)
 
 
-def lower(schedule: Schedule, links: Sequence[Link] | None = None, *, reduce: bool = False) -> Lowered:
+def lower(schedule: Schedule, links: Sequence[Link] | None = None, *, reduce: bool = False) -> LoweredSchedule:
     """Add messages along `links` (default: a chain); with `reduce` also a REDUCE where gradients are complete.
 
-    Messages and, with `reduce`, REDUCEs that are there already are made anew. Stages of one rank send none.
+    Existing messages and, with `reduce`, existing REDUCEs are replaced. Stages of one rank exchange no messages.
     """
     links = chain(schedule.stages) if links is None else tuple(links)
-    lowered = Lowered(schedule, links)
-    bare = [[action for action in program if _stays(action, reduce)] for program in schedule.programs]
-    order: defaultdict[Way, list[int]] = defaultdict(list)
+    lowered = LoweredSchedule(schedule, links)
+    bare = [[action for action in program if _is_computed(action, reduce)] for program in schedule.programs]
+    order: defaultdict[LinkDirection, list[int]] = defaultdict(list)
     sending = [list(_with_sends(lowered, program, order)) for program in bare]
     programs = [_with_recvs(lowered, program, order) for program in sending]
     if reduce:
         programs = [_with_reductions(program) for program in programs]
-    return Lowered(replace(schedule, programs=tuple(tuple(program) for program in programs)), links)
+    return LoweredSchedule(replace(schedule, programs=tuple(tuple(program) for program in programs)), links)
 
 
-def _stays(action: Action, reduce: bool) -> bool:
+def _is_computed(action: Action, reduce: bool) -> bool:
     return action.peer < 0 and not (reduce and action.kind is Kind.REDUCE)
 
 
-def gives(lowered: Lowered, action: Action) -> Iterator[tuple[Way, int]]:
-    """Yield the ways on which an action's results go, and the stage at their end."""
+def gives(lowered: LoweredSchedule, action: Action) -> Iterator[tuple[LinkDirection, int]]:
+    """Yield the link directions of an action's results, each with the receiving stage."""
     if action.kind is Kind.F:
         for target in lowered.targets(action.stage):
             yield (Link(action.stage, target), Kind.F), target
@@ -71,8 +72,8 @@ def gives(lowered: Lowered, action: Action) -> Iterator[tuple[Way, int]]:
             yield (Link(source, action.stage), Kind.B), source
 
 
-def needs(lowered: Lowered, action: Action) -> Iterator[tuple[Way, int]]:
-    """Yield the ways on which comes what an action needs, and the stage at their beginning."""
+def needs(lowered: LoweredSchedule, action: Action) -> Iterator[tuple[LinkDirection, int]]:
+    """Yield the link directions of an action's inputs, each with the sending stage."""
     if action.kind is Kind.F:
         for source in lowered.sources(action.stage):
             yield (Link(source, action.stage), Kind.F), source
@@ -81,7 +82,9 @@ def needs(lowered: Lowered, action: Action) -> Iterator[tuple[Way, int]]:
             yield (Link(action.stage, target), Kind.B), target
 
 
-def _with_sends(lowered: Lowered, program: Iterable[Action], order: dict[Way, list[int]]) -> Iterator[Action]:
+def _with_sends(
+    lowered: LoweredSchedule, program: Iterable[Action], order: dict[LinkDirection, list[int]]
+) -> Iterator[Action]:
     place = lowered.schedule.placement
     for action in program:
         yield action
@@ -92,20 +95,22 @@ def _with_sends(lowered: Lowered, program: Iterable[Action], order: dict[Way, li
                 yield Action(action.stage, kind, action.microbatch, stage)
 
 
-def _with_recvs(lowered: Lowered, program: Iterable[Action], order: dict[Way, list[int]]) -> list[Action]:
+def _with_recvs(
+    lowered: LoweredSchedule, program: Iterable[Action], order: dict[LinkDirection, list[int]]
+) -> list[Action]:
     place = lowered.schedule.placement
-    taken: defaultdict[Way, int] = defaultdict(int)
-    there: set[tuple[Way, int]] = set()
+    received: defaultdict[LinkDirection, int] = defaultdict(int)
+    arrived: set[tuple[LinkDirection, int]] = set()
     out: list[Action] = []
     for action in program:
         for way, stage in needs(lowered, action):
             if place[stage] == place[action.stage]:
                 continue
             kind, sent = Kind.RECV_F if way[1] is Kind.F else Kind.RECV_B, order[way]
-            while (way, action.microbatch) not in there and taken[way] < len(sent):
-                microbatch = sent[taken[way]]
-                taken[way] += 1
-                there.add((way, microbatch))
+            while (way, action.microbatch) not in arrived and received[way] < len(sent):
+                microbatch = sent[received[way]]
+                received[way] += 1
+                arrived.add((way, microbatch))
                 out.append(Action(action.stage, kind, microbatch, stage))
         out.append(action)
     return out
@@ -129,8 +134,8 @@ def _with_reductions(program: Sequence[Action]) -> list[Action]:
     return out
 
 
-def released_by(schedule: Schedule) -> dict[tuple[int, int], Action]:
-    """Return, for (stage, microbatch), the action after which its activations are needed no more."""
+def last_uses(schedule: Schedule) -> dict[tuple[int, int], Action]:
+    """Return, for (stage, microbatch), the last action that needs its activations."""
     last: dict[tuple[int, int], Action] = {}
     for program in schedule.programs:
         for action in program:
@@ -139,11 +144,12 @@ def released_by(schedule: Schedule) -> dict[tuple[int, int], Action]:
     return last
 
 
-def handed_back(lowered: Lowered) -> dict[Action, list[tuple[int, int]]]:
-    """Return after which action the messages that came for each (stage, microbatch) are needed no more.
+def message_releases(lowered: LoweredSchedule) -> dict[Action, list[tuple[int, int]]]:
+    """Return, by action, the (stage, microbatch) pairs whose received messages are no longer needed after it.
 
-    Results may lie in the memory of what they were made of, as those of a layer that changes nothing: so that is needed
-    until they have been sent, and as long as a stage of the same rank that was given them needs its own.
+    Results may share the memory of their inputs, for example those of an identity layer. So the memory of inputs is
+    needed until the results have been sent, and until a stage of the same rank that got the results no longer needs
+    them.
     """
     schedule = lowered.schedule
     last: dict[tuple[int, int], tuple[int, Action]] = {}

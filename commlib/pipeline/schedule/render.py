@@ -1,7 +1,7 @@
-"""Draw schedules as text: a row for each rank, time to the right.
+"""Render schedules as text: a row for each rank, time to the right.
 
 F3  forward of microbatch 3        I3  gradients of its inputs      ·   idle
-B3  its backward                   W3  gradients of the weights     ─   the action before goes on
+B3  its backward                   W3  gradients of the weights     ─   the action before continues
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from commlib.pipeline.schedule.ir import COMPUTE, Action, Schedule
 from commlib.pipeline.schedule.simulate import simulate
 
 IDLE, GOES_ON = "·", "─"
-_AROUND = 6  # actions that are drawn before and after a fault
+_AROUND = 6  # actions drawn before and after a fault
 
 
 def render(schedule: Schedule, costs: Costs | None = None, *, width: int | None = None) -> str:
-    """Return the picture of a schedule at costs that are whole numbers (default: F = I = W = 1, B = 2).
+    """Return a schedule as text, with costs that are integers (default: F = I = W = 1, B = 2).
 
-    width: columns of text after which it goes on below. Where ranks have several stages, actions say which.
+    width: columns of text; longer rows continue below. If ranks have several stages, actions include the stage.
     """
     timing = simulate(schedule, costs)
     rows = [_cells(timing, rank) for rank in range(schedule.ranks)]
@@ -42,19 +42,19 @@ def render(schedule: Schedule, costs: Costs | None = None, *, width: int | None 
 
 
 def summary(timing: Timing) -> str:
-    """Say how much of the time is idle, and how many activations ranks hold."""
+    """Return a summary of the idle time and the activations of ranks."""
     peak = sorted(set(timing.peak))
     held = f"{peak[0]} to {peak[-1]}" if len(peak) > 1 else str(peak[0])
     return f"{timing.bubble:.1%} idle, at most {held} activations on a rank"
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """Name an action as short as can be: without its stage where ranks have one each."""
+    """Return the short name of an action: without its stage if each rank has one."""
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
 
 
 def _cells(timing: Timing, rank: int) -> list[str]:
-    """Return what stands at each unit of time."""
+    """Return the text for each unit of time."""
     schedule = timing.lowered.schedule
     cells = [IDLE] * round(timing.seconds)
     for action, (start, end) in zip(schedule.programs[rank], timing.spans[rank], strict=True):
@@ -66,8 +66,8 @@ def _cells(timing: Timing, rank: int) -> list[str]:
     return cells
 
 
-def pointed(schedule: Schedule, at: Mapping[int, int]) -> str:
-    """Return the programs, whatever they are, with an arrow below the action of each rank in `at`."""
+def mark_positions(schedule: Schedule, at: Mapping[int, int]) -> str:
+    """Return the programs, valid or not, with an arrow below the action of each rank in `at`."""
     lines: list[str] = []
     for rank, program in enumerate(schedule.programs):
         place = at.get(rank, min(at.values(), default=0))
@@ -81,7 +81,7 @@ def pointed(schedule: Schedule, at: Mapping[int, int]) -> str:
 
 
 def _window(program: tuple[Action, ...], place: int) -> tuple[list[str], int]:
-    """Return the actions around a place, "…" for those left out, and which of them it is."""
+    """Return the actions around a position, with "…" for omitted ones, and the index of the position among them."""
     start = max(0, min(place, len(program)) - _AROUND)
     cells = [str(action) for action in program[start : place + _AROUND + 1]]
     if place >= len(program):
@@ -91,9 +91,12 @@ def _window(program: tuple[Action, ...], place: int) -> tuple[list[str], int]:
 
 
 def legend() -> Iterator[tuple[str, str]]:
-    """Yield each sign and what it means."""
-    yield "F3", "forward of microbatch 3; 2F3 of stage 2, where ranks have several"
+    """Yield each symbol and its meaning."""
+    yield "F3", "forward of microbatch 3; 2F3: in stage 2, if ranks have several stages"
     yield "B3", "its backward: the gradients of the stage's inputs and weights"
-    yield "I3, W3", "the same in two parts: of its inputs, for which the stage before waits, and of its weights"
+    yield (
+        "I3, W3",
+        "the backward in two parts: gradients of the inputs, for which the previous stage waits, and of the weights",
+    )
     yield IDLE, "idle"
-    yield GOES_ON, "what is before it goes on"
+    yield GOES_ON, "the action before continues"

@@ -1,8 +1,8 @@
-"""Replay lowered programs of all ranks until they are done, or all of them wait.
+"""Replay lowered programs of all ranks until they end or deadlock.
 
-Ranks wait in two ways only: for a message that has not been sent, and for the room of the message that was sent `depth`
-messages before. Each way has one sender and one receiver, so that no timing can change what comes: if this order ends,
-every order does.
+Ranks wait in two ways only: for a message that has not been sent, and for the slot of the message sent `depth` messages
+before. Each link direction has one sender and one receiver, so timing cannot change the received values: if this order
+ends, every order does.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind
-from commlib.pipeline.schedule.lower import Lowered, Way, handed_back
+from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, message_releases
 
-Seen = Callable[[int, int, Action], None]
+OnAction = Callable[[int, int, Action], None]
 """Called with rank, position and action, in a legal order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """A rank that waits for ever, at which of its actions, and for what."""
+class BlockedRank:
+    """A rank that waits forever, its action, and the reason."""
 
     rank: int
     position: int
@@ -28,25 +28,25 @@ class Stuck:
     why: str
 
 
-def way_of(action: Action) -> Way:
-    """Return the way of a message."""
+def direction_of(action: Action) -> LinkDirection:
+    """Return the link direction of a message."""
     return action.link, Kind.F if action.kind in (Kind.SEND_F, Kind.RECV_F) else Kind.B
 
 
 class Replay:
-    """What is on the ways while programs run."""
+    """The state of all link directions while programs run."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredSchedule) -> None:
         self._lowered = lowered
-        self._back = handed_back(lowered)
-        self._sent: defaultdict[Way, list[int]] = defaultdict(list)
-        self._there: set[tuple[Way, int]] = set()
-        self._returned: set[tuple[Way, int]] = set()
-        self._held: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
-        self._waiting: dict[tuple[str, Way], int] = {}
+        self._back = message_releases(lowered)
+        self._sent: defaultdict[LinkDirection, list[int]] = defaultdict(list)
+        self._there: set[tuple[LinkDirection, int]] = set()
+        self._returned: set[tuple[LinkDirection, int]] = set()
+        self._held: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
+        self._waiting: dict[tuple[str, LinkDirection], int] = {}
 
-    def run(self, seen: Seen) -> list[Stuck]:
-        """Run all programs; return the ranks that wait for ever."""
+    def run(self, seen: OnAction) -> list[BlockedRank]:
+        """Run all programs; return the ranks that wait forever."""
         programs = self._lowered.schedule.programs
         at = [0] * len(programs)
         ready = deque(range(len(programs)))
@@ -62,42 +62,44 @@ class Replay:
                 seen(rank, at[rank], action)
                 at[rank] += 1
         left = [(rank, place) for rank, place in enumerate(at) if place < len(programs[rank])]
-        return [Stuck(rank, place, programs[rank][place], self._why(programs[rank][place])) for rank, place in left]
+        return [
+            BlockedRank(rank, place, programs[rank][place], self._reason(programs[rank][place])) for rank, place in left
+        ]
 
-    def _wait(self, action: Action) -> tuple[str, Way] | None:
-        """Return what an action waits for: a message, or room for one."""
+    def _wait(self, action: Action) -> tuple[str, LinkDirection] | None:
+        """Return the condition that an action waits for: a message, or room for one."""
         if action.kind in RECVS:
-            way = way_of(action)
+            way = direction_of(action)
             return None if (way, action.microbatch) in self._there else ("message", way)
         if action.kind in SENDS:
-            way = way_of(action)
+            way = direction_of(action)
             before = len(self._sent[way]) - self._lowered.depth(way)
             return None if before < 0 or (way, self._sent[way][before]) in self._returned else ("room", way)
         return None
 
     def _do(self, action: Action) -> list[int]:
-        """Do an action; return the ranks that may go on."""
+        """Perform an action; return the ranks that may continue."""
         woken: list[int] = []
         if action.kind in SENDS:
-            way = way_of(action)
+            way = direction_of(action)
             self._sent[way].append(action.microbatch)
             self._there.add((way, action.microbatch))
-            woken += self._woken("message", way)
+            woken += self._wake("message", way)
         elif action.kind in RECVS:
-            self._held[action.stage, action.microbatch].append(way_of(action))
+            self._held[action.stage, action.microbatch].append(direction_of(action))
         for key in self._back.get(action, ()):
             for way in self._held.pop(key, ()):
                 self._returned.add((way, key[1]))
-                woken += self._woken("room", way)
+                woken += self._wake("room", way)
         return woken
 
-    def _woken(self, what: str, way: Way) -> list[int]:
+    def _wake(self, what: str, way: LinkDirection) -> list[int]:
         rank = self._waiting.pop((what, way), None)
         return [] if rank is None else [rank]
 
-    def _why(self, action: Action) -> str:
+    def _reason(self, action: Action) -> str:
         place = self._lowered.schedule.placement
         if action.kind in RECVS:
             return f"waits for {action.other_end} of rank {place[action.peer]}"
-        depth = self._lowered.depth(way_of(action))
-        return f"waits until rank {place[action.peer]} hands back the message {depth} before it"
+        depth = self._lowered.depth(direction_of(action))
+        return f"waits until rank {place[action.peer]} releases the message {depth} before it"

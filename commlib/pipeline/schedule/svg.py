@@ -1,4 +1,4 @@
-"""Draw schedules as SVG: a row for each rank, time to the right, a colour for each kind of action."""
+"""Render schedules as SVG: a row for each rank, time to the right, a colour for each kind of action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.pipeline.schedule.ir import COMPUTE, Kind, Schedule
 from commlib.pipeline.schedule.render import label, summary
 from commlib.pipeline.schedule.simulate import simulate
 
-# Fill and text, told apart without colours, too: forwards are light, backwards are dark.
+# Fill and text, distinguishable without colours: forwards are light, backwards are dark.
 _COLOURS = {
     Kind.F: ("#cfe2f3", "#1b1b1b"),
     Kind.B: ("#38761d", "#ffffff"),
@@ -19,12 +19,12 @@ _COLOURS = {
     Kind.W: ("#f6b26b", "#1b1b1b"),
 }
 _ROW, _GAP, _HEAD, _TITLE = 24, 4, 60, 28  # pixels
-_WIDEST = 1600  # of the whole, unless actions would be narrower than can be seen
+_WIDEST = 1600  # of the picture, unless actions would be too narrow to see
 _NARROWEST = 2.0
 
 
 def svg(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Return the picture of a schedule at costs (default: F = I = W = 1, B = 2) as an SVG document."""
+    """Return a schedule as an SVG document, with `costs` (default: F = I = W = 1, B = 2)."""
     timing = simulate(schedule, costs)
     shortest = min((end - start for _, _, start, end in _actions(timing) if end > start), default=1.0)
     scale = max(min(40 / shortest, _WIDEST / max(timing.seconds, shortest)), _NARROWEST / shortest)
@@ -52,7 +52,7 @@ def svg(schedule: Schedule, costs: Costs | None = None) -> str:
 
 
 def _actions(timing: Timing) -> Iterator[tuple[int, str, float, float]]:
-    """Yield rank, text, start and end of what computes."""
+    """Yield rank, text, start and end of the computing actions."""
     schedule = timing.lowered.schedule
     for rank, program in enumerate(schedule.programs):
         for action, (start, end) in zip(program, timing.spans[rank], strict=True):

@@ -1,10 +1,10 @@
-"""Prove that a schedule does what it must: every microbatch forward and back through all stages, and no deadlock."""
+"""Verify a schedule: every microbatch goes forward and back through all stages, without deadlock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlib.pipeline.schedule.depths import deepened
+from commlib.pipeline.schedule.depths import deepen
 from commlib.pipeline.schedule.ir import (
     COMPUTE,
     RECVS,
@@ -13,54 +13,54 @@ from commlib.pipeline.schedule.ir import (
     Action,
     Kind,
     Link,
+    PipelineScheduleError,
     Schedule,
-    ScheduleError,
     Weights,
 )
-from commlib.pipeline.schedule.lower import Lowered, Way, lower, needs
-from commlib.pipeline.schedule.render import pointed
-from commlib.pipeline.schedule.replay import Replay, way_of
+from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, lower, needs
+from commlib.pipeline.schedule.render import mark_positions
+from commlib.pipeline.schedule.replay import Replay, direction_of
 from commlib.pipeline.schedule.versions import versions
 
 
-def verify(schedule: Schedule, links: Sequence[Link] | None = None, *, reduce: bool = False) -> Lowered:
-    """Check a schedule over stages that are linked so (default: a chain), and return it with its messages.
+def verify(schedule: Schedule, links: Sequence[Link] | None = None, *, reduce: bool = False) -> LoweredSchedule:
+    """Check a schedule over stages with these links (default: a chain), and return it with its messages.
 
-    The rules: a stage's actions stand on the rank it is placed on; each microbatch has one F in each stage, and then
-    one B, or one I and then one W (or none of them in any: a forward only); what an action needs was made before;
-    REDUCE and STEP come after gradients, and no gradient after its stage's last one. Then all ranks are replayed with
-    ways of the depths that they will have. Raises ScheduleError with the programs drawn and an arrow at the fault.
+    The rules: a stage's actions are on the rank of its placement; each microbatch has one F in each stage, and then one
+    B, or one I and then one W (or none of them in any stage: a forward-only schedule); an action follows the actions
+    that it needs; REDUCE and STEP follow gradients, and no gradient follows its stage's last one. Then all ranks are
+    replayed with the final channel depths. Raises ScheduleError with the programs drawn and an arrow at the fault.
     """
     _check_links(schedule, links)
     _Rules(schedule).check()
     lowered = lower(schedule, links, reduce=reduce)
-    check_messages(lowered)  # without limits of depth: what waits for ever now, always does
-    lowered = deepened(lowered)
+    check_messages(lowered)  # without limits of depth: a deadlock here is one at any depth
+    lowered = deepen(lowered)
     check_messages(lowered)
     return lowered
 
 
-def check_messages(lowered: Lowered) -> None:
-    """Check what `lower` has made, or somebody else: each message has two ends, and nobody waits for ever."""
+def check_messages(lowered: LoweredSchedule) -> None:
+    """Check the messages of a lowered schedule: each has two ends, and no rank waits forever."""
     _Order(lowered).check()
     stuck = Replay(lowered).run(lambda rank, position, action: None)
     if stuck:
         schedule = lowered.schedule
         lines = [f"  rank {one.rank}: {one.action} {one.why}" for one in stuck]
-        drawn = pointed(schedule, {one.rank: one.position for one in stuck})
-        raise ScheduleError("\n".join([f"{schedule.title}: deadlock", *lines, drawn]))
+        drawn = mark_positions(schedule, {one.rank: one.position for one in stuck})
+        raise PipelineScheduleError("\n".join([f"{schedule.title}: deadlock", *lines, drawn]))
 
 
 def _check_links(schedule: Schedule, links: Sequence[Link] | None) -> None:
     for link in links or ():
         if not 0 <= link.source < link.target < schedule.stages:
-            raise ScheduleError(
+            raise PipelineScheduleError(
                 f"{schedule.title}: link {link}: expected one from a stage to a later one of the {schedule.stages}"
             )
 
 
 class _Rules:
-    """What each rank's program must be, whatever the others do."""
+    """The rules for each rank's program on its own."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -71,7 +71,7 @@ class _Rules:
         schedule = self._schedule
         for rank in schedule.placement:
             if not 0 <= rank < schedule.ranks:
-                raise ScheduleError(f"{schedule.title}: a stage is placed on rank {rank} of {schedule.ranks}")
+                raise PipelineScheduleError(f"{schedule.title}: a stage is placed on rank {rank} of {schedule.ranks}")
         for rank, program in enumerate(schedule.programs):
             for place, action in enumerate(program):
                 if action.peer < 0:
@@ -92,7 +92,7 @@ class _Rules:
             if microbatch >= schedule.microbatches:
                 raise self._error(rank, place, f"there are {schedule.microbatches} microbatches")
             if (stage, kind, microbatch) in self._done:
-                raise self._error(rank, place, "is there twice")
+                raise self._error(rank, place, "occurs twice")
             self._check_before(rank, place, action)
         self._done[stage, kind, microbatch] = place
 
@@ -107,7 +107,7 @@ class _Rules:
         def refuse(*kinds: Kind) -> None:
             for kind in kinds:
                 if (stage, kind, microbatch) in done:
-                    raise self._error(rank, place, f"{Action(stage, kind, microbatch)} has done that already")
+                    raise self._error(rank, place, f"{Action(stage, kind, microbatch)} has already done that")
 
         match action.kind:
             case Kind.B:
@@ -137,7 +137,7 @@ class _Rules:
                     raise self._error(rank, end, f"{Action(stage, Kind.W, microbatch)} is missing")
 
     def _check_last(self) -> None:
-        """Check that nothing is added to gradients that are being reduced, or to weights that have been updated."""
+        """Check that no gradient follows the reduction of its stage's gradients or the update of its weights."""
         for (stage, kind, _), place in self._done.items():
             if kind in WEIGHTS and place < (last := self._last_gradient.get(stage, -1)):
                 rank = self._schedule.placement[stage]
@@ -147,7 +147,7 @@ class _Rules:
                 )
 
     def _check_versions(self) -> None:
-        """Check that every forward finds the weights that it has to use."""
+        """Check that every forward has the version of the weights that it uses."""
         schedule = self._schedule
         for (stage, microbatch), (wanted, newest) in versions(schedule).items():
             if wanted > newest:
@@ -155,27 +155,27 @@ class _Rules:
                 what = f"uses the weights after {wanted} updates, but there have been {newest}"
                 raise self._error(rank, place, what)
 
-    def _error(self, rank: int, place: int, what: str) -> ScheduleError:
+    def _error(self, rank: int, place: int, what: str) -> PipelineScheduleError:
         schedule = self._schedule
         program = schedule.programs[rank]
         at = f"{program[place]}, action {place} of rank {rank}: " if place < len(program) else f"rank {rank}: "
-        return ScheduleError(f"{schedule.title}: {at}{what}\n{pointed(schedule, {rank: place})}")
+        return PipelineScheduleError(f"{schedule.title}: {at}{what}\n{mark_positions(schedule, {rank: place})}")
 
 
 class _Order:
-    """What must have been made, sent and received before each action; and each message in the order of its way."""
+    """Checks that each action follows the actions that it needs, and that link directions keep the message order."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredSchedule) -> None:
         self._lowered, self._schedule = lowered, lowered.schedule
         self._there: set[Action] = set()
 
     def check(self) -> None:
         place = self._schedule.placement
-        ways: dict[Way, list[list[int]]] = {}
+        ways: dict[LinkDirection, list[list[int]]] = {}
         for rank, program in enumerate(self._schedule.programs):
             for position, action in enumerate(program):
                 if action.kind in SENDS | RECVS:
-                    ends = ways.setdefault(way_of(action), [[], []])
+                    ends = ways.setdefault(direction_of(action), [[], []])
                     ends[action.kind in RECVS].append(action.microbatch)
                 for needed in self._needed(action):
                     if needed not in self._there:
@@ -183,13 +183,13 @@ class _Order:
                 self._there.add(action)
         for (link, kind), (sent, received) in ways.items():
             if sent != received:
-                raise ScheduleError(
+                raise PipelineScheduleError(
                     f"{self._schedule.title}: on link {link}, {kind}: microbatches are sent in the order {sent}, but "
                     f"received in the order {received}"
                 )
 
     def _needed(self, action: Action) -> list[Action]:
-        """Return what must have been done on this rank before."""
+        """Return the actions that must precede this one on this rank."""
         place, stage, microbatch = self._schedule.placement, action.stage, action.microbatch
         if action.kind is Kind.SEND_F:
             return [Action(stage, Kind.F, microbatch)]
@@ -209,7 +209,7 @@ class _Order:
         split = Action(stage, Kind.I, microbatch)
         return split if split in self._there else Action(stage, Kind.B, microbatch)
 
-    def _error(self, rank: int, position: int, what: str) -> ScheduleError:
+    def _error(self, rank: int, position: int, what: str) -> PipelineScheduleError:
         schedule = self._schedule
         at = f"{schedule.programs[rank][position]}, action {position} of rank {rank}"
-        return ScheduleError(f"{schedule.title}: {at}: {what}\n{pointed(schedule, {rank: position})}")
+        return PipelineScheduleError(f"{schedule.title}: {at}: {what}\n{mark_positions(schedule, {rank: position})}")

@@ -1,18 +1,18 @@
-"""Versions: which weights each forward uses where they are updated while the pipeline runs, and how many are kept."""
+"""Versions: the weights that each forward uses in schedules with updates, and the number of versions to keep."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from commlib.pipeline.schedule.ir import COMPUTE, Kind, Schedule, Weights
-from commlib.pipeline.schedule.lower import released_by
+from commlib.pipeline.schedule.lower import last_uses
 
 
 def versions(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return, for (stage, microbatch), the updates in the weights that its forward uses, and those there are by then.
+    """Return, by (stage, microbatch), the version of the weights that its forward uses, and the newest version then.
 
-    All microbatches from one update to the next count as a batch. `Weights.PREVIOUS`: batch t uses W(t - 1), and the
-    first two use W(0), on all stages alike.
+    A version is a number of updates. The microbatches from one update to the next form a batch. `Weights.PREVIOUS`:
+    batch t uses W(t - 1), and the first two use W(0), on all stages alike.
     """
     found: dict[tuple[int, int], tuple[int, int]] = {}
     updates: Counter[int] = Counter()
@@ -28,9 +28,9 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
-def kept(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most versions of its weights that each stage has at once, the newest included."""
-    uses, last = versions(schedule), released_by(schedule)
+def count_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most versions of its weights that each stage holds at once, including the newest."""
+    uses, last = versions(schedule), last_uses(schedule)
     most = [1] * schedule.stages
     newest: Counter[int] = Counter()
     used: dict[int, Counter[int]] = {stage: Counter() for stage in range(schedule.stages)}
@@ -45,6 +45,6 @@ def kept(schedule: Schedule) -> tuple[int, ...]:
                 used[stage][uses[stage, action.microbatch][0]] -= 1
             live = {version for version, count in used[stage].items() if count} | {newest[stage]}
             if schedule.weights is Weights.PREVIOUS and newest[stage]:
-                live.add(newest[stage] - 1)  # for forwards that are still to come
+                live.add(newest[stage] - 1)  # for later forwards
             most[stage] = max(most[stage], len(live))
     return tuple(most)

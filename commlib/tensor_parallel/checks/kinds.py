@@ -1,4 +1,4 @@
-"""Kinds: what tells a call of a model from those that may go another way through it."""
+"""Call kinds: distinguish the calls of a model that may run different operations."""
 
 from __future__ import annotations
 
@@ -6,64 +6,65 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
-from commlib.tensor_parallel.checks.telling import Holding, Same, kind_of
+from commlib.tensor_parallel.checks.call_signature import ObjectContents, SameObject, kind_of
 
-__all__ = ["KINDS", "MISSES", "Holding", "Kinds", "Same", "kind_of"]
+__all__ = ["KINDS", "MISSES", "ObjectContents", "CallKinds", "SameObject", "kind_of"]
 
 KINDS = 8
-"""How many kinds of calls of a model are looked at."""
+"""Maximum number of kinds of calls of a model that are checked."""
 
 MISSES = 3
-"""How often calls of a kind are looked at that fail."""
+"""Maximum number of failed checks of a kind of call."""
 
 
-class Kinds:
-    """The kinds of calls of a model that are known to be right, and the way that the model went in each, if told.
+class CallKinds:
+    """The kinds of calls of a model that were checked, and the operations that the model ran in each, if known.
 
-    looks: how many of them somebody has looked at.
+    looks: number of checked kinds.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Hashable] = {}
-        self._missed = Counter[Hashable]()
+        self._failures = Counter[Hashable]()
         self.looks = 0
 
     def __contains__(self, kind: Hashable) -> bool:
         return kind in self._known
 
     def add(self, kind: Hashable) -> None:
-        """Take a kind as known, without a look."""
+        """Mark a kind as known, without a check."""
         self._known[kind] = None
 
     def settle(self, kind: Hashable, way: Hashable = None) -> None:
-        """Note that somebody has looked at a call of a kind, and found it right. way: see `Trace.way`."""
+        """Record a successful check of a call of a kind. way: see `Trace.way`."""
         self._known[kind] = way
         self.looks += 1
 
     def miss(self, kind: Hashable) -> bool:
-        """Note that a call of a kind failed when somebody looked at it, so that the next one may be another.
+        """Record a failed check of a call of a kind; its next call is checked again.
 
-        What fails again and again, as what cannot be looked at does, is taken as known: return whether this one is.
+        After MISSES failures a kind is marked as known, because its calls cannot be checked. Return whether it is
+        known.
         """
-        self._missed[kind] += 1
-        if self._missed[kind] == MISSES:
+        self._failures[kind] += 1
+        if self._failures[kind] == MISSES:
             self.add(kind)
         return kind in self
 
     def way(self, kind: Hashable) -> Hashable:
-        """Return which way the model goes in calls of a kind; None if nobody knows."""
+        """Return the operations that the model runs in calls of a kind (see `Trace.way`); None if unknown."""
         return self._known.get(kind)
 
     def forget(self) -> None:
-        """Take no kind for known any more, as of a model that is another one by now. Looks still count."""
+        """Forget all kinds, because the model has changed. The number of checks is kept."""
         self._known.clear()
 
-    def __deepcopy__(self, memo: Any) -> Kinds:
-        found = object.__new__(Kinds)
-        found._known, found._missed, found.looks = dict(self._known), Counter(self._missed), self.looks
+    def __deepcopy__(self, memo: Any) -> CallKinds:
+        found = object.__new__(CallKinds)
+        found._known, found._failures, found.looks = dict(self._known), Counter(self._failures), self.looks
         return found
 
     @property
     def too_many(self) -> bool:
-        """As many were looked at as may be."""
+        """Whether the maximum number of kinds has been checked."""
         return self.looks >= KINDS

@@ -1,14 +1,14 @@
-"""Rules: refuse a plan that would give wrong numbers, by the states that values have while a model runs. [pure]
+"""Rules: refuse a plan that would give wrong numbers, by the placements of values while a model runs. [pure]
 
-Whatever is divided is followed from the layer that divides it to the one that puts it together. What it meets on the
-way must go with it. Where a step is unknown nothing is claimed, and nothing refused: that is a doubt.
+Sharded values are followed from the layer that shards them to the layer that gathers or reduces them. Values that they
+combine with must be sharded in the same way. An unknown step is neither verified nor refused: that is a doubt.
 """
 
 from __future__ import annotations
 
-from commlib.tensor_parallel.rules.broken import RULES, PlanError
-from commlib.tensor_parallel.rules.check import Checked, check
+from commlib.tensor_parallel.rules.check import CheckedPlan, check
 from commlib.tensor_parallel.rules.compare import compare
-from commlib.tensor_parallel.rules.following import Doubt
+from commlib.tensor_parallel.rules.plan_error import RULES, PlanError
+from commlib.tensor_parallel.rules.value_tracker import Doubt
 
-__all__ = ["RULES", "Checked", "Doubt", "PlanError", "check", "compare"]
+__all__ = ["RULES", "CheckedPlan", "Doubt", "PlanError", "check", "compare"]

@@ -1,57 +1,63 @@
-"""Check: follow a model's values under a plan, step by step. [pure]"""
+"""Plan check: follow a model's values under a plan, step by step. [pure]"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from commlib.tensor_parallel.rules import keeping, layers, operations, shapes
-from commlib.tensor_parallel.rules.broken import PlanError, counted
-from commlib.tensor_parallel.rules.following import Doubt, Following
-from commlib.tensor_parallel.states import CALLER, SHARED, State
+from commlib.tensor_parallel.placements import CALLER, SHARED, Placement
+from commlib.tensor_parallel.rules import kept_values, layers, operations, shapes
+from commlib.tensor_parallel.rules.plan_error import PlanError, count_error
+from commlib.tensor_parallel.rules.value_tracker import Doubt, ValueTracker
 from commlib.tensor_parallel.styles import Column, Replicate, Style, Vocabulary
-from commlib.tensor_parallel.trace import Step, Trace
+from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """The states of all values, and what could not be told: it may be right or not.
+class CheckedPlan:
+    """The placements of all values, and open doubts about steps that may be right or wrong.
 
-    came_in_parts: what the model was called with is divided already. sequences_came: it is so along a sequence. came:
-    which dimensions these are of which arguments, by their places among the tensors that it was called with; none where
-    some are divided in another way.
+    came_in_parts: whether inputs of the model are sharded already. sequences_came: whether they are so along a
+    sequence. came: the sharded dimensions of such arguments, by index among the model's tensor arguments; empty if some
+    are sharded in another way.
     """
 
-    states: Mapping[int, State]
+    states: Mapping[int, Placement]
     doubts: tuple[Doubt, ...] = ()
-    came_in_parts: bool = False
-    sequences_came: bool = False
+    inputs_sharded: bool = False
+    sequences_sharded: bool = False
     came: Mapping[int, int] = field(default_factory=dict)
 
 
-def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1) -> Checked:
-    """Follow all values of a trace under a plan. Raises PlanError, a UsageError, for the first rule that is broken.
+def check(
+    trace: ModelTrace, styles: Mapping[str, Style], *, divided_output: bool = False, size: int = 1
+) -> CheckedPlan:
+    """Follow all values of a trace under a plan. Raises PlanError, a UsageError, for the first broken rule.
 
-    divided_output: the caller goes on with this rank's part of what the model returns, or keeps, as it does where the
-    model is one divided layer itself. size: of the axis, where that is known.
+    divided_output: the caller uses this rank's shard of the returned or kept values, as for a model that is itself one
+    sharded layer. size: of the axis, if it is known.
     """
     _check_tied(trace, styles)
-    following, known = Following(trace, styles, size=size), -1
-    while known < len(following.entered):  # where arguments are parts, what was made of them before is another one
+    following, known = ValueTracker(trace, styles, size=size), -1
+    while known < len(following.entered):  # if arguments are shards, earlier values made of them have other placements
         known, following = len(following.entered), following.again()
         for step in trace.steps:
             following.follow(step, _KINDS[step.kind](following, step))
     if not (divided_output or "" in styles):
         for value in trace.outputs:
-            _returned(following, value)
+            _check_returned(following, value)
         for value in trace.kept:
-            keeping.kept(following, value)
-    return Checked(
-        following.states, tuple(following.doubts), following.came_in_parts, following.sequences_came, _came(following)
+            kept_values.check_kept(following, value)
+    return CheckedPlan(
+        following.states,
+        tuple(following.doubts),
+        following.inputs_sharded,
+        following.sequences_sharded,
+        _sharded_arguments(following),
     )
 
 
-def _came(following: Following) -> dict[int, int]:
+def _sharded_arguments(following: ValueTracker) -> dict[int, int]:
     entered = following.entered
     if any(state.name != "sequence" for state in entered.values()):
         return {}
@@ -59,49 +65,51 @@ def _came(following: Following) -> dict[int, int]:
     return {at: entered[value].dim for at, value in enumerate(given) if value in entered}
 
 
-def _check_tied(trace: Trace, styles: Mapping[str, Style]) -> None:
+def _check_tied(trace: ModelTrace, styles: Mapping[str, Style]) -> None:
     tables = {step.layer for step in trace.steps if step.kind == "table"}
     for names in trace.tied:
-        if len({_way(styles.get(name), name in tables) for name in names}) > 1:
-            said = ", ".join(f"{name}: {styles.get(name) or 'whole'}" for name in names)
-            raise PlanError(Step(names[0], "weight", (), ()), "tied", f"these share one: {said}", "give them the same")
+        if len({_tying_key(styles.get(name), name in tables) for name in names}) > 1:
+            said = ", ".join(f"{name}: {styles.get(name) or 'unsharded'}" for name in names)
+            raise PlanError(
+                TraceStep(names[0], "weight", (), ()), "tied", f"they share it: {said}", "give them one style"
+            )
 
 
-def _way(style: Style | None, is_table: bool) -> object:
-    """Return what tied layers must have in common: rows of a table are the outputs of a linear layer."""
+def _tying_key(style: Style | None, is_table: bool) -> object:
+    """Return the property that tied layers must share: rows of a table are the outputs of a linear layer."""
     if isinstance(style, Vocabulary) or (style == Column(gather=getattr(style, "gather", False)) and not is_table):
         return "rows"
     return None if isinstance(style, Replicate) else style
 
 
-def _returned(following: Following, value: int) -> None:
+def _check_returned(following: ValueTracker, value: int) -> None:
     state, step = following.of(value), following.trace.maker(value)
     style = following.styles.get(state.by)
     if state.name == "partial":
-        raise PlanError(step, "partial", f"the model returns it, {state}", "put it together first")
-    if (state.name == "sequence" and following.sequences_came) or state.by == CALLER:
+        raise PlanError(step, "partial", f"the model returns it, {state}", "sum or gather it first")
+    if (state.name == "sequence" and following.sequences_sharded) or state.by == CALLER:
         return
     if state.is_divided and not isinstance(style, Vocabulary):
         todo = (
-            f"let {state.by} or the last Row give what is whole, without sequence="
+            f"let {state.by} or the last Row return an unsharded value, without sequence="
             if state.name == "sequence"
-            else f"give {state.by} gather=True, or a Row after it"
+            else f"set gather=True for {state.by}, or add a Row after it"
         )
-        raise PlanError(step, "output", f"it is {state}", f"{todo}; or say divided_output=True", state)
+        raise PlanError(step, "output", f"it is {state}", f"{todo}; or pass divided_output=True", state)
     if state == SHARED:
-        raise counted(step, state)
+        raise count_error(step, state)
 
 
-_KINDS: dict[str, Callable[[Following, Step], State | tuple[State, ...]]] = {
-    "given": operations.given,
-    "constant": operations.given,
-    "weight": operations.given,
-    "unseen": operations.given,
+_KINDS: dict[str, Callable[[ValueTracker, TraceStep], Placement | tuple[Placement, ...]]] = {
+    "given": operations.follow_given,
+    "constant": operations.follow_given,
+    "weight": operations.follow_given,
+    "unseen": operations.follow_given,
     "product": layers.product,
     "table": layers.table,
     "attention": layers.attention,
     "equation": operations.equation,
-    "slice": operations.sliced,
+    "slice": operations.follow_slice,
     "reshape": shapes.reshape,
     "split": shapes.split,
     "piece": shapes.piece,

@@ -1,37 +1,37 @@
-"""Compare: hold the trace of a divided model against that of the whole one, step by step. [pure]"""
+"""Trace comparison: compare the trace of a sharded model with the unsharded one, step by step. [pure]"""
 
 from __future__ import annotations
 
 from commlib.tensor_parallel.equations import UNKNOWN_LENGTH, Shape
-from commlib.tensor_parallel.rules.broken import PlanError
-from commlib.tensor_parallel.rules.check import Checked
-from commlib.tensor_parallel.states import State
-from commlib.tensor_parallel.trace import Trace
+from commlib.tensor_parallel.placements import Placement
+from commlib.tensor_parallel.rules.check import CheckedPlan
+from commlib.tensor_parallel.rules.plan_error import PlanError
+from commlib.tensor_parallel.trace import ModelTrace
 
 
-def compare(whole: Trace, local: Trace, checked: Checked) -> bool:
-    """Compare the shapes of a divided model's values with those of the whole one, for the same input.
+def compare(whole: ModelTrace, local: ModelTrace, checked: CheckedPlan) -> bool:
+    """Compare the shapes of a sharded model's values with those of the unsharded model, for the same input.
 
-    This finds models that give a number of heads, or of features, where a rank has some of them. Returns whether the
-    two could be compared: they cannot where the steps differ. Raises PlanError for the first shape that is wrong.
+    This finds models that use the full number of heads, or of features, where a rank has fewer. Returns whether the
+    traces could be compared, which needs the same steps. Raises PlanError for the first wrong shape.
     """
     kinds = [[(step.layer, step.kind, len(step.outputs)) for step in trace.steps] for trace in (whole, local)]
     if kinds[0] != kinds[1]:
         return False
     for step, own in zip(whole.steps, local.steps, strict=True):
         if step.kind == "constant":
-            continue  # of zeros made like a part, say
+            continue  # may be, e.g., zeros in the shape of a shard
         for value, part in zip(step.outputs, own.outputs, strict=True):
             state = checked.states[value]
             expected, came = whole.shapes.get(value, ()), local.shapes.get(part, ())
             if state.name in ("whole", "features", "sequence") and not _fits(state, expected, came):
-                said = f"its result is {list(expected)} in the whole, {state}, and {list(came)} on this rank"
-                todo = "let the model's reshapes say -1, or ask a tensor for its length, where they give a number"
+                said = f"its result is {list(expected)} unsharded, {state}, but {list(came)} on this rank"
+                todo = "use -1, or the length of a tensor, instead of a number in the model's reshapes"
                 raise PlanError(own, "shape", said, todo, state)
     return True
 
 
-def _fits(state: State, expected: Shape, came: Shape) -> bool:
+def _fits(state: Placement, expected: Shape, came: Shape) -> bool:
     if len(expected) != len(came):
         return False
     return all(

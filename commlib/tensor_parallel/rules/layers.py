@@ -1,51 +1,51 @@
-"""Layers: follow values through layers that a plan may divide. [pure]"""
+"""Layer rules: follow values through layers that a plan may shard. [pure]"""
 
 from __future__ import annotations
 
 from commlib.sharding.sharding import parts_of
-from commlib.tensor_parallel.rules.broken import PlanError, counted, refuse_partial
-from commlib.tensor_parallel.rules.following import Following
-from commlib.tensor_parallel.states import CALLER, COMPUTED, SHARED, UNKNOWN, State
+from commlib.tensor_parallel.placements import CALLER, COMPUTED, SHARED, UNKNOWN, Placement
+from commlib.tensor_parallel.rules.plan_error import PlanError, count_error, refuse_partial
+from commlib.tensor_parallel.rules.value_tracker import ValueTracker
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Vocabulary
-from commlib.tensor_parallel.trace import Step
+from commlib.tensor_parallel.trace import TraceStep
 
 
-def product(following: Following, step: Step) -> State:
+def product(following: ValueTracker, step: TraceStep) -> Placement:
     """Follow a layer that mixes all features."""
     value, style = step.inputs[0], following.styles.get(step.layer)
     state, dim = following.of(value), following.dim(step.dims[0], value)
     out = following.result_dim(step.dims[1], step)
     refuse_partial(step, state)
     if state == SHARED:
-        raise counted(step, state)
+        raise count_error(step, state)
     if isinstance(style, Row):
         return _row(following, step, style, state, dim)
     if not isinstance(style, Column | Vocabulary):
         if state.name == "features" and state.dim == dim:
-            todo = f"give it Row(), or {state.by} gather=True"
+            todo = f"give it Row(), or set gather=True for {state.by}"
             raise PlanError(step, "whole", f"its input is {state}", todo, state)
         if state.is_divided:
-            came = f"its input is {state}, so each rank has a part of its weights' gradient"
+            came = f"its input is {state}, so each rank has a partial gradient of its weights"
             raise PlanError(step, "gradient", came, "give it a Column with sequence=, or gather before it", state)
         if state == UNKNOWN:
             return UNKNOWN
         return SHARED if isinstance(style, Replicate) and style.into_sharded else COMPUTED
-    _enters(following, step, style.sequence, value)
+    _check_input(following, step, style.sequence, value)
     if style.gather:
         return COMPUTED
     parts = style.parts if isinstance(style, Column) else 1
     count = parts if isinstance(parts, int) else len(parts)
     units = style.units if isinstance(style, Column) and isinstance(style.units, int) else 0
     unit = step.size[1] // count // units if units and isinstance(parts, int) else 0
-    fused = _fused(following, step, style, out) if isinstance(style, Column) and count > 1 else ()
-    return State("features", out, step.layer, count, unit, units if count == 1 else 0, fused=fused)
+    fused = _fused_parts(following, step, style, out) if isinstance(style, Column) and count > 1 else ()
+    return Placement("features", out, step.layer, count, unit, units if count == 1 else 0, fused=fused)
 
 
-def _fused(following: Following, step: Step, style: Column, out: int) -> tuple[tuple[int, int], ...]:
-    """Return the length here, and the units, of each part of the outputs of a layer that has several.
+def _fused_parts(following: ValueTracker, step: TraceStep, style: Column, out: int) -> tuple[tuple[int, int], ...]:
+    """Return the length on this rank, and the units, of each part of a layer's fused outputs.
 
-    In a model that is divided these are a rank's: what has fewer units than there are ranks has one of them, and the
-    others have their share of the rest. () where that is not known.
+    In a sharded model, a part with fewer units than ranks has one unit on each rank, and the other parts share the
+    remaining length. () if unknown.
     """
     if not step.outputs:
         return ()
@@ -62,85 +62,85 @@ def _fused(following: Following, step: Step, style: Column, out: int) -> tuple[t
     return tuple(zip(lengths, units, strict=True))
 
 
-def _enters(following: Following, step: Step, sequence: int | None, value: int) -> None:
-    """Check what goes into a layer that divides its outputs."""
+def _check_input(following: ValueTracker, step: TraceStep, sequence: int | None, value: int) -> None:
+    """Check the input of a layer that shards its outputs."""
     state = following.of(value)
     if sequence is not None:
         dim = following.dim(sequence, value)
         if (state.name == "sequence" and state.dim == dim) or state == UNKNOWN:
             return
         if state.name == "whole" and state.origin == "given":
-            return following.came_divided(step, value, State("sequence", dim, CALLER))
+            return following.mark_sharded(step, value, Placement("sequence", dim, CALLER))
         todo = (
-            f"leave out sequence={sequence}, or let what comes before divide along {dim}; where the model is called "
-            "with each rank's part of a sequence, let no layer or weight without a style come before this"
+            f"remove sequence={sequence}, or let earlier layers shard along {dim}. If the model is called "
+            "with each rank's part of a sequence, every earlier layer and weight needs a style"
         )
         raise PlanError(step, "sequence", f"its input is {state}", todo, state)
     if state.name == "sequence":
         raise PlanError(step, "column", f"its input is {state}", f"give it sequence={state.dim}", state)
     if state.name == "features":
-        todo = f"put a Row between {state.by} and this, or give {state.by} gather=True"
+        todo = f"put a Row between {state.by} and this, or set gather=True for {state.by}"
         raise PlanError(step, "column", f"its input is {state}", todo, state)
 
 
-def _row(following: Following, step: Step, style: Row, state: State, dim: int) -> State:
+def _row(following: ValueTracker, step: TraceStep, style: Row, state: Placement, dim: int) -> Placement:
     if state.name == "whole":
         came_from_caller = state.origin == "given" and not following.trace.whole
         if came_from_caller and not style.split:
-            following.came_divided(step, step.inputs[0], State("features", dim, CALLER))
+            following.mark_sharded(step, step.inputs[0], Placement("features", dim, CALLER))
         if style.split or came_from_caller:
-            return _left(following, step, style.sequence)
-        raise PlanError(step, "row", "its input is whole", "give it split=True, or a Column before it", state)
+            return _summed_state(following, step, style.sequence)
+        raise PlanError(step, "row", "its input is unsharded", "give it split=True, or a Column before it", state)
     if state.is_divided:
         if style.split:
-            raise PlanError(step, "row", f"it has split=True, and its input is {state}", "leave out split", state)
+            raise PlanError(step, "row", f"it has split=True, and its input is {state}", "remove split", state)
         if (state.name, state.dim) != ("features", dim):
-            raise PlanError(step, "row", f"its input is {state}", f"divide dimension {dim} before it", state)
+            raise PlanError(step, "row", f"its input is {state}", f"shard dimension {dim} before it", state)
         if state.copies(following.size) > 1:
-            todo = f"leave {state.by} whole, or use fewer ranks"
-            raise PlanError(step, "heads", f"its input is {state}, of which ranks share parts", todo, state)
+            todo = f"do not shard {state.by}, or use fewer ranks"
+            raise PlanError(step, "heads", f"its input is {state}, with parts that ranks share", todo, state)
         if state.parts > 1:
             todo = "split them before it, or give the Column one part"
             raise PlanError(step, "parts", f"its input has {state.parts} of them still, {state}", todo, state)
-    return _left(following, step, style.sequence)
+    return _summed_state(following, step, style.sequence)
 
 
-def _left(following: Following, step: Step, sequence: int | None) -> State:
-    """Return the state of what was added up."""
+def _summed_state(following: ValueTracker, step: TraceStep, sequence: int | None) -> Placement:
+    """Return the placement of a sum over ranks."""
     if sequence is None:
         return COMPUTED
-    return State("sequence", following.result_dim(sequence, step), step.layer)
+    return Placement("sequence", following.result_dim(sequence, step), step.layer)
 
 
-def table(following: Following, step: Step) -> State:
-    """Follow a layer that looks rows up."""
+def table(following: ValueTracker, step: TraceStep) -> Placement:
+    """Follow a layer that looks up rows."""
     state, style = following.of(step.inputs[0]), following.styles.get(step.layer)
     refuse_partial(step, state)
     if isinstance(style, Column) and style.sequence is not None:
-        _enters(following, step, style.sequence, step.inputs[0])
+        _check_input(following, step, style.sequence, step.inputs[0])
     elif state.is_divided:
-        came = f"its input is {state}, so each rank has a part of its weights' gradient"
-        raise PlanError(step, "gradient", came, "look rows up before what divides them", state)
+        came = f"its input is {state}, so each rank has a partial gradient of its weights"
+        raise PlanError(step, "gradient", came, "look up rows before they are sharded", state)
     if isinstance(style, Vocabulary):
-        return _left(following, step, style.sequence)
+        return _summed_state(following, step, style.sequence)
     if isinstance(style, Column) and not style.gather:
-        return State("features", following.result_dim(-1, step), step.layer)
+        return Placement("features", following.result_dim(-1, step), step.layer)
     return SHARED if isinstance(style, Replicate) and style.into_sharded else COMPUTED
 
 
-def attention(following: Following, step: Step) -> State:
-    """Follow a layer that is a whole attention."""
+def attention(following: ValueTracker, step: TraceStep) -> Placement:
+    """Follow a layer that is a complete attention."""
     style = following.styles.get(step.layer)
     for value in step.inputs:
         state = following.of(value)
         refuse_partial(step, state)
         if state == SHARED:
-            raise counted(step, state)
+            raise count_error(step, state)
         if isinstance(style, Column):
-            _enters(following, step, style.sequence, value)
+            _check_input(following, step, style.sequence, value)
         elif state.is_divided:
-            todo = "divide its heads by a Column, or gather before it"
+            todo = "shard its heads with a Column, or gather before it"
             raise PlanError(step, "whole", f"an input is {state}", todo, state)
     if isinstance(style, Column):
-        return _left(following, step, style.sequence)
+        return _summed_state(following, step, style.sequence)
     return UNKNOWN if any(following.of(value) == UNKNOWN for value in step.inputs) else COMPUTED

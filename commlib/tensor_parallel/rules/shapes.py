@@ -1,60 +1,58 @@
-"""Shapes: follow values through reshapes, and through pieces that are split and joined. [pure]"""
+"""Shape rules: follow values through reshapes, splits and joins. [pure]"""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from commlib.tensor_parallel.rules.broken import PlanError
-from commlib.tensor_parallel.rules.following import Doubt, Following
-from commlib.tensor_parallel.rules.operations import equation, of_whole, refuse_unlike
-from commlib.tensor_parallel.states import UNKNOWN, State, reshaped
-from commlib.tensor_parallel.trace import Step
+from commlib.tensor_parallel.placements import UNKNOWN, Placement, reshape_placement
+from commlib.tensor_parallel.rules.operations import equation, place_unsharded, refuse_unlike
+from commlib.tensor_parallel.rules.plan_error import PlanError
+from commlib.tensor_parallel.rules.value_tracker import Doubt, ValueTracker
+from commlib.tensor_parallel.trace import TraceStep
 
-_OWN_PIECES = "each rank splits its own part into pieces, of what is {}"
+_OWN_PIECES = "each rank splits its shard into pieces, and its input is {}"
 
 
-def reshape(following: Following, step: Step) -> State:
+def reshape(following: ValueTracker, step: TraceStep) -> Placement:
     """Follow the same elements into another shape."""
     state = following.of(step.inputs[0])
     if not state.is_divided:
-        return of_whole([state])
+        return place_unsharded([state])
     old = following.shape(step.inputs[0])
     if not step.outputs:
         came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
-        raise PlanError(
-            step, "shape", came, "let the model say -1 there, or give its number PerRank() in the plan", state
-        )
+        raise PlanError(step, "shape", came, "use -1 in the model, or give its number PerRank() in the plan", state)
     new = following.shape(step.outputs[0])
-    found = reshaped(state, old, new, step.asked)
+    found = reshape_placement(state, old, new, step.asked)
     if found is None:
-        came = f"its input has {state.parts} parts, {state}, and is given the shape {list(new)}"
-        todo = f"make them a dimension of {state.parts}, chunk them, or say what is fused by Column(parts=)"
+        came = f"its input has {state.parts} parts, {state}, and is reshaped to {list(new)}"
+        todo = f"make them a dimension of {state.parts}, chunk them, or describe the fused parts with Column(parts=)"
         raise PlanError(step, "parts", came, todo, state)
     if found.is_divided and new[found.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
-        _heads(following, step, state, old[state.dim], new[found.dim], found.dim)
+        _check_heads(following, step, state, old[state.dim], new[found.dim], found.dim)
     return found
 
 
-def _heads(following: Following, step: Step, state: State, length: int, count: int, dim: int) -> None:
-    """Check that what becomes heads on one rank, along `dim`, is heads of the whole: -1 gives as many as it has."""
+def _check_heads(following: ValueTracker, step: TraceStep, state: Placement, length: int, count: int, dim: int) -> None:
+    """Check that heads on one rank, along `dim`, are heads of the full layer: with -1 their number is the rank's."""
     inner = length // max(1, count)
     if state.unit > 0 and inner % state.unit and state.unit % inner:
         came = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
-        raise PlanError(step, "heads", came, "let the model's reshape say -1 for the number of heads", state)
+        raise PlanError(step, "heads", came, "use -1 for the number of heads in the model's reshape", state)
     after = step.asked[dim] if dim < len(step.asked) else 0
     if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
         why = (
-            f"{length} features of {state.by} become {count} of {inner} on this rank: if the model gives a fixed "
-            "number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
+            f"{length} features of {state.by} become {count} of {inner} on this rank. If the model uses a fixed "
+            "number of heads, these are not heads of the full layer: pass verify= or example=, or Column(units=)"
         )
         following.doubts.append(Doubt(step, state, why))
 
 
-def split(following: Following, step: Step) -> State | tuple[State, ...]:
-    """Follow what is split into pieces."""
+def split(following: ValueTracker, step: TraceStep) -> Placement | tuple[Placement, ...]:
+    """Follow a value that is split into pieces."""
     state, value = following.of(step.inputs[0]), step.inputs[0]
     if not state.is_divided or not step.outputs:
-        return of_whole([state])
+        return place_unsharded([state])
     dim = following.dim(step.dim, value)
     dropped = len(following.shape(step.outputs[0])) < len(following.shape(value))
     if dim != state.dim:
@@ -73,8 +71,8 @@ def split(following: Following, step: Step) -> State | tuple[State, ...]:
     raise PlanError(step, "parts", came, todo, state)
 
 
-def piece(following: Following, step: Step) -> State:
-    """Follow neighbouring elements that are picked along one dimension: of fused parts, one of them."""
+def piece(following: ValueTracker, step: TraceStep) -> Placement:
+    """Follow a slice of contiguous elements along one dimension; of fused parts, it is one part."""
     state, value = following.of(step.inputs[0]), step.inputs[0]
     dim, length = step.dim, following.shape(value)[step.dim]
     if not state.is_divided or dim != state.dim:
@@ -89,15 +87,15 @@ def piece(following: Following, step: Step) -> State:
     if state.name != "features":
         return equation(following, step)
     came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and {first}:{last} of {length} is picked here"
-    raise PlanError(step, "parts", came, "give it Column(parts=), the lengths of what is fused", state)
+    raise PlanError(step, "parts", came, "give it Column(parts=), the lengths of the fused parts", state)
 
 
-def join(following: Following, step: Step) -> State:
-    """Follow pieces that are put together."""
+def join(following: ValueTracker, step: TraceStep) -> Placement:
+    """Follow pieces that are concatenated or stacked."""
     if not step.outputs:
         return UNKNOWN
     rank = len(following.shape(step.outputs[0]))
-    # What has no elements adds nothing, as an empty cache: PyTorch takes it in the place of any.
+    # Inputs without elements, such as an empty cache, add nothing: PyTorch accepts them in any shape.
     inputs = [value for value in step.inputs if 0 not in following.shape(value)] or step.inputs
     found = [following.of(value) for value in inputs]
     inserts = len(following.shape(inputs[0])) < rank
@@ -105,10 +103,10 @@ def join(following: Following, step: Step) -> State:
     plain = tuple(range(rank - inserts))
     divided = next((state for state in found if state.is_divided), None)
     if divided is None or UNKNOWN in found:
-        return of_whole(found)
+        return place_unsharded(found)
     if any(state.name == "whole" for state in found):
-        came = f"one input is whole, and another one is {divided}"
-        raise PlanError(step, "meet", came, "divide both alike", divided)
+        came = f"one input is unsharded, and another one is {divided}"
+        raise PlanError(step, "meet", came, "shard both the same way", divided)
     refuse_unlike(following, step, found, (plain,) * len(found))
     if inserts:
         return divided.at(divided.dim + (dim <= divided.dim))
@@ -116,4 +114,4 @@ def join(following: Following, step: Step) -> State:
         return divided
     if divided.name == "sequence":
         return UNKNOWN
-    return State("features", dim, divided.by, sum(state.parts for state in found), 0)
+    return Placement("features", dim, divided.by, sum(state.parts for state in found), 0)

@@ -1,4 +1,4 @@
-"""Caches: what a model keeps for its next call, such as keys and values of the heads that a rank has."""
+"""Caches: tensors that a model keeps for its next call, such as keys and values of this rank's heads."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from commlib.snapshot.contents import elements_of, items_of
-from commlib.snapshot.unnoticed import is_users
+from commlib.snapshot.trial_run import is_users
 
 _MOST = 100_000
-"""Objects in which caches are looked for."""
+"""Maximum number of objects searched."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, MethodType)
 _NAME = re.compile("[Cc]aches?(?![a-z])|CACHE")
-"""Of k_cache, KVCache and DynamicCache; not of what is called cached, as a module may be."""
+"""Matches k_cache, KVCache and DynamicCache, but not `cached`, which may name a module."""
 
 
-def in_caches(roots: Iterable[Any], is_tensor: Callable[[Any], bool], layer: type) -> Mapping[int, int]:
-    """Return how often caches hold tensors, by their ids. layer: the framework's class of layers.
+def count_cached(roots: Iterable[Any], is_tensor: Callable[[Any], bool], layer: type) -> Mapping[int, int]:
+    """Return how often caches hold each tensor, by its id. layer: the framework's class of layers.
 
-    A cache is what is called so: an object by the name of its class, or of one that it inherits from, an attribute, a
-    buffer or an entry of a dict by its own.
+    Caches are found by name: an object by the name of its class or a base class; an attribute, a buffer or an entry of
+    a dict by its key.
     """
     found = Counter[int]()
     seen: dict[tuple[int, bool], Any] = {}
@@ -45,7 +45,7 @@ def _is_cache(name: Any) -> bool:
 
 
 def _entries(value: Any, layer: type) -> list[tuple[Any, Any]]:
-    """Return (name, object) of what an object holds."""
+    """Return (name, object) for the contents of an object."""
     if isinstance(value, dict):
         own = list(items_of(value))
     elif isinstance(value, MappingProxyType):

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.autodiff import HOROVOD, TRANSPOSED, Call, Rules, apply, find_rule
+from commlib.autodiff import HOROVOD, TRANSPOSED, Rules, VerbCall, apply, find_rule
 from commlib.errors import UsageError
 from tests.bodies.loopback import run
 
-Case = Callable[[int, int], tuple[Call | None, tuple[int, ...] | None]]
+Case = Callable[[int, int], tuple[VerbCall | None, tuple[int, ...] | None]]
 """(rank, size) -> what that rank calls, or None; the shape of its array, or None."""
 
 
@@ -24,54 +24,54 @@ def splits(rank: int, size: int) -> tuple[int, ...]:
     return tuple((rank + 2 * peer + 1) % 3 for peer in range(size))
 
 
-def pair(rank: int, size: int) -> tuple[Call | None, tuple[int, ...] | None]:
+def pair(rank: int, size: int) -> tuple[VerbCall | None, tuple[int, ...] | None]:
     """Rank 0 sends to the last one."""
     if rank == 0 and size > 1:
-        return Call("send", peer=size - 1, tag=3), (2, 3)
-    return (Call("recv", peer=0, tag=3, shape=(2, 3), dtype="float64") if rank == size - 1 > 0 else None), None
+        return VerbCall("send", peer=size - 1, tag=3), (2, 3)
+    return (VerbCall("recv", peer=0, tag=3, shape=(2, 3), dtype="float64") if rank == size - 1 > 0 else None), None
 
 
-def around(rank: int, size: int) -> tuple[Call, tuple[int, ...]]:
+def around(rank: int, size: int) -> tuple[VerbCall, tuple[int, ...]]:
     """Each rank sends rank + 1 numbers to the next one."""
     before = (rank - 1) % size
-    call = Call("send_recv", peer=(rank + 1) % size, source=before, shape=(before + 1,), dtype="float64")
+    call = VerbCall("send_recv", peer=(rank + 1) % size, source=before, shape=(before + 1,), dtype="float64")
     return call, (rank + 1,)
 
 
 CASES: dict[str, Case] = {
-    "all_reduce sum": lambda rank, size: (Call("all_reduce"), (2, 2)),
-    "all_reduce mean": lambda rank, size: (Call("all_reduce", "mean"), (3,)),
-    "all_reduce 0-d": lambda rank, size: (Call("all_reduce"), ()),
-    "reduce_scatter sum": lambda rank, size: (Call("reduce_scatter"), (2 * size,)),
-    "reduce_scatter mean, uneven": lambda rank, size: (Call("reduce_scatter", "mean"), (size + 1, 2)),
-    "reduce_scatter of one row": lambda rank, size: (Call("reduce_scatter"), (1, 2)),
-    "all_gather": lambda rank, size: (Call("all_gather"), (2, 2)),
-    "all_gather 0-d": lambda rank, size: (Call("all_gather"), ()),
-    "all_gather_v": lambda rank, size: (Call("all_gather_v"), ((rank + 1) % 3, 2)),
-    "all_gather_v of equal rows": lambda rank, size: (Call("all_gather_v"), (2,)),
-    "reduce sum": lambda rank, size: (Call("reduce", root=size - 1), (3,)),
-    "reduce mean": lambda rank, size: (Call("reduce", "mean", root=size // 2), (1, 2)),
-    "broadcast": lambda rank, size: (Call("broadcast", root=size - 1), (3,)),
+    "all_reduce sum": lambda rank, size: (VerbCall("all_reduce"), (2, 2)),
+    "all_reduce mean": lambda rank, size: (VerbCall("all_reduce", "mean"), (3,)),
+    "all_reduce 0-d": lambda rank, size: (VerbCall("all_reduce"), ()),
+    "reduce_scatter sum": lambda rank, size: (VerbCall("reduce_scatter"), (2 * size,)),
+    "reduce_scatter mean, uneven": lambda rank, size: (VerbCall("reduce_scatter", "mean"), (size + 1, 2)),
+    "reduce_scatter of one row": lambda rank, size: (VerbCall("reduce_scatter"), (1, 2)),
+    "all_gather": lambda rank, size: (VerbCall("all_gather"), (2, 2)),
+    "all_gather 0-d": lambda rank, size: (VerbCall("all_gather"), ()),
+    "all_gather_v": lambda rank, size: (VerbCall("all_gather_v"), ((rank + 1) % 3, 2)),
+    "all_gather_v of equal rows": lambda rank, size: (VerbCall("all_gather_v"), (2,)),
+    "reduce sum": lambda rank, size: (VerbCall("reduce", root=size - 1), (3,)),
+    "reduce mean": lambda rank, size: (VerbCall("reduce", "mean", root=size // 2), (1, 2)),
+    "broadcast": lambda rank, size: (VerbCall("broadcast", root=size - 1), (3,)),
     "broadcast to nothing": lambda rank, size: (
-        Call("broadcast", root=0, shape=(2,), dtype="float64"),
+        VerbCall("broadcast", root=0, shape=(2,), dtype="float64"),
         None if rank else (2,),
     ),
-    "gather": lambda rank, size: (Call("gather", root=size - 1), (2,)),
-    "gather 0-d": lambda rank, size: (Call("gather"), ()),
-    "scatter": lambda rank, size: (Call("scatter", root=size - 1), (size, 2) if rank == size - 1 else None),
-    "scatter of ignored arrays": lambda rank, size: (Call("scatter"), (size * 2,)),
-    "all_to_all": lambda rank, size: (Call("all_to_all"), (size * 2,)),
+    "gather": lambda rank, size: (VerbCall("gather", root=size - 1), (2,)),
+    "gather 0-d": lambda rank, size: (VerbCall("gather"), ()),
+    "scatter": lambda rank, size: (VerbCall("scatter", root=size - 1), (size, 2) if rank == size - 1 else None),
+    "scatter of ignored arrays": lambda rank, size: (VerbCall("scatter"), (size * 2,)),
+    "all_to_all": lambda rank, size: (VerbCall("all_to_all"), (size * 2,)),
     "all_to_all_v": lambda rank, size: (
-        Call("all_to_all_v", rows=splits(rank, size)),
+        VerbCall("all_to_all_v", rows=splits(rank, size)),
         (sum(splits(rank, size)), 2),
     ),
     "send and recv": pair,
     "send_recv": around,
-    "all_reduce, scaled": lambda rank, size: (Call("all_reduce", factor=0.5), (2,)),
+    "all_reduce, scaled": lambda rank, size: (VerbCall("all_reduce", factor=0.5), (2,)),
 }
 
 
-def matrix(comm: Any, call: Call | None, shape: tuple[int, ...] | None, rules: Rules = TRANSPOSED) -> Any:
+def matrix(comm: Any, call: VerbCall | None, shape: tuple[int, ...] | None, rules: Rules = TRANSPOSED) -> Any:
     """Return (the matrix of the collective that `call` is a part of, the backward, the shape of this rank's result).
 
     The columns are the results of all ranks for each unit vector of the arrays of all ranks.
@@ -176,8 +176,8 @@ def test_dtypes_and_arrays_stay_what_they_are(dtype: Any) -> None:
 def test_what_is_not_linear_is_refused_before_anything_is_sent(verb: str, op: str) -> None:
     def check(comm: Any) -> None:
         if comm.rank == 0:
-            with pytest.raises(UsageError, match=f"{verb} with op '{op}' has no backward: only sum and mean have"):
-                apply(comm, Call(verb, op), np.ones(2))
+            with pytest.raises(UsageError, match=f"{verb} with op '{op}' has no backward: only sum and mean do"):
+                apply(comm, VerbCall(verb, op), np.ones(2))
         comm.barrier()
 
     run(2, check)
@@ -186,12 +186,12 @@ def test_what_is_not_linear_is_refused_before_anything_is_sent(verb: str, op: st
 def test_wrong_calls() -> None:
     def check(comm: Any) -> None:
         for call, x, message in (
-            (Call("barrier"), None, "barrier has no backward"),
-            (Call("all_gather", rows=(2, 3)), np.ones(4), "x has 4 rows, expected"),
-            (Call("reduce_scatter", rows=(2, 3)), np.ones(4), r"x has 4 rows, expected 5: rows=\(2, 3\)"),
-            (Call("recv", peer=1 - comm.rank), None, r"recv, rank \d: give an array, or shape= and dtype="),
-            (Call("all_reduce"), None, "all_reduce"),
-            (Call("broadcast", root=comm.rank, shape=(2,), dtype="float32"), None, "broadcast"),
+            (VerbCall("barrier"), None, "barrier has no backward"),
+            (VerbCall("all_gather", rows=(2, 3)), np.ones(4), "x has 4 rows, expected"),
+            (VerbCall("reduce_scatter", rows=(2, 3)), np.ones(4), r"x has 4 rows, expected 5: rows=\(2, 3\)"),
+            (VerbCall("recv", peer=1 - comm.rank), None, r"recv, rank \d: pass an array, or shape= and dtype="),
+            (VerbCall("all_reduce"), None, "all_reduce"),
+            (VerbCall("broadcast", root=comm.rank, shape=(2,), dtype="float32"), None, "broadcast"),
         ):
             with pytest.raises(UsageError, match=message):
                 apply(comm, call, x)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.bench.options import Options, check
-from commlib.bench.rows import Row
+from commlib.bench.options import BenchOptions, check
+from commlib.bench.rows import BenchRow
 
 
-def row(verb: str = "all_reduce", **changes: Any) -> Row:
+def row(verb: str = "all_reduce", **changes: Any) -> BenchRow:
     """A row of 1 MiB on 4 ranks: 100 us, MPI 250 us, a pass over memory 80 us at best."""
     values: dict[str, Any] = {
         "verb": verb,
@@ -23,8 +23,8 @@ def row(verb: str = "all_reduce", **changes: Any) -> Row:
         "bound_seconds": [120e-6, 80e-6, 90e-6],
         **changes,
     }
-    return Row(**values)
+    return BenchRow(**values)
 
 
 def settings(verb: str = "all_reduce", **changes: Any) -> Any:
-    return check(Options(verb, **changes), ranks=4)
+    return check(BenchOptions(verb, **changes), ranks=4)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.sweep.plan import Case, Plan, cases, of_table, table_of
+from commlib.bench.sweep.plan import SweepCase, SweepPlan, cases, parse_plan, to_table
 from commlib.bench.sweep.results import FORMAT
 from commlib.bench.verbs import VERBS
 from tests.unit.bench.figures import row
@@ -27,13 +27,13 @@ FACTS: dict[str, Any] = {
 }
 
 
-def header(plan: Plan | None = None, **changes: Any) -> dict[str, Any]:
+def header(plan: SweepPlan | None = None, **changes: Any) -> dict[str, Any]:
     """The line that says where."""
     facts = {**FACTS, **changes}
-    return {"kind": "environment", "number": 0, "format": FORMAT, "plan": table_of(plan or Plan()), "facts": facts}
+    return {"kind": "environment", "number": 0, "format": FORMAT, "plan": to_table(plan or SweepPlan()), "facts": facts}
 
 
-def line(case: Case, seconds: dict[str, list[float]] | None = None, **changes: Any) -> dict[str, Any]:
+def line(case: SweepCase, seconds: dict[str, list[float]] | None = None, **changes: Any) -> dict[str, Any]:
     """The line of a case, without figures if there are no seconds."""
     found: dict[str, Any] = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
     found |= {"status": "ok" if seconds else "refused", "reason": "" if seconds else "it is <not> there", "notes": []}
@@ -56,10 +56,10 @@ def line(case: Case, seconds: dict[str, list[float]] | None = None, **changes: A
     return {**found, "took": 1.0, "environment": 0, "date": FACTS["date"], **changes}
 
 
-def write(path: Path, *, slower: float = 1.0, plan: dict[str, Any] | None = None) -> list[Case]:
+def write(path: Path, *, slower: float = 1.0, plan: dict[str, Any] | None = None) -> list[SweepCase]:
     """Write a sweep: each case takes 10 us and 0.1 ns a byte, MPI twice as much, and an algorithm "ring" is refused."""
     table = {"verbs": ["all_reduce", "barrier"], "sizes": ["4K", "64K", "1M"], "algorithms": ["auto", "ring"]}
-    chosen = of_table({**table, "peers": ["mpi"], "nodes": [1, 2], **(plan or {})})
+    chosen = parse_plan({**table, "peers": ["mpi"], "nodes": [1, 2], **(plan or {})})
     found, _ = cases(chosen, (2, 2))
     lines = [header(chosen)]
     for case in found:

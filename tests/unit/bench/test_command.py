@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commlib.bench import run as measuring
-from commlib.bench.options import Options, Refused
+from commlib.bench.options import BenchOptions, BenchOptionsError
 from commlib.cli import main
 
 
@@ -37,7 +37,7 @@ def command(monkeypatch):
 
 
 def test_defaults_are_left_to_the_verb(command):
-    assert command("all_reduce") == (0, [Options("all_reduce")])
+    assert command("all_reduce") == (0, [BenchOptions("all_reduce")])
 
 
 def test_every_option_is_handed_on(command):
@@ -48,7 +48,7 @@ def test_every_option_is_handed_on(command):
     code, seen = command(*line.split())
     assert code == 0
     assert seen == [
-        Options(
+        BenchOptions(
             "reduce",
             sizes=(1024, 8192, 65536),
             dtypes=("int8", "float16"),
@@ -92,7 +92,7 @@ def test_wrong_usage_ends_with_2_before_anything_starts(command, capsys, argumen
 
 
 def test_what_all_ranks_refuse_ends_with_2(command, capsys):
-    assert command("all_reduce", result=Refused("the reason"))[0] == 2
+    assert command("all_reduce", result=BenchOptionsError("the reason"))[0] == 2
     assert "the reason" in capsys.readouterr().err
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from commlib.bench import comma, measure
+from commlib.bench import csv_rows, measure
 from commlib.bench import run as measuring
-from commlib.bench.options import Options, Refused, check
+from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.report import Report
 from commlib.bench.rows import percentiles
-from commlib.bench.table import Table
+from commlib.bench.table import BenchTable
 from commlib.bench.verbs import VERBS
 from commlib.cli import main
 from tests.unit.bench.figures import row, settings
@@ -25,7 +25,7 @@ __all__ = ["clock"]
 
 @pytest.mark.parametrize("line", ["-w 5 -n 20", "-x 5 -i 20", "--warmup_iters 5 --iters 20", "--warmup-iters 5 -n 20"])
 def test_options_by_the_names_of_both(monkeypatch, line):
-    seen: list[Options] = []
+    seen: list[BenchOptions] = []
 
     def run(options):
         seen.append(options)
@@ -39,28 +39,28 @@ def test_options_by_the_names_of_both(monkeypatch, line):
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    asked = Options("all_reduce", iters=20, warmup_iters=5, percentiles=True, side_by_side=True, csv=True)
-    assert seen == [Options(**{**{n: getattr(asked, n) for n in asked.__slots__}, "sizes": (4, 8, 16, 32, 64)})]
+    asked = BenchOptions("all_reduce", iters=20, warmup_iters=5, percentiles=True, side_by_side=True, csv=True)
+    assert seen == [BenchOptions(**{**{n: getattr(asked, n) for n in asked.__slots__}, "sizes": (4, 8, 16, 32, 64)})]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (Options("all_reduce", iters=0), "--iters is 0: expected at least 1"),
-        (Options("all_reduce", warmup_iters=-1), "--warmup-iters is -1: expected at least 0"),
-        (Options("gather", side_by_side=True), "gather has no --side-by-side: leave it out"),
-        (Options("broadcast", side_by_side=True), "broadcast has no --side-by-side"),
-        (Options("all_gather", side_by_side=True, in_place=True), "leave out --in-place and --out-of-place"),
+        (BenchOptions("all_reduce", iters=0), "--iters is 0: expected at least 1"),
+        (BenchOptions("all_reduce", warmup_iters=-1), "--warmup-iters is -1: expected at least 0"),
+        (BenchOptions("gather", side_by_side=True), "gather has no --side-by-side: leave it out"),
+        (BenchOptions("broadcast", side_by_side=True), "broadcast has no --side-by-side"),
+        (BenchOptions("all_gather", side_by_side=True, in_place=True), "leave out --in-place and --out-of-place"),
     ],
 )
 def test_refused(options, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(BenchOptionsError, match=message):
         check(options, 4)
 
 
 def test_places():
-    assert check(Options("all_gather", side_by_side=True), 2).places == (False, True)
-    assert check(Options("all_reduce"), 2).places == (True,)
+    assert check(BenchOptions("all_gather", side_by_side=True), 2).places == (False, True)
+    assert check(BenchOptions("all_reduce"), 2).places == (True,)
 
 
 class Ranks(World):
@@ -107,14 +107,14 @@ SHARES = {"commlib": {"p50": 95e-6, "p95": 280e-6, "p99": 299e-6}}
 
 
 def test_columns_of_percentiles():
-    table = Table(VERBS["all_reduce"], (), bound=False, percentiles=True)
+    table = BenchTable(VERBS["all_reduce"], (), bound=False, percentiles=True)
     title, line = table.titles()[0].split(), table.line(row(percentiles=SHARES)).split()
     assert title[:12] == ["size", "B", "count", "type", "redop", "time", "us", "p50", "us", "p95", "us", "p99"]
     assert line[4:8] == ["100.00", "95.00", "280.00", "299.00"]
 
 
 def test_both_places_stand_side_by_side_as_in_nccl_tests():
-    table = Table(VERBS["all_gather"], ("mpi",), bound=True, places=(False, True))
+    table = BenchTable(VERBS["all_gather"], ("mpi",), bound=True, places=(False, True))
     above, title = table.titles()
     line = table.line(row("all_gather"), row("all_gather", seconds={"commlib": [50e-6]}))
     assert above.split() == ["out-of-place", "in-place"]
@@ -129,7 +129,7 @@ def test_comma_separated_values():
         row("broadcast", root=2, op="", wrong=None, bound_seconds=[], seconds={"commlib": [1e-3]}),
         row("barrier", size=0, count=0, dtype="", op="", seconds={"commlib": [1e-6]}),
     ]
-    read = list(csv.DictReader([comma.TITLE, *comma.lines(rows)]))
+    read = list(csv.DictReader([csv_rows.TITLE, *csv_rows.lines(rows)]))
     assert [one["contender"] for one in read] == ["commlib", "mpi", "commlib", "commlib"]
     ours, mpi, broadcast, barrier = read
     assert (ours["in_place"], ours["size_bytes"], ours["type"], ours["redop"]) == ("1", "1048576", "float32", "sum")

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.bench.formats.base import Heading
-from commlib.bench.formats.choice import named
-from commlib.bench.options import Options, Refused, check
+from commlib.bench.formats.choice import find_format
+from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.cli.app import app
 from tests.unit.bench import sweeps
 from tests.unit.bench.figures import row
@@ -45,7 +45,7 @@ TITLES = (
 
 
 def test_a_line_of_nccl_tests_is_theirs():
-    chosen = named("nccl", heading())
+    chosen = find_format("nccl", heading())
     size: Any = {"ranks": 16, "size": 1 << 27, "count": 1 << 25}
     out = row(in_place=False, seconds={"commlib": [8776.81e-6]}, **size)
     within = row(in_place=True, seconds={"commlib": [8860.42e-6]}, **size)
@@ -68,12 +68,12 @@ def test_a_line_of_nccl_tests_is_theirs():
 )
 def test_large_numbers_fit_their_columns_as_there(seconds, text):
     one = row(in_place=False, seconds={"commlib": [seconds]})
-    found = NCCL_ROW.match(named("nccl", heading()).line(one, row(in_place=True))[0])
+    found = NCCL_ROW.match(find_format("nccl", heading()).line(one, row(in_place=True))[0])
     assert found is not None and found[6] == text
 
 
 def test_names_of_nccl_tests():
-    chosen = named("nccl", heading("all_to_all"))
+    chosen = find_format("nccl", heading("all_to_all"))
     words = chosen.line(row("all_to_all", dtype="float16", op="", root=3, in_place=True, wrong=None))[0].split()
     assert words[2:5] == ["half", "none", "3"] and words[5:9] == ["N/A"] * 4 and words[-1] == "N/A"
     assert "# Collective test starting: alltoall_perf" in chosen.head()
@@ -83,7 +83,7 @@ def test_names_of_nccl_tests():
 
 def test_a_line_of_osu_is_theirs():
     """These are lines that osu_allreduce 7.5 printed, with its size and time."""
-    chosen = named("osu", heading())
+    chosen = find_format("osu", heading())
     assert chosen.head() == ["", "# OSU MPI Allreduce Latency Test v7.5"]
     assert chosen.line(row(size=16384, seconds={"commlib": [349.82e-6]})) == [
         "# Datatype: MPI_FLOAT.",
@@ -95,37 +95,37 @@ def test_a_line_of_osu_is_theirs():
 
 
 def test_sizes_and_titles_of_osu():
-    part = named("osu", heading("all_gather"))
+    part = find_format("osu", heading("all_gather"))
     assert part.head()[-1] == "# OSU MPI Allgather Latency Test v7.5"
     found = OSU_ROW.match(part.line(row("all_gather", op=""))[-1])
     assert found is not None and found.groups() == (str(1 << 18), "100.00")  # a part of 1 MiB on 4 ranks
-    barrier = named("osu", heading("barrier"))
+    barrier = find_format("osu", heading("barrier"))
     assert barrier.head()[1:] == ["# OSU MPI Barrier Latency Test v7.5", "# Avg Latency(us)"]
     assert barrier.line(row("barrier", dtype="", op="", size=0)) == ["           100.00"]
 
 
 def test_what_is_measured_for_a_format():
-    nccl = check(Options("all_reduce", format="nccl"), 4)
+    nccl = check(BenchOptions("all_reduce", format="nccl"), 4)
     assert nccl.places == (False, True) and (nccl.iters, nccl.warmup_iters) == (20, 5)
-    assert check(Options("broadcast", format="nccl"), 4).places == (True,)
-    assert check(Options("all_reduce", format="nccl", in_place=True, iters=3), 4).places == (True,)
-    assert check(Options("all_reduce", format="osu"), 4).places == (False,)
-    assert check(Options("broadcast", format="osu"), 4).places == (True,)
+    assert check(BenchOptions("broadcast", format="nccl"), 4).places == (True,)
+    assert check(BenchOptions("all_reduce", format="nccl", in_place=True, iters=3), 4).places == (True,)
+    assert check(BenchOptions("all_reduce", format="osu"), 4).places == (False,)
+    assert check(BenchOptions("broadcast", format="osu"), 4).places == (True,)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options("all_reduce", format="ocu"), "--format 'ocu' is unknown; known are nccl, osu"),
-        (Options("all_reduce", format="osu", peers=("mpi",)), "--format osu has no place for --peer"),
-        (Options("all_reduce", format="nccl", csv=True), "--format nccl has no place for --csv"),
-        (Options("send_recv", format="osu"), "--format osu has no ring of send_recv"),
-        (Options("barrier", format="nccl"), "--format nccl has no barrier"),
-        (Options("all_reduce", format="osu", side_by_side=True), "one figure for a size"),
+        (BenchOptions("all_reduce", format="ocu"), "--format 'ocu' is unknown; known are nccl, osu"),
+        (BenchOptions("all_reduce", format="osu", peers=("mpi",)), "--format osu does not support --peer"),
+        (BenchOptions("all_reduce", format="nccl", csv=True), "--format nccl does not support --csv"),
+        (BenchOptions("send_recv", format="osu"), "--format osu has no ring of send_recv"),
+        (BenchOptions("barrier", format="nccl"), "--format nccl has no barrier"),
+        (BenchOptions("all_reduce", format="osu", side_by_side=True), "one figure per size"),
     ],
 )
 def test_what_a_format_has_no_place_for_is_refused(options, message):
-    with pytest.raises(Refused, match=re.escape(message)):
+    with pytest.raises(BenchOptionsError, match=re.escape(message)):
         check(options, 4)
 
 
@@ -136,7 +136,7 @@ def test_a_sweep_is_printed_in_both(tmp_path):
     assert done.exit_code == 0, done.output
     rows = [found.groups() for line in done.output.splitlines() if (found := NCCL_ROW.match(line))]
     assert [found[0] for found in rows] == ["4096", "65536", "1048576"] and rows[2][7] == "9.13"
-    assert done.output.count("# Avg bus bandwidth") == 1 and "# the format has no place for barrier" in done.output
+    assert done.output.count("# Avg bus bandwidth") == 1 and "# the format does not support barrier" in done.output
     done = CliRunner().invoke(app, ["bench", "report", str(path), "--format", "osu", "-o", str(tmp_path / "osu.txt")])
     assert done.exit_code == 0, done.output
     lines = (tmp_path / "osu.txt").read_text().splitlines()

@@ -19,8 +19,8 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 113, 127, 128, 129, 256, 257, 
 @given(size=SIZES, block=st.integers(0, 5))
 def test_the_combination_is_exact(dtype, op, size, block):
     """The oracle rounds as commlib does; a combination without any rounding gives the same."""
-    tables = [numbers.given(dtype, op, rank, size, block) for rank in range(size)]
-    expected = numbers.combined(dtype, op, size, block)
+    tables = [numbers.reduction_input(dtype, op, rank, size, block) for rank in range(size)]
+    expected = numbers.reduction_result(dtype, op, size, block)
     assert_same(combined(tables, op), expected)
     if op != "mean" and dtype != "bool":
         ufunc = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
@@ -33,11 +33,11 @@ def test_the_combination_is_exact(dtype, op, size, block):
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rank_left_out_or_counted_twice_is_seen(dtype, op, size):
-    expected = numbers.combined(dtype, op, size)
+    expected = numbers.reduction_result(dtype, op, size)
     if op == "mean":
         op = "sum"
-        expected = numbers.combined(dtype, op, size)
-    tables = [numbers.given(dtype, op, rank, size) for rank in range(size)]
+        expected = numbers.reduction_result(dtype, op, size)
+    tables = [numbers.reduction_input(dtype, op, rank, size) for rank in range(size)]
     for rank in range(size):
         others = [table for other, table in enumerate(tables) if other != rank]
         assert (combined(others, op) != expected).any()
@@ -47,7 +47,7 @@ def test_a_rank_left_out_or_counted_twice_is_seen(dtype, op, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moved_data_tells_where_it_is_from_and_where_it_goes(dtype):
-    tables = [numbers.moved(dtype, source, target) for source in range(5) for target in range(5)]
+    tables = [numbers.exchange_input(dtype, source, target) for source in range(5) for target in range(5)]
     assert all(table.dtype == NUMPY[dtype] and len(table) == numbers.PERIOD for table in tables)
     assert len({table.tobytes() for table in tables}) == 25
     assert all((np.roll(tables[0], shift) != tables[0]).any() for shift in (1, 16, 64, 100))

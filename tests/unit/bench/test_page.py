@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from commlib.bench.options import Refused
+from commlib.bench.options import BenchOptionsError
 from commlib.bench.page import charts, compare, page, runs
 from commlib.cli.app import app
 from tests.unit.bench import sweeps
@@ -158,7 +158,7 @@ def test_the_file_of_one_verb_is_read_as_well(tmp_path):
     assert found.entries[0].share == 0.8 and found.entries[0].ratio("mpi") == 2.5
     assert "a note" in page.render([found])
     path.write_text("{}")
-    with pytest.raises(Refused, match="expected the JSON of"):
+    with pytest.raises(BenchOptionsError, match="expected the JSON of"):
         runs.read(path)
 
 
@@ -176,7 +176,9 @@ def test_the_command_writes_page_and_pictures_without_mpi(sweep, tmp_path):
 def test_a_line_of_another_version_is_named(tmp_path):
     path = tmp_path / "old.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in (sweeps.header(), {"kind": "case", "key": "x"})))
-    with pytest.raises(Refused, match=r"old.jsonl: a case of it lacks what this version writes: KeyError\('row'\)"):
+    with pytest.raises(
+        BenchOptionsError, match=r"old.jsonl: a case lacks a field that this version needs: KeyError\('row'\)"
+    ):
         runs.read(path)
 
 

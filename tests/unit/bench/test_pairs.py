@@ -8,7 +8,7 @@ import json
 import pytest
 
 from commlib.bench import pairs
-from commlib.bench.options import Options, Refused
+from commlib.bench.options import BenchOptions, BenchOptionsError
 from commlib.bench.pairs import Matrix
 from commlib.bench.pairs_report import cells, csv_lines, headline, summary, write
 
@@ -77,12 +77,12 @@ def test_the_file(tmp_path):
     ],
 )
 def test_refused(options, message):
-    with pytest.raises(Refused, match=message):
-        pairs.check(Options("pairs", **options), 4)
+    with pytest.raises(BenchOptionsError, match=message):
+        pairs.check(BenchOptions("pairs", **options), 4)
 
 
 def test_one_rank_has_no_pair():
-    with pytest.raises(Refused, match="one rank has no pair: start more"):
-        pairs.check(Options("pairs"), 1)
-    assert pairs.check(Options("pairs"), 2) == pairs.DEFAULT_SIZES
-    assert pairs.check(Options("pairs", sizes=(4, 8, 4)), 2) == (4, 8)
+    with pytest.raises(BenchOptionsError, match="one rank has no pair: start more"):
+        pairs.check(BenchOptions("pairs"), 1)
+    assert pairs.check(BenchOptions("pairs"), 2) == pairs.DEFAULT_SIZES
+    assert pairs.check(BenchOptions("pairs", sizes=(4, 8, 4)), 2) == (4, 8)

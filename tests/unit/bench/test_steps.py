@@ -8,37 +8,37 @@ from dataclasses import replace
 
 import pytest
 
-from commlib.bench.options import Refused
+from commlib.bench.options import BenchOptionsError
 from commlib.bench.page import page, runs
 from commlib.bench.steps import report
-from commlib.bench.steps.contract import Sizes, check, layers_of_stages
+from commlib.bench.steps.contract import StepSizes, check, layers_of_stages
 from tests.unit.bench import sweeps
 
 WRONG = {
-    "kind": (("ddp", "torch", Sizes(), 2), "step 'ddp' is unknown; known are dp, tp, pp, moe"),
-    "framework": (("dp", "jax", Sizes(), 2), "--framework 'jax' is unknown; known are torch, tensorflow"),
-    "nothing": (("dp", "torch", Sizes(rows=0), 2), "--rows is 0: expected at least 1"),
-    "top k": (("moe", "torch", Sizes(top_k=0), 2), "--top-k is 0"),
-    "heads": (("dp", "torch", Sizes(heads=7), 2), "--heads 7 does not divide --width 256"),
-    "shared heads": (("tp", "torch", Sizes(), 3), "3 ranks cannot share --heads 8 evenly: give a multiple of 3"),
-    "experts": (("moe", "torch", Sizes(), 3), "3 ranks cannot share --experts 8 evenly"),
-    "few experts": (("moe", "torch", Sizes(experts=2), 2), "at least --top-k 2 each"),
-    "layers": (("pp", "torch", Sizes(layers=1), 2), "--layers is 1, expected one for each of 2 ranks"),
-    "rows": (("pp", "torch", Sizes(rows=6), 2), "--microbatches 4 does not divide --rows 6"),
+    "kind": (("ddp", "torch", StepSizes(), 2), "step 'ddp' is unknown; known are dp, tp, pp, moe"),
+    "framework": (("dp", "jax", StepSizes(), 2), "--framework 'jax' is unknown; known are torch, tensorflow"),
+    "nothing": (("dp", "torch", StepSizes(rows=0), 2), "--rows is 0: expected at least 1"),
+    "top k": (("moe", "torch", StepSizes(top_k=0), 2), "--top-k is 0"),
+    "heads": (("dp", "torch", StepSizes(heads=7), 2), "--heads 7 does not divide --width 256"),
+    "shared heads": (("tp", "torch", StepSizes(), 3), "--heads 8 is not divisible by 3 ranks: give a multiple of 3"),
+    "experts": (("moe", "torch", StepSizes(), 3), "--experts 8 cannot be divided equally among 3 ranks"),
+    "few experts": (("moe", "torch", StepSizes(experts=2), 2), "at least --top-k 2 each"),
+    "layers": (("pp", "torch", StepSizes(layers=1), 2), "--layers is 1: expected at least one for each of 2 ranks"),
+    "rows": (("pp", "torch", StepSizes(rows=6), 2), "--microbatches 4 does not divide --rows 6"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_is_refused(case):
     given, message = WRONG[case]
-    with pytest.raises(Refused, match=re.escape(message)):
+    with pytest.raises(BenchOptionsError, match=re.escape(message)):
         check(*given)
 
 
 @pytest.mark.parametrize("kind", ["dp", "tp", "pp", "moe"])
 def test_the_defaults_can_be(kind):
     for ranks in (1, 2, 4):
-        check(kind, "torch", Sizes(), ranks)
+        check(kind, "torch", StepSizes(), ranks)
 
 
 def test_layers_are_shared_evenly():
@@ -53,7 +53,7 @@ LINE = {
     "kind_of_step": "dp",
     "framework": "torch",
     "ranks": 2,
-    "model": replace(Sizes(), rows=4).text("dp"),
+    "model": replace(StepSizes(), rows=4).text("dp"),
     "parameters": 3_310_000,
     "status": "ok",
     "difference": 1e-7,
@@ -103,7 +103,7 @@ def test_steps_are_printed(capsys):
     report.show(LINE, sweeps.FACTS)
     printed = capsys.readouterr().out
     assert "exposed  2.00 ms, 20% of the step" in printed and "1.50 times commlib's" in printed
-    assert "losses  as in one process: they differ by 1.0e-07" in printed
+    assert "losses  same as in one process: they differ by 1.0e-07" in printed
     report.show({**LINE, "status": "wrong", "difference": None, "exposed": -0.001}, sweeps.FACTS)
     printed = capsys.readouterr().out
     assert "losses  NOT as in one process: they differ by not finite" in printed and "-1.00 ms, -10%" in printed

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from commlib.bench.options import Refused
-from commlib.bench.sweep.plan import Plan, cases, of_table, read, table_of
+from commlib.bench.options import BenchOptionsError
+from commlib.bench.sweep.plan import SweepPlan, cases, parse_plan, read, to_table
 from commlib.schedule import registry
 
 
@@ -16,7 +16,7 @@ def keys(plan, *ranks_of_nodes):
 
 
 def test_a_plan_is_a_product_over_worlds_first():
-    plan = of_table({"verbs": ["all_reduce"], "sizes": ["4K", "1M"], "nodes": [1, "all"], "ranks_per_node": 1})
+    plan = parse_plan({"verbs": ["all_reduce"], "sizes": ["4K", "1M"], "nodes": [1, "all"], "ranks_per_node": 1})
     assert keys(plan, 2, 2) == [
         f"{nodes}x1 all_reduce float32 sum auto in-place symmetric {size}"
         for nodes in (1, 2)
@@ -25,7 +25,7 @@ def test_a_plan_is_a_product_over_worlds_first():
 
 
 def test_what_means_nothing_to_a_verb_makes_no_case():
-    plan = of_table(
+    plan = parse_plan(
         {
             "verbs": ["barrier", "gather", "send_recv"],
             "ops": ["sum", "max"],
@@ -44,19 +44,19 @@ def test_what_means_nothing_to_a_verb_makes_no_case():
 
 
 def test_both_places_and_every_algorithm():
-    plan = of_table({"verbs": "reduce_scatter", "sizes": 4096, "places": ["in", "out"], "algorithms": "every"})
+    plan = parse_plan({"verbs": "reduce_scatter", "sizes": 4096, "places": ["in", "out"], "algorithms": "every"})
     found, _ = cases(plan, (4,))
     assert {case.in_place for case in found} == {True, False}
     assert [case.algorithm for case in found if case.in_place] == ["auto", *registry.algorithms("reduce_scatter")]
 
 
 def test_sizes_below_one_element_for_each_rank_are_one_case():
-    plan = of_table({"verbs": "all_gather", "sizes": [4, 8, 16, 32]})
+    plan = parse_plan({"verbs": "all_gather", "sizes": [4, 8, 16, 32]})
     assert [case.nbytes for case in cases(plan, (4,))[0]] == [4, 32]
 
 
 def test_what_a_job_is_too_small_for_is_said():
-    plan = of_table({"nodes": [1, 4], "ranks_per_node": [1, 3]})
+    plan = parse_plan({"nodes": [1, 4], "ranks_per_node": [1, 3]})
     found, unable = cases(plan, (3, 2))
     assert {case.world for case in found} == {(1, 1), (1, 3)}
     assert unable == ["nodes = 4: this job has 2"]
@@ -67,7 +67,7 @@ def test_what_a_job_is_too_small_for_is_said():
 
 
 def test_the_keys_of_cases_differ():
-    plan = of_table(
+    plan = parse_plan(
         {"verbs": ["all_reduce", "all_gather"], "dtypes": ["float32", "int8"], "places": ["in", "out"], "nodes": [1, 2]}
     )
     found, _ = cases(plan, (2, 2))
@@ -75,15 +75,15 @@ def test_the_keys_of_cases_differ():
 
 
 def test_a_plan_goes_through_json_and_back():
-    plan = of_table({"sizes": "1M", "iters": 3, "nodes": "all", "case_seconds": 2.5, "check": False})
-    assert of_table(table_of(plan)) == plan
-    assert of_table(table_of(Plan())) == Plan()
+    plan = parse_plan({"sizes": "1M", "iters": 3, "nodes": "all", "case_seconds": 2.5, "check": False})
+    assert parse_plan(to_table(plan)) == plan
+    assert parse_plan(to_table(SweepPlan())) == SweepPlan()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "verb": ({"verbs": ["all_redcue"]}, "verbs has 'all_redcue'; did you mean 'all_reduce'?"),
-    "key": ({"size": ["4K"]}, "'size' is no part of a plan; did you mean 'sizes'?"),
-    "far off": ({"colour": 1}, "'colour' is no part of a plan; known are verbs, sizes"),
+    "key": ({"size": ["4K"]}, "'size' is not a key of a plan; did you mean 'sizes'?"),
+    "far off": ({"colour": 1}, "'colour' is not a key of a plan; known are verbs, sizes"),
     "size": ({"sizes": ["4Q"]}, "size '4Q': expected"),
     "peer": ({"peers": ["nccl"]}, "peers has 'nccl'; known are mpi, pieces, gloo"),
     "nodes": ({"nodes": [-1]}, "nodes has -1: expected whole numbers, or 'all'"),
@@ -98,19 +98,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_plan_is_refused(case, tmp_path):
     table, message = WRONG[case]
-    with pytest.raises(Refused) as caught:
-        of_table(table)
+    with pytest.raises(BenchOptionsError) as caught:
+        parse_plan(table)
     assert message in str(caught.value)
 
 
 def test_a_file_is_named_in_what_is_wrong_with_it(tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('verbs = ["all_reduce"]\nsizes = ["64K"]\n')
-    assert read(plan) == of_table({"sizes": [64 << 10]})
-    for text, message in {"verbs = [": "no TOML", "verbs = 3": "verbs has 3: expected texts"}.items():
+    assert read(plan) == parse_plan({"sizes": [64 << 10]})
+    for text, message in {"verbs = [": "not TOML", "verbs = 3": "verbs has 3: expected texts"}.items():
         plan.write_text(text)
-        with pytest.raises(Refused, match=message) as caught:
+        with pytest.raises(BenchOptionsError, match=message) as caught:
             read(plan)
         assert str(plan) in str(caught.value)
-    with pytest.raises(Refused, match="cannot be read: No such file"):
+    with pytest.raises(BenchOptionsError, match="cannot be read: No such file"):
         read(tmp_path / "none.toml")

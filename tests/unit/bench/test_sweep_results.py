@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from commlib.bench.options import Refused
+from commlib.bench.options import BenchOptionsError
 from commlib.bench.sweep.environment import differences, launcher_of
-from commlib.bench.sweep.results import FORMAT, Writer, parse, read
+from commlib.bench.sweep.results import FORMAT, ResultsWriter, parse, read
 
 HEADER = {"kind": "environment", "number": 0, "format": FORMAT, "plan": {}, "facts": {"mpi": "x"}}
 CASE = {"kind": "case", "key": "1x2 barrier", "status": "ok"}
@@ -24,7 +24,7 @@ def test_a_file_that_ends_at_any_byte_goes_on(tmp_path):
     whole = text(HEADER, BEGUN, CASE)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        with Writer(path) as writer:
+        with ResultsWriter(path) as writer:
             kept = whole[:cut].count(b"\n")
             assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
             assert len(writer.results.environments) == min(kept, 1)
@@ -44,28 +44,28 @@ def test_the_last_line_of_a_case_counts():
 def test_what_is_no_result_is_named(tmp_path):
     path = tmp_path / "results.jsonl"
     wrong = {
-        b"{\n": "line 1: no line of a sweep's results",
-        b"[]\n": "line 1: no line of a sweep's results",
+        b"{\n": "line 1: not a line of a sweep's results",
+        b"[]\n": "line 1: not a line of a sweep's results",
         text(HEADER, {"kind": "song"}): "line 2: kind 'song' of line is unknown",
         text({**HEADER, "format": 99}): "format 99 of results, expected 1",
-        text(CASE): "found no line that says where",
+        text(CASE): "found no line with the environment",
         b"": "is empty",
     }
     for data, message in wrong.items():
         path.write_bytes(data)
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(BenchOptionsError, match=message):
             read(path)
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(BenchOptionsError, match="cannot be read"):
         read(tmp_path / "none")
-    with pytest.raises(Refused, match="cannot write there"):
-        Writer(path / "below.jsonl")
+    with pytest.raises(BenchOptionsError, match="cannot write this file"):
+        ResultsWriter(path / "below.jsonl")
 
 
 def test_one_sweep_at_a_time(tmp_path):
     path = tmp_path / "results.jsonl"
-    with Writer(path), pytest.raises(Refused, match="another sweep is writing to it"):
-        Writer(path)
-    with Writer(path) as writer:
+    with ResultsWriter(path), pytest.raises(BenchOptionsError, match="another sweep is writing to it"):
+        ResultsWriter(path)
+    with ResultsWriter(path) as writer:
         writer.add(HEADER)
     assert read(path).environments == [HEADER]
 

@@ -28,7 +28,7 @@ def written(topic: str, *records: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", [f"{topic.name}.md" for topic in pages.TOPICS])
 def test_committed_pages_are_those_of_the_files(name: str) -> None:
-    assert (pages.RESULTS / name).read_text() == pages.pages()[name], "python benchmarks/pages.py writes it anew"
+    assert (pages.RESULTS / name).read_text() == pages.pages()[name], "run python benchmarks/pages.py"
 
 
 def test_a_section_says_where_when_and_how() -> None:
@@ -211,7 +211,7 @@ def test_gpus() -> None:
 
 
 def test_nothing_kept_is_told() -> None:
-    assert "No file of figures is kept yet." in written("hosts")
+    assert "No results are published yet." in written("hosts")
 
 
 def test_pages_of_a_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers import available as memory
+from commlib.buffers import available_memory as memory
 from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
 
@@ -150,7 +150,7 @@ def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypat
 
 
 def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
-    nameless = segment.nameless
+    nameless = segment.create_unnamed
     other = os.open("/dev/null", os.O_RDWR)
 
     @contextmanager
@@ -158,7 +158,7 @@ def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
         with nameless(name):
             yield f"/proc/{os.getpid()}/fd/{other}"
 
-    monkeypatch.setattr(segment, "nameless", elsewhere)
+    monkeypatch.setattr(segment, "create_unnamed", elsewhere)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     made = everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
     os.close(other)
@@ -167,7 +167,7 @@ def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
 
 def test_what_the_machine_has_not_is_not_asked_of_it(monkeypatch):
     """Memory without a name has no limit of its own: the kernel would end some process instead of saying no."""
-    monkeypatch.setattr(memory, "available", lambda: 100 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100 << 20)
     for error in everywhere(2, lambda rank, gather: segment.share(rank, 200 << 20, gather)):
         assert isinstance(error, TransportError) and "104857600 bytes are available" in str(error)
     made = everywhere(2, lambda rank, gather: segment.share(rank, 90 << 20, gather))
@@ -175,7 +175,7 @@ def test_what_the_machine_has_not_is_not_asked_of_it(monkeypatch):
 
 
 def test_available_memory_is_that_of_the_machine_or_less():
-    assert 0 < memory.available() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_available_memory_in_control_groups(monkeypatch, tmp_path):

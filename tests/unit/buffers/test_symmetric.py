@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.buffers.symmetric import SymmetricMemory
+from commlib.buffers.symmetric_memory import SymmetricMemory
 from tests.bodies.loopback import run
 
 

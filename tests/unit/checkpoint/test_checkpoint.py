@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from commlib.checkpoint import Checkpoint, folders
-from commlib.checkpoint.checkpoint import Part, first_with, writer_for
+from commlib.checkpoint.checkpoint import CheckpointPart, find_writer, find_writers
 from commlib.errors import CommlibError, UsageError
 from tests.bodies.loopback import run
 
@@ -22,8 +22,10 @@ class Cell:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def part(self, **options: Any) -> Part:
-        return Part(lambda: {"value": self.value}, lambda saved: setattr(self, "value", saved["value"]), **options)
+    def part(self, **options: Any) -> CheckpointPart:
+        return CheckpointPart(
+            lambda: {"value": self.value}, lambda saved: setattr(self, "value", saved["value"]), **options
+        )
 
 
 def saved(folder: Path, size: int, step: int, *, own: Any = lambda rank: rank, keep: int = 2) -> None:
@@ -67,8 +69,8 @@ def test_the_newest_stay_and_are_taken_up(tmp_path: Path) -> None:
 
 def test_what_a_killed_job_left_is_neither_seen_nor_kept(tmp_path: Path) -> None:
     saved(tmp_path, 2, 3)
-    with folders.making(tmp_path, 4):
-        (folders.unfinished(tmp_path, 4) / "own.0.npz").write_bytes(b"half")
+    with folders.create_checkpoint(tmp_path, 4):
+        (folders.unfinished_path(tmp_path, 4) / "own.0.npz").write_bytes(b"half")
     assert resumed(tmp_path, 2)[0][0] == 3
     saved(tmp_path, 2, 6)
     assert sorted(files(tmp_path)) == ["step-000000003", "step-000000006"]
@@ -82,12 +84,12 @@ def test_an_error_of_one_rank_is_that_of_all_and_nothing_is_there(tmp_path: Path
             return 0
 
         with pytest.raises(CommlibError) as error:
-            Checkpoint(tmp_path, {"x": Part(state, print)}, comm=comm).save(8)
+            Checkpoint(tmp_path, {"x": CheckpointPart(state, print)}, comm=comm).save(8)
         return str(error.value)
 
     said = f"checkpoint of step 8 in {tmp_path}: OSError: [Errno 28] No space left on device (rank 1)"
     assert run(3, rank) == [said] * 3
-    assert folders.complete(tmp_path) == []
+    assert folders.complete_steps(tmp_path) == []
 
 
 def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
@@ -101,11 +103,11 @@ def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
 def test_another_number_of_ranks_resumes_what_was_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4)
     with pytest.raises(
-        UsageError, match=r"each of 2 ranks has saved its own own, and these are 3: start .* on 2 ranks"
+        UsageError, match=r"each of 2 ranks saved a different own, but this job has 3 ranks: start it on 2 ranks"
     ):
         resumed(tmp_path, 3)
     assert resumed(tmp_path, 3, is_needed=False) == [(4, 7, None)] * 3
-    assert "saved by another number of ranks, each for itself, and not loaded: own" in caplog.text
+    assert "saved by another number of ranks, different on each, and not loaded: own" in caplog.text
     saved(tmp_path, 3, 5, own=lambda rank: 1)
     assert resumed(tmp_path, 1) == [(5, 7, 1)]
 
@@ -121,7 +123,7 @@ def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
     saved(tmp_path, 1, 4)
 
     def rank(comm: Any) -> None:
-        with pytest.raises(UsageError, match=r"it has no other, only alike, own \(rank 0\)"):
+        with pytest.raises(UsageError, match=r"the checkpoint has no other, only alike, own \(rank 0\)"):
             Checkpoint(tmp_path, {"other": Cell(0).part()}, comm=comm).resume()
 
     run(1, rank)
@@ -129,13 +131,13 @@ def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
 
 def test_who_writes_and_who_reads() -> None:
     everyone = [{"a": "x", "b": "y"}, {"a": "x", "b": "z"}, {"a": "w"}]
-    writers = first_with(everyone)
+    writers = find_writers(everyone)
     assert writers == {"a": [0, 0, 2], "b": [0, 1, None]}
     index = json.loads(json.dumps({"writers": writers}))
-    assert [writer_for(index, "a", rank, 3) for rank in range(3)] == [0, 0, 2]
-    assert writer_for(index, "a", 0, 2) is None
-    with pytest.raises(UsageError, match="rank 2 has saved no b"):
-        writer_for(index, "b", 2, 3)
+    assert [find_writer(index, "a", rank, 3) for rank in range(3)] == [0, 0, 2]
+    assert find_writer(index, "a", 0, 2) is None
+    with pytest.raises(UsageError, match="rank 2 saved no b"):
+        find_writer(index, "b", 2, 3)
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"parts": {}}])
@@ -190,9 +192,9 @@ def test_all_ranks_go_back_to_the_last_that_is_whole(
     assert resumed(tmp_path, 2) == [(2, 7, 20), (2, 7, 21)]
     (said,) = [record.getMessage() for record in caplog.records]
     assert f"checkpoint of step 4 in {tmp_path}: " in said and "(rank" in said
-    assert said.endswith("so it is not whole, and this job goes on from step 2")
+    assert said.endswith("so this checkpoint is damaged, and the job resumes from step 2")
     shutil.rmtree(tmp_path / "step-000000002")
-    with pytest.raises(CommlibError, match=r"no checkpoint is whole: checkpoint of step 4 .*Remove them"):
+    with pytest.raises(CommlibError, match=r"no checkpoint is intact: checkpoint of step 4 .*Remove them"):
         resumed(tmp_path, 2)
 
 
@@ -219,13 +221,16 @@ def test_a_job_that_is_killed_while_it_replaces_a_checkpoint_loses_none(tmp_path
         saved(tmp_path / "elsewhere", 1, 5, own=lambda rank: "new")
         (tmp_path / "elsewhere" / "step-000000005").rename(tmp_path / ".step-000000005.new")
     else:
-        folders.unfinished(tmp_path, 5).mkdir()
+        folders.unfinished_path(tmp_path, 5).mkdir()
     assert resumed(tmp_path, 1) == [(5, 7, "new" if is_written else "old")]
 
 
 def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path: Path) -> None:
     """One removed what the other was writing; with bad luck a checkpoint had parts of both."""
-    with folders.making(tmp_path, 5), pytest.raises(CommlibError, match=r"another job is saving .* of its own"):
+    with (
+        folders.create_checkpoint(tmp_path, 5),
+        pytest.raises(CommlibError, match=r"another job is saving .* a separate folder"),
+    ):
         saved(tmp_path, 2, 6)
     saved(tmp_path, 2, 6)
     assert resumed(tmp_path, 2)[0][0] == 6
@@ -235,5 +240,5 @@ def test_a_job_that_saves_what_it_will_not_resume_is_warned(tmp_path: Path, capl
     saved(tmp_path, 2, 50)
     assert not caplog.records
     saved(tmp_path, 2, 3)
-    assert f"checkpoint of step 3 in {tmp_path}: there is one of step 50, from which a job resumes" in caplog.text
+    assert f"checkpoint of step 3 in {tmp_path}: jobs resume from the newer checkpoint of step 50" in caplog.text
     assert resumed(tmp_path, 2)[0][0] == 50

@@ -10,16 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from commlib.checkpoint import generators, packed
-from commlib.checkpoint.packed import Packed
+from commlib.checkpoint import generators, packed_state
+from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
 
 
 def there_and_back(state: Any) -> Any:
     file = io.BytesIO()
-    packed.write(file, state, "state")
+    packed_state.write(file, state, "state")
     file.seek(0)
-    return packed.read(file)
+    return packed_state.read(file)
 
 
 PLAIN = {
@@ -48,20 +48,20 @@ def test_arrays_come_back(dtype: Any, shape: tuple[int, ...]) -> None:
 def test_digests_tell_states_apart() -> None:
     states = [{"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}, {"x": np.zeros((2, 1))}, {"y": np.zeros(2)}, {"x": 0}]
     states += [{"x": np.array([0, -0.0])}, {"x": [0]}, {"x": (0,)}, {"x": np.zeros(0)}]
-    digests = [packed.digest(state, "state") for state in states]
+    digests = [packed_state.digest(state, "state") for state in states]
     assert len(set(digests)) == len(states)
     assert (
-        packed.digest({"x": np.zeros(2)}, "state")
-        == packed.digest({"x": Packed.of(np.zeros(2))}, "other")
+        packed_state.digest({"x": np.zeros(2)}, "state")
+        == packed_state.digest({"x": PackedTensor.of(np.zeros(2))}, "other")
         == digests[0]
     )
 
 
 def test_what_is_no_state_is_named() -> None:
     with pytest.raises(UsageError, match=r"checkpoint: model\['a'\]\[1\] is a set: expected tensors"):
-        packed.digest({"a": [0, {1}]}, "model")
+        packed_state.digest({"a": [0, {1}]}, "model")
     with pytest.raises(UsageError, match=r"model has the key \(1, 2\): expected strings and integers"):
-        packed.digest({(1, 2): 0}, "model")
+        packed_state.digest({(1, 2): 0}, "model")
 
 
 def test_generators_go_on_where_they_were() -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
-from commlib.observe.dump import Dump, Frame, GroupState, Operation, ThreadState, Wait
+from commlib.observe.dump import CallState, Dump, Frame, GroupState, ThreadState, Wait
 from commlib.observe.hang_folder import HangFolder
 
 CALL = "all_reduce of 4 x float32, op=sum, algorithm=auto"
@@ -18,7 +18,7 @@ CALL = "all_reduce of 4 x float32, op=sum, algorithm=auto"
 @pytest.fixture
 def folder(tmp_path):
     """Two ranks: rank 0 waits in its second call, and rank 1 is in its own code."""
-    first, second = (Operation("all_reduce", CALL, number, 16, "ended") for number in (1, 2))
+    first, second = (CallState("all_reduce", CALL, number, 16, "ended") for number in (1, 2))
     stack = (Frame("train.py", 7, "step", "work()"),)
     late = Dump(
         1, 1, 2, "host", 11, 1e9, 5.0, (), (GroupState("world", "world", ((0, 1),), 1, (first,)),), (),
@@ -56,7 +56,11 @@ def test_json(folder):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("none",), "none is no folder"), ((".", "--rank", "5"), "rank 5 has written nothing"), ((), "Missing argument")],
+    [
+        (("none",), "none is not a folder"),
+        ((".", "--rank", "5"), "rank 5 has written nothing"),
+        ((), "Missing argument"),
+    ],
 )
 def test_wrong_usage(folder, monkeypatch, arguments, words):
     monkeypatch.chdir(folder)

@@ -10,19 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 import commlib
-from commlib import mpi_on_gpus
+from commlib import cuda_aware_mpi
 from commlib.cli.app import app
 from commlib.config.rows import rows
 from commlib.config.settings import Config, variable
 from commlib.diagnosis import mpi
-from commlib.diagnosis.facts import Mpi
-from commlib.diagnosis.mpi import Tried
+from commlib.diagnosis.facts import MpiFacts
+from commlib.diagnosis.mpi import MpiTrial
 from commlib.errors import TransportError
 from commlib.launch import launcher_match, mpi_start
 from commlib.transport import cuda_probe
-from commlib.transport.cuda_probe import Found
+from commlib.transport.cuda_probe import ProbeResult
 
-STARTED = Mpi("", "", "MPICH", "mpich", "", "4.1", "MULTIPLE", "no (says 0)", 0.25)
+STARTED = MpiFacts("", "", "MPICH", "mpich", "", "4.1", "MULTIPLE", "no (says 0)", 0.25)
 
 
 def info(*arguments: str, code: int = 0, **environment: str) -> str:
@@ -35,7 +35,7 @@ def info(*arguments: str, code: int = 0, **environment: str) -> str:
 def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no MPI into the process of the unit tests."""
     monkeypatch.setattr(mpi_start, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
-    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, True))
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(STARTED, True))
 
 
 def test_every_setting_is_there_with_value_and_meaning() -> None:
@@ -68,13 +68,13 @@ def test_no_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_on_gpus, "may_have_gpu", lambda: False)
-    assert "GPUs      none that CuPy could use\n" in info()
-    monkeypatch.setattr(mpi_on_gpus, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(cuda_aware_mpi, "may_have_gpu", lambda: False)
+    assert "GPUs      none usable by CuPy\n" in info()
+    monkeypatch.setattr(cuda_aware_mpi, "may_have_gpu", lambda: True)
     for found, text in (
-        (Found("MPI X: says 1", ""), "MPI X: says 1; MPI takes memory of a GPU"),
-        (Found("MPI X: says 1", "ended by SIGSEGV"), "MPI X: says 1; MPI took none: ended by SIGSEGV"),
-        (Found("", "no device"), "MPI could not be asked; MPI took none: no device"),
+        (ProbeResult("MPI X: says 1", ""), "MPI X: says 1; MPI accepted GPU memory"),
+        (ProbeResult("MPI X: says 1", "ended by SIGSEGV"), "MPI X: says 1; MPI failed on GPU memory: ended by SIGSEGV"),
+        (ProbeResult("", "no device"), "MPI could not be asked; MPI failed on GPU memory: no device"),
     ):
         monkeypatch.setattr(cuda_probe, "probe", lambda found=found: found)
         assert f"GPUs      {text}\n" in info(COLUMNS="120")
@@ -104,7 +104,7 @@ def test_it_is_as_wide_as_the_terminal() -> None:
 def test_what_mpi_is_like() -> None:
     text = info()
     assert "MPI 4.1, ABI mpich, MPI_THREAD_MULTIPLE, started in 250 ms\n" in text
-    assert "takes memory of GPUs: no (says 0)\n" in text
+    assert "accepts GPU memory: no (says 0)\n" in text
 
 
 def test_settings_that_were_given_have_an_origin(tmp_path: Path) -> None:
@@ -119,17 +119,17 @@ def test_settings_that_were_given_have_an_origin(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert info().endswith("\nNothing is wrong, as far as can be seen.\n")
-    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, False))
+    assert info().endswith("\nNothing is wrong, as far as commlib can see.\n")
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(STARTED, False))
     text = info(COLUMNS="200")
-    assert "\nWhat is wrong:\n- warning: rank 0: a process may not read another's memory" in text
+    assert "\nWhat is wrong:\n- warning: rank 0: reading another process's memory is not permitted" in text
     assert text.rstrip().splitlines()[-1].startswith("    type: docker run --cap-add=SYS_PTRACE")
     (problem,) = json.loads(info("--json"))["problems"]
     assert problem["level"] == "warning" and problem["cure"]
 
 
 def test_an_error_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(failure=f"MPI did not start within {seconds:g} s"))
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(failure=f"MPI did not start within {seconds:g} s"))
     assert "- error: MPI did not start within 7 s" in info("--timeout", "7", code=1)
 
 

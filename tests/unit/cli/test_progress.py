@@ -17,7 +17,7 @@ def test_through_a_launcher_there_are_lines_now_and_then(
     """`mpirun commlib tune` showed nothing while it measured: ranks see no terminal, so there was no bar."""
     now = [100.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with progress.shown("commlib tune", 10) as tell:
+    with progress.show_progress("commlib tune", 10) as tell:
         for step in range(11):
             tell(step / 10, f"step {step}")
             now[0] += 1
@@ -28,7 +28,7 @@ def test_through_a_launcher_there_are_lines_now_and_then(
 
 def test_the_last_line_is_never_left_out_nor_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     """Beyond its time, each of a hundred steps had a line."""
-    with progress.shown("commlib tune", 10) as tell:
+    with progress.show_progress("commlib tune", 10) as tell:
         for step in range(5):
             tell(1.0, f"step {step}")
     assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["0", "4"]
@@ -42,12 +42,12 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.shown("commlib tune", 10) as tell:
+    with progress.show_progress("commlib tune", 10) as tell:
         tell(0.5, "all_reduce")
     assert re.search(r"all_reduce.*50%", terminal.getvalue())
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.shown("commlib tune", 10, silent=True) as tell:
+    with progress.show_progress("commlib tune", 10, silent=True) as tell:
         tell(0.5, "all_reduce")
     assert capsys.readouterr() == ("", "")

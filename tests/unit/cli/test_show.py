@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
-from commlib.cli.prediction import described
+from commlib.cli.prediction import make_machine
 from commlib.console.text import bytes_text, columns, parse_bytes, seconds_text
 from commlib.cost.flat import predict_flat
 from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
 from commlib.cost.model import DEFAULT
-from commlib.cost.records import Fitted
+from commlib.cost.records import FittedMachine
 from commlib.cost.table import Table
-from commlib.schedule import Link, algorithms, find, program, render, verbs
+from commlib.schedule import LinkCost, algorithms, find, program, render, verbs
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 
@@ -115,7 +115,7 @@ def test_one_rank_per_node_and_one_node_have_no_hierarchy() -> None:
 
 
 def test_a_machine_comes_from_a_tuning_file_and_options(tmp_path: Path) -> None:
-    fitted = Fitted("Some MPI 1.0", Link(3e-6, 4e-10), None, 2e-10)
+    fitted = FittedMachine("Some MPI 1.0", LinkCost(3e-6, 4e-10), None, 2e-10)
     Table((), (fitted,)).save(tmp_path / "tuning.json")
     tuning = ("--tuning", str(tmp_path / "tuning.json"), "--bandwidth-gbs", "20", "--json")
     machine = json.loads(show("barrier", "--predict", *tuning))["machine"]
@@ -130,11 +130,11 @@ def test_a_machine_comes_from_a_tuning_file_and_options(tmp_path: Path) -> None:
 
 
 def test_every_number_of_the_machine_can_be_given() -> None:
-    given = described(None, alpha_us=1, bandwidth_gbs=2, node_alpha_us=3, node_bandwidth_gbs=4, gamma_gbs=5)
-    assert given.network == Link(1e-6, pytest.approx(1 / 2e9))  # type: ignore[arg-type]
-    assert given.node == Link(pytest.approx(3e-6), pytest.approx(1 / 4e9))  # type: ignore[arg-type]
+    given = make_machine(None, alpha_us=1, bandwidth_gbs=2, node_alpha_us=3, node_bandwidth_gbs=4, gamma_gbs=5)
+    assert given.network == LinkCost(1e-6, pytest.approx(1 / 2e9))  # type: ignore[arg-type]
+    assert given.node == LinkCost(pytest.approx(3e-6), pytest.approx(1 / 4e9))  # type: ignore[arg-type]
     assert given.gamma == pytest.approx(1 / 5e9)
-    assert described(None) == DEFAULT
+    assert make_machine(None) == DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,12 @@ def test_every_number_of_the_machine_can_be_given() -> None:
         (("all_reduce", "--gamma-gbs", "4"), "--gamma-gbs is for --predict"),
         (("all_reduce", "--predict", "--ranks", "4"), "--ranks is not for --predict: give --nodes"),
         (("all_reduce", "--predict", "--algorithm", "star"), "all_reduce has no algorithm 'star'"),
-        (("all_reduce", "--predict", "--nodes", "4096"), "4096 nodes of 8 ranks are more than the 16384 ranks"),
-        (("all_reduce", "--predict", "--bytes", "7X"), "'7X' is no size; expected a number of bytes"),
-        (("all_reduce", "--predict", "--bytes", "-1"), "'-1' is no size"),
+        (
+            ("all_reduce", "--predict", "--nodes", "4096"),
+            "4096 nodes of 8 ranks are more than the supported 16384 ranks",
+        ),
+        (("all_reduce", "--predict", "--bytes", "7X"), "'7X' is not a size; expected a number of bytes"),
+        (("all_reduce", "--predict", "--bytes", "-1"), "'-1' is not a size"),
         (("all_reduce", "--predict", "--bandwidth-gbs", "0"), "'--bandwidth-gbs'"),
         ((), "Missing argument"),
     ],

@@ -79,12 +79,12 @@ def test_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("pipeline", "--schedule", "1f2b"), "there is no schedule '1f2b'"),
-        (("pipeline", "--schedule", "zb_v", "--stages", "3"), "2 stages on each rank: 3 stages are no multiple"),
+        (("pipeline", "--schedule", "1f2b"), "unknown schedule '1f2b'"),
+        (("pipeline", "--schedule", "zb_v", "--stages", "3"), "2 stages on each rank: 3 is not a multiple"),
         (("pipeline", "--schedule", "1f1b", "--costs", "1,2"), "expected three numbers, of F, I and W"),
         (("pipeline", "--schedule", "1f1b", "--costs", "-1,2,1"), "numbers that are not negative"),
         (("pipeline", "--schedule", "no.csv"), "no.csv: No such file"),
-        (("pipeline", "--schedule", "1f1b", "--microbatches", "100000"), "more than the 200000 that are shown"),
+        (("pipeline", "--schedule", "1f1b", "--microbatches", "100000"), "more than the 200000 that can be shown"),
         (("pipeline", "--csv"), "--csv needs --schedule"),
         (("pipeline", "--algorithm", "ring"), "--algorithm is not for pipeline"),
         (("all_reduce", "--schedule", "1f1b"), "--schedule is for pipeline: commlib show pipeline"),

@@ -88,7 +88,7 @@ def test_no_mpi_here(monkeypatch: pytest.MonkeyPatch) -> None:
         raise TransportError("mpi4py cannot load an MPI library")
 
     monkeypatch.setattr(mpi_start, "find_library", none)
-    assert "mpi is not given, and no MPI library" in " ".join(slurm("run", "true", code=2).split())
+    assert "mpi is not given, and this Python finds no MPI library" in " ".join(slurm("run", "true", code=2).split())
 
 
 def test_flags_win_over_the_file(place: Path) -> None:
@@ -107,10 +107,10 @@ def test_flags_win_over_the_file(place: Path) -> None:
         (["run", "-N", "0", "x"], "nodes is 0: expected at least 1"),
         (["run", "--cpus-per-task", "0", "x"], "cpus-per-task is 0: expected at least 1"),
         (["run", "-t", "soon", "x"], "time 'soon': expected minutes"),
-        (["run", "--submit"], "no command: expected what each rank runs"),
+        (["run", "--submit"], "no command: expected the command of each rank"),
         (["run", "--env", "A", "x"], "env 'A': expected NAME=VALUE"),
         (["run", "--config", "none.toml", "x"], "cannot read none.toml: No such file"),
-        (["run", "--container", "x.sif", "x"], "mpi is not given, and nobody but you knows"),
+        (["run", "--container", "x.sif", "x"], "mpi is not given: a container's MPI library is unknown"),
         (["run", "--script", "no/job.sh", "x"], "cannot write no/job.sh: No such file or directory"),
         (["run", "--folder", "a%j", "x"], "folder a%j: expected a path without %"),
         (["run", "--folder", 'a"b', "x"], 'expected a path without "'),
@@ -186,7 +186,7 @@ def test_an_interrupt_leaves_the_job_running(place: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(waiting, "wait", interrupted)
     (place / "my jobs").mkdir()
-    told = "job 12 goes on: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
+    told = "job 12 continues: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
     assert slurm("wait", "12", "--folder", "my jobs", code=130) == told
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from commlib.cli.tune import summary
 from commlib.cost.hierarchical import RAIL_BYTES
-from commlib.cost.records import Entry, Fitted, Measured
+from commlib.cost.records import Entry, FittedMachine, MeasuredTime
 from commlib.cost.table import Table
-from commlib.schedule import Link
+from commlib.schedule import LinkCost
 from commlib.tune.measure import SIZES
 
 
 def table(*reached: tuple[str, int, int, int]) -> Table:
     """What was measured: verb, nodes, ranks per node, and up to which size."""
-    entries = (Entry(v, n, r, "Some MPI", "any", (Measured(2 * size, "ring", 0, 1e-5),)) for v, n, r, size in reached)
-    return Table(tuple(entries), (Fitted("Some MPI", Link(1e-6, 1e-10), None, 1e-10),))
+    entries = (
+        Entry(v, n, r, "Some MPI", "any", (MeasuredTime(2 * size, "ring", 0, 1e-5),)) for v, n, r, size in reached
+    )
+    return Table(tuple(entries), (FittedMachine("Some MPI", LinkCost(1e-6, 1e-10), None, 1e-10),))
 
 
 def test_sizes_for_which_there_was_no_time_are_named() -> None:
@@ -21,7 +23,7 @@ def test_sizes_for_which_there_was_no_time_are_named() -> None:
     assert text.split("\n\n")[-1].splitlines() == [
         "among the 2 ranks of a node: no time for all beyond 64K",
         "between 4 nodes, one rank of each: no time for all beyond 1K",
-        "the model decides there: more --seconds measure it",
+        "the model decides for those: more --seconds measure them",
     ]
 
 
@@ -32,7 +34,11 @@ def test_nothing_is_said_of_a_complete_table() -> None:
 
 
 def test_ways_of_devices_have_a_table_of_their_own() -> None:
-    times = (Measured(2048, "nccl", 0, 1e-5), Measured(2048, "host", 0, 3e-4), Measured(1 << 30, "host", 0, 1e-2))
+    times = (
+        MeasuredTime(2048, "nccl", 0, 1e-5),
+        MeasuredTime(2048, "host", 0, 3e-4),
+        MeasuredTime(1 << 30, "host", 0, 1e-2),
+    )
     text = summary(Table((Entry("all_reduce", 2, 4, "Some MPI", "any", times, "cuda"),)))
     assert text.split("\n\n")[0] == "arrays on cuda, among all ranks of 2 nodes, up to 4 on each"
     rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
@@ -43,8 +49,8 @@ def test_ways_of_devices_have_a_table_of_their_own() -> None:
 
 
 def test_ways_that_had_no_time_keep_their_order() -> None:
-    entry = Entry("all_reduce", 1, 4, "Some MPI", "any", (Measured(2048, "node", 0, 1e-5),), "cuda")
+    entry = Entry("all_reduce", 1, 4, "Some MPI", "any", (MeasuredTime(2048, "node", 0, 1e-5),), "cuda")
     assert summary(Table((entry,))).split("\n\n")[-1].splitlines() == [
         "arrays on cuda, among the 4 ranks of a node: no time for all beyond 1K",
-        "the order of the ways decides there: more --seconds measure it",
+        "the order of the paths decides for those: more --seconds measure them",
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commlib.cli import warm
-from commlib.kernels import ahead
+from commlib.kernels import precompile
 from commlib.kernels.host import cache
 
 
@@ -24,11 +24,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def kept() -> set[str]:
     """The names of all kernels that are compiled ahead; they are by now."""
-    return {task.compile() for task in ahead.tasks()}
+    return {task.compile() for task in precompile.tasks()}
 
 
 def test_all_are_kept(kept: set[str]) -> None:
-    folder = ahead.folder()
+    folder = precompile.folder()
     assert folder is not None
     assert [name for name in kept if not (folder / name).is_file()] == []
     assert len(kept) > 150
@@ -49,7 +49,7 @@ print(*sorted(asked))
 
 
 def test_what_jobs_ask_for_was_compiled_ahead(kept: set[str]) -> None:
-    """Whoever adds a kernel of arrays adds their types to `commlib.kernels.ahead`."""
+    """Whoever adds a kernel of arrays adds their types to `commlib.kernels.precompile`."""
     done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     asked = set(done.stdout.split())
@@ -59,11 +59,11 @@ def test_what_jobs_ask_for_was_compiled_ahead(kept: set[str]) -> None:
 
 def test_a_kernel_of_arrays_has_types_or_is_called_by_another_one() -> None:
     """A name in the table that is no kernel's any more would be compiled no more."""
-    names = {name for name, _ in ahead.dispatchers()}
-    assert set(ahead.ARRAYS) <= names
-    assert {task.name.split()[0] for task in ahead.tasks()} >= set(ahead.ARRAYS)
-    few = [task.name for task in ahead.tasks(rare=False)]
-    assert len(set(few)) == len(few) < len(list(ahead.tasks()))
+    names = {name for name, _ in precompile.dispatchers()}
+    assert set(precompile.ARRAYS) <= names
+    assert {task.name.split()[0] for task in precompile.tasks()} >= set(precompile.ARRAYS)
+    few = [task.name for task in precompile.tasks(rare=False)]
+    assert len(set(few)) == len(few) < len(list(precompile.tasks()))
 
 
 def test_a_cpu_that_is_none_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_a_cpu_that_is_none_is_refused() -> None:
 def test_what_is_there_is_left(kept: set[str]) -> None:
     done = run("--all", "--jobs", "1")
     assert done.returncode == 0, done.stderr
-    assert f"kernels for {cpu_name()} in {ahead.folder()}: 0 compiled now" in done.stdout
+    assert f"kernels for {cpu_name()} in {precompile.folder()}: 0 compiled now" in done.stdout
 
 
 def cpu_name() -> Any:
@@ -102,7 +102,7 @@ def test_where_nothing_can_be_kept_that_is_the_exit_code(tmp_path: Path) -> None
     nowhere = str(tmp_path / "file")
     done = subprocess.run([sys.executable, "-c", NOWHERE, nowhere], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "compiled kernels cannot be kept" in done.stderr and nowhere in done.stderr
+    assert "compiled kernels cannot be stored" in done.stderr and nowhere in done.stderr
 
 
 @pytest.mark.long
@@ -116,7 +116,9 @@ def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
     assert settings == ["NUMBA_CPU_NAME=x86-64-v2", "NUMBA_CPU_FEATURES="]
     (folder,) = (tmp_path / "commlib").iterdir()
     before = set(os.listdir(folder))
-    verbs = "from tests.bodies import ahead\nahead.verbs()\nfrom commlib.kernels.ahead import folder\nprint(folder())"
+    verbs = (
+        "from tests.bodies import ahead\nahead.verbs()\nfrom commlib.kernels.precompile import folder\nprint(folder())"
+    )
     job = {**os.environ, **home, **dict(setting.split("=") for setting in settings)}
     done = subprocess.run([sys.executable, "-c", verbs], env=job, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr
@@ -124,4 +126,4 @@ def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_the_caches() -> None:
-    assert ahead.folder() == cache.folder()
+    assert precompile.folder() == cache.folder()

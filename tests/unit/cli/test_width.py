@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from commlib.cli.app import app
 from commlib.console.legend import legend
 from commlib.console.text import columns
-from commlib.console.width import folded, reader_width, wrapped
+from commlib.console.width import fold, reader_width, wrap
 from commlib.schedule import algorithms, program, render, verbs
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
@@ -78,16 +78,16 @@ def test_every_sign_is_explained_once() -> None:
 
 def test_folding_keeps_what_fits_and_loses_nothing() -> None:
     picture = render([program("all_reduce", "ring", rank, 5) for rank in range(5)])
-    assert folded(picture, None) == folded(picture, 500) == picture.rstrip("\n")
-    text = folded(picture, 50)
+    assert fold(picture, None) == fold(picture, 500) == picture.rstrip("\n")
+    text = fold(picture, 50)
     assert max(map(len, text.splitlines())) <= 50
     assert sorted(set(text.split())) == sorted(set(picture.split()))
 
 
 def test_one_column_stands_alone_however_wide() -> None:
     assert columns([["a", "long", "longer"], ["b", "1", "2"]], width=3) == "a  long\nb     1\n\na  longer\nb       2"
-    assert wrapped("one two", None) == "one two"
-    assert wrapped("name  a few words", 12, indent=6) == "name  a few\n      words"
+    assert wrap("one two", None) == "one two"
+    assert wrap("name  a few words", 12, indent=6) == "name  a few\n      words"
 
 
 class Terminal(io.StringIO):

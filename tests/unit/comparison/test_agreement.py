@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.comparison.agreement import said
+from commlib.comparison.agreement import describe
 
 
 def _made(sign: int) -> Any:
@@ -17,14 +17,16 @@ def _made(sign: int) -> Any:
 
 def test_functions_are_told_by_what_they_do() -> None:
     """Addresses of partial functions differ on ranks; names of lambdas do not say which they are."""
-    assert said(math.sqrt) == "math.sqrt"
-    assert said(functools.partial(pow, 2, mod=3)) == "partial(builtins.pow, 2, mod=3)"
-    assert said(str.upper) == said("".join).replace("join", "upper") == "builtins.str.upper"  # methods of no module
-    assert said(functools.partial(list.append, [])) == "partial(builtins.list.append, [])"
-    assert said(_made(1)) == said(_made(1)) != said(_made(-1))
-    assert said(functools.partial(_made(1), 1)) != said(functools.partial(_made(-1), 1))
+    assert describe(math.sqrt) == "math.sqrt"
+    assert describe(functools.partial(pow, 2, mod=3)) == "partial(builtins.pow, 2, mod=3)"
+    assert (
+        describe(str.upper) == describe("".join).replace("join", "upper") == "builtins.str.upper"
+    )  # methods of no module
+    assert describe(functools.partial(list.append, [])) == "partial(builtins.list.append, [])"
+    assert describe(_made(1)) == describe(_made(1)) != describe(_made(-1))
+    assert describe(functools.partial(_made(1), 1)) != describe(functools.partial(_made(-1), 1))
 
 
 @pytest.mark.parametrize("value", [lambda: lambda x: x, functools.partial(lambda x: {x}, _made(1))])
 def test_nothing_of_a_process_is_told(value: Any) -> None:
-    assert " at 0x" not in said(value)
+    assert " at 0x" not in describe(value)

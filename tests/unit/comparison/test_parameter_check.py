@@ -2,7 +2,7 @@
 
 import pytest
 
-from commlib.comparison.parameter_check import from_first
+from commlib.comparison.parameter_check import renumber
 from commlib.data_parallel import check_agreement
 from commlib.errors import MismatchError
 from tests.unit.data_parallel.fake import FakeComm, FakeWorld
@@ -49,10 +49,10 @@ def test_names_may_be_counted_from_other_numbers() -> None:
         with pytest.raises(MismatchError, match="'block_1' on rank 0 but 'block_2' on rank 1"):
             check_agreement(comm, "parameters", [f"block_{comm.rank + 1}"])
 
-    with pytest.warns(UserWarning, match="taken for the same") as told:
+    with pytest.warns(UserWarning, match="treated as equal") as told:
         FakeWorld(2).run(rank)
     assert len(told) == 2  # rank 0's, of what has passed
 
 
 def test_each_kind_of_name_is_counted_from_its_first() -> None:
-    assert from_first(["a_7/w_1: float32[3]", "b/w_2", "a_9"]) == ["a_0/w_0: float32_0[3]", "b_0/w_1", "a_2"]
+    assert renumber(["a_7/w_1: float32[3]", "b/w_2", "a_9"]) == ["a_0/w_0: float32_0[3]", "b_0/w_1", "a_2"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.comparison.whole_weights import is_due
+from commlib.comparison.gradient_comparison import is_due
 
 
 def test_first_steps_and_then_every_64th() -> None:

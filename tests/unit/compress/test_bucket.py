@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from commlib.compress.bucket import CompressedBucket, SlowLink, parts_within, split_piece
-from commlib.compress.scheme import Part
+from commlib.compress.scheme import BucketPart
 from commlib.compress.schemes.all_to_all import AllToAll
 from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact, Whole
 
-PARTS = [Part("a", 0, (40, 50)), Part("b", 2016, (700,)), Part("c", 2720, (1,))]
+PARTS = [BucketPart("a", 0, (40, 50)), BucketPart("b", 2016, (700,)), BucketPart("c", 2720, (1,))]
 FLAGS = 2736
 COUNT = FLAGS + 16
 
@@ -112,12 +112,12 @@ def test_parameters_that_must_stay_whole_are_not_cut():
 
 
 def test_pieces_of_a_parameter_say_which():
-    assert parts_within(PARTS, 2048, FLAGS) == [Part("b[32:700]", 0, (668,)), Part("c", 672, (1,))]
-    assert parts_within(PARTS, 0, 2048) == [PARTS[0], Part("b[0:32]", 2016, (32,))]
+    assert parts_within(PARTS, 2048, FLAGS) == [BucketPart("b[32:700]", 0, (668,)), BucketPart("c", 672, (1,))]
+    assert parts_within(PARTS, 0, 2048) == [PARTS[0], BucketPart("b[0:32]", 2016, (32,))]
 
 
 def test_names_of_pieces_are_read_again():
-    for part in parts_within([Part("layer[0:1].w", 0, (10,))], 3, 10):
+    for part in parts_within([BucketPart("layer[0:1].w", 0, (10,))], 3, 10):
         assert split_piece(part.name) == ("layer[0:1].w", "[3:10]")
     assert split_piece("layer[a].w") == ("layer[a].w", "")
 

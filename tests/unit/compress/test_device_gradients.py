@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.collectives.device.staging_queue import Station
+from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.config.settings import Config
 from tests.bodies.compressing import COMPRESSIONS, check
 from tests.bodies.loopback import run
@@ -43,11 +43,11 @@ def test_a_missing_wait_of_the_host_is_seen(name, monkeypatch):
 def test_a_reduction_that_does_not_wait_for_the_callers_stream_is_seen(monkeypatch):
     """The gradients are still on their way when the reduction is called, as after backward."""
     monkeypatch.setattr(LATE, "delay", 0.004)
-    plain = Station.run
+    plain = StagingQueue.run
 
     def hasty(self, text, run, x, ready, target):
         return plain(self, text, run, x, self.device.stream().record(), target)
 
-    monkeypatch.setattr(Station, "run", hasty)
+    monkeypatch.setattr(StagingQueue, "run", hasty)
     with pytest.raises(AssertionError):
         run(2, lambda comm: check(comm, "int8"), config=CONFIG)

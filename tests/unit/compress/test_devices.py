@@ -11,7 +11,7 @@ from commlib.compress.codecs.cast import Cast, Float8
 from commlib.compress.codecs.quantise import QSGD, Blocks
 from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import VALUES, RandomK, TopK, most_bytes
-from commlib.devices.arrays import readable
+from commlib.devices.arrays import as_contiguous
 from commlib.errors import UsageError
 from commlib.kernels.host import sparse
 from commlib.kernels.host.table import VALUES as NUMBERS
@@ -35,7 +35,7 @@ each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 
 def put(values):
-    return readable(LATE.put(values), "test")
+    return as_contiguous(LATE.put(values), "test")
 
 
 def back(array):
@@ -99,7 +99,7 @@ def test_wrong_arrays_are_refused():
         Blocks().encode(put(np.zeros(8)), payload)
     with pytest.raises(UsageError, match="takes 12 bytes"):
         Blocks().encode(x, payload[:11])
-    with pytest.raises(UsageError, match="as long as x"):
+    with pytest.raises(UsageError, match="have the length of x"):
         Blocks().encode(x, payload, residual=(x, x[:3]))
 
 
@@ -107,4 +107,4 @@ def test_wrong_arrays_are_refused():
 def test_the_longest_payload_is_that_of_the_kernels(value):
     for count in (0, 1, 254, 255, 256, 70_000, 200_000):
         for k in (0, 1, count // 100, count):
-            assert most_bytes(count, k, value) == sparse.most(count, k, NUMBERS[value])
+            assert most_bytes(count, k, value) == sparse.max_bytes(count, k, NUMBERS[value])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress import BucketPart, GradientCompression, scheme_of
 from commlib.compress.gaps import Gaps
 from commlib.devices.host import HOST
 from tests.bodies import loopback
 from tests.late import LATE
 
-PARTS = [Part("b", 16, (3, 3)), Part("a", 0, (5,))]
+PARTS = [BucketPart("b", 16, (3, 3)), BucketPart("a", 0, (5,))]
 
 
 def test_spans_are_counted_from_the_beginning_of_a_piece() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commlib.config.file import find_settings, read_file
-from commlib.config.settings import Config, compare, compared
+from commlib.config.settings import Config, collect_compared, compare
 from commlib.errors import MismatchError, UsageError
 
 
@@ -73,7 +73,7 @@ def test_words(tmp_path, line, field, value):
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("timeout =", "is no TOML"),
+        ("timeout =", "is not valid TOML"),
         ("timeout = 'long'", "timeout = 'long': expected float from 0 to"),
         ("timeout = -1", "expected float from 0 to"),
         ("timeout = nan", "expected float from 0 to"),
@@ -101,7 +101,7 @@ def test_what_is_wrong_in_a_file(tmp_path, text, expected):
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "settings.toml"
     path.write_bytes(b"log_level = '\xff'")
-    with pytest.raises(UsageError, match="is no TOML"):
+    with pytest.raises(UsageError, match="is not valid TOML"):
         read_file(path)
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_default_is_said_to_be_the_programs():
 
 
 def test_different_settings_say_where_they_come_from():
-    ours, theirs = compared(Config()), compared(Config(slot_kib=4, timeout=3.0))
+    ours, theirs = collect_compared(Config()), collect_compared(Config(slot_kib=4, timeout=3.0))
     origins = [{"timeout": "environment"}, {"slot_kib": "file /etc/c.toml", "timeout": "environment"}]
     with pytest.raises(MismatchError) as caught:
         compare([("", ours), ("", theirs)], origins)
@@ -149,5 +149,5 @@ def test_different_settings_say_where_they_come_from():
 
 
 def test_the_same_setting_from_elsewhere_is_the_same():
-    one = compared(Config(slot_kib=4))
+    one = collect_compared(Config(slot_kib=4))
     compare([("", one), ("", one)], [{"slot_kib": "environment"}, {"slot_kib": "file /x"}])

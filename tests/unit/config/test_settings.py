@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from commlib.config.settings import Config, compare, compared, load, ranks_text
+from commlib.config.settings import Config, collect_compared, compare, load, ranks_text
 from commlib.errors import MismatchError, UsageError
 
 
@@ -114,19 +114,19 @@ def test_every_setting_is_compared_unless_it_says_why_not():
     free = {field.name for field in fields(Config) if field.metadata["differs"]}
     assert free == {"spins", "log_level", "tuning_file", "events", "timeline"}
     names = {f"COMMLIB_{field.name.upper()}" for field in fields(Config) if field.name not in free}
-    assert set(compared(Config(), {})) == names
+    assert set(collect_compared(Config(), {})) == names
 
 
 def test_variables_of_others_are_compared_as_they_are_written(monkeypatch):
     monkeypatch.setattr("commlib.config.settings.ALSO_COMPARED", ("OTHER_SETTING",))
-    ours, theirs = compared(Config(), {"OTHER_SETTING": "1"}), compared(Config(), {})
+    ours, theirs = collect_compared(Config(), {"OTHER_SETTING": "1"}), collect_compared(Config(), {})
     compare([("", ours), ("", ours)])
     with pytest.raises(MismatchError, match="OTHER_SETTING: 1 on rank 0; unset on rank 1"):
         compare([("", ours), ("", theirs)])
 
 
 def test_all_differences_are_in_one_error():
-    usual, odd = compared(Config()), compared(Config(slot_kib=4, node_path=False, timeout=2.5, spins=7))
+    usual, odd = collect_compared(Config()), collect_compared(Config(slot_kib=4, node_path=False, timeout=2.5, spins=7))
     with pytest.raises(MismatchError) as caught:
         compare([("", odd if rank in (1, 700) else usual) for rank in range(4096)])
     lines = str(caught.value).splitlines()
@@ -139,7 +139,7 @@ def test_all_differences_are_in_one_error():
 
 
 def test_bad_settings_come_before_different_ones():
-    ours, theirs = compared(Config()), compared(Config(slot_kib=4))
+    ours, theirs = collect_compared(Config()), collect_compared(Config(slot_kib=4))
     with pytest.raises(UsageError) as caught:
         compare([("", ours), ("no number", theirs), ("no number", ours), ("no word", ours)])
     assert str(caught.value) == "no number (ranks 1-2); no word (rank 3)"

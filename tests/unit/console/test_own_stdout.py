@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from commlib.console.own_stdout import own_stdout
+from commlib.console.reserved_stdout import reserve_stdout
 
 PROGRAM = """
 import atexit, os
-from commlib.console.own_stdout import own_stdout
+from commlib.console.reserved_stdout import own_stdout
 print("before")
 own_stdout()
 atexit.register(os.write, 1, b"noise at the end\\n")
@@ -30,5 +30,5 @@ def test_only_own_lines_come_to_standard_output():
 @pytest.mark.parametrize("stream", [io.StringIO(), None])
 def test_a_stream_that_is_no_file_stays_what_it_is(monkeypatch, stream):
     monkeypatch.setattr(sys, "stdout", stream)
-    own_stdout()
+    reserve_stdout()
     assert sys.stdout is stream

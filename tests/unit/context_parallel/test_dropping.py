@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.context_parallel.dropping import check_rate, hashed, hashed_key, least_kept, started
+from commlib.context_parallel.dropout import check_rate, hash_key, hash_number, keep_threshold, start_hashes
 from commlib.errors import UsageError
 
 EXAMPLES, QUERIES, KEYS = 8, 200, 200
@@ -16,9 +16,9 @@ EXAMPLES, QUERIES, KEYS = 8, 200, 200
 
 def kept(seed: int, rate: float) -> Any:
     """Return what numpy makes of it, for (examples, queries, keys)."""
-    of_rows, of_keys = (np.array([start]) for start in started(seed, rshift))
-    rows = hashed(hashed(of_rows, np.arange(EXAMPLES), rshift)[:, None], np.arange(QUERIES), rshift)
-    return hashed(rows[..., None], hashed_key(of_keys, np.arange(KEYS), rshift), rshift) >= least_kept(rate)
+    of_rows, of_keys = (np.array([start]) for start in start_hashes(seed, rshift))
+    rows = hash_number(hash_number(of_rows, np.arange(EXAMPLES), rshift)[:, None], np.arange(QUERIES), rshift)
+    return hash_number(rows[..., None], hash_key(of_keys, np.arange(KEYS), rshift), rshift) >= keep_threshold(rate)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 1 << 61, (1 << 62) - 1])
@@ -43,11 +43,13 @@ def test_each_weight_is_drawn_by_itself(seed: int, rate: float) -> None:
 
 def test_integers_of_python_are_those_of_numpy() -> None:
     """Those of 64 bits overflow where Python's do not."""
-    of_rows, of_keys = started(12345, rshift)
+    of_rows, of_keys = start_hashes(12345, rshift)
     found = kept(12345, 0.5)
     for example, query, key in ((0, 0, 0), (7, 199, 3), (2, 5, 199)):
-        row = hashed(hashed(of_rows, example, rshift), query, rshift)
-        assert (hashed(row, hashed_key(of_keys, key, rshift), rshift) >= least_kept(0.5)) == found[example, query, key]
+        row = hash_number(hash_number(of_rows, example, rshift), query, rshift)
+        assert (hash_number(row, hash_key(of_keys, key, rshift), rshift) >= keep_threshold(0.5)) == found[
+            example, query, key
+        ]
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])

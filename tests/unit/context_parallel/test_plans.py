@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.context_parallel import ORDERS, Heads, Layout, Window, document_bounds, draw, pairs, steps, window
+from commlib.context_parallel import ORDERS, Heads, SequenceLayout, Window, document_bounds, draw, pairs, steps, window
 from commlib.errors import UsageError
 
 LENGTHS, SIZES = st.integers(0, 40), st.integers(1, 6)
@@ -25,7 +25,7 @@ def packed(draw_: st.DrawFn) -> tuple[int, tuple[int, ...]]:
 
 @given(LENGTHS, SIZES, st.sampled_from(ORDERS))
 def test_each_position_is_on_one_rank(length: int, size: int, order: str) -> None:
-    layout = Layout(length, size, order)
+    layout = SequenceLayout(length, size, order)
     held = [position for positions in layout.by_rank for position in positions]
     assert sorted(held) == list(range(length))
     assert [held[at] for part in layout.in_order for at in part] == list(range(length))
@@ -45,7 +45,7 @@ def test_each_visible_pair_occurs_once(
     length, given_bounds = documents
     reach = Window.of("here", sees, causal)
     left, right = (length if side is None else side for side in reach)
-    layout, bounds = Layout(length, size, order), document_bounds(given_bounds, length)
+    layout, bounds = SequenceLayout(length, size, order), document_bounds(given_bounds, length)
     shards = [[position for part in layout.ranges(rank) for position in part] for rank in range(size)]
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(size):
@@ -77,7 +77,7 @@ def test_each_visible_pair_occurs_once(
 @pytest.mark.parametrize("per_chunk", [1, 4, 16])
 def test_balanced_work_is_equal_in_each_step(size: int, per_chunk: int) -> None:
     length = 2 * size * per_chunk
-    work = pairs(Layout(length, size, "balanced"), True, (0, length))
+    work = pairs(SequenceLayout(length, size, "balanced"), True, (0, length))
     assert len(set(work)) == 1
     assert len(set(work[0][1:])) <= 1
 
@@ -85,27 +85,27 @@ def test_balanced_work_is_equal_in_each_step(size: int, per_chunk: int) -> None:
 @given(st.integers(0, 200), SIZES)
 def test_balanced_work_of_odd_lengths_differs_by_a_few_rows(length: int, size: int) -> None:
     """A chunk that is one longer has one more row, at most of all positions, in a rank's two chunks."""
-    totals = [sum(row) for row in pairs(Layout(length, size), True, document_bounds(None, length))]
+    totals = [sum(row) for row in pairs(SequenceLayout(length, size), True, document_bounds(None, length))]
     assert max(totals) - min(totals) <= 2 * length
 
 
 def test_contiguous_causal_work_is_not_equal() -> None:
-    totals = [sum(row) for row in pairs(Layout(64, 4, "contiguous"), True, (0, 64))]
+    totals = [sum(row) for row in pairs(SequenceLayout(64, 4, "contiguous"), True, (0, 64))]
     assert totals == [136, 392, 648, 904]
 
 
 def test_a_block_without_a_mask_is_as_large_as_can_be() -> None:
     """Two chunks on each rank would be four calls where one does."""
     for rank in range(3):
-        for step in steps(Layout(30, 3), rank, False, (0, 30)):
+        for step in steps(SequenceLayout(30, 3), rank, False, (0, 30)):
             assert [(block.queries, block.keys) for block in step.blocks] == [((0, 10), (0, 10))]
-    assert [len(step.blocks) for step in steps(Layout(32, 4), 1, True, (0, 32))] == [3, 1, 1, 1]
+    assert [len(step.blocks) for step in steps(SequenceLayout(32, 4), 1, True, (0, 32))] == [3, 1, 1, 1]
 
 
 def test_work_within_a_window_is_as_long_as_the_window() -> None:
     """Not as the sequence: what nobody sees is not computed, and most of the rest has no mask."""
     length, reach = 1 << 16, Window(4095, 0)
-    blocks = [block for step in steps(Layout(length, 4), 1, True, (0, length), reach) for block in step.blocks]
+    blocks = [block for step in steps(SequenceLayout(length, 4), 1, True, (0, length), reach) for block in step.blocks]
     areas = [(block.queries[1] - block.queries[0]) * (block.keys[1] - block.keys[0]) for block in blocks]
     assert sum(areas) < 1.6 * 4096 * length / 4
     assert sum(area for area, block in zip(areas, blocks, strict=True) if block.band is None) > 0.6 * sum(areas)
@@ -118,7 +118,7 @@ def test_a_window_that_is_none_is_refused(given: object) -> None:
 
 
 def test_the_picture_of_a_plan() -> None:
-    assert draw(Layout(16, 4), True, (0, 16)).splitlines() == [
+    assert draw(SequenceLayout(16, 4), True, (0, 16)).splitlines() == [
         "        positions   step 0  step 1  step 2  step 3  pairs",
         "rank 0  0-1, 14-15  0: 10   3: 8    2: 8    1: 8    34",
         "rank 1  2-3, 12-13  1: 10   0: 8    3: 8    2: 8    34",
@@ -128,12 +128,12 @@ def test_the_picture_of_a_plan() -> None:
 
 
 def test_a_rank_without_positions_is_drawn() -> None:
-    assert "rank 2  none" in draw(Layout(2, 3, "contiguous"), True, (0, 2))
+    assert "rank 2  none" in draw(SequenceLayout(2, 3, "contiguous"), True, (0, 2))
 
 
 @pytest.mark.parametrize("documents", [(), (0,), (1, 5), (0, 4), (0, 3, 2, 5), (0, 6)])
 def test_bounds_that_do_not_fit_are_refused(documents: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="from 0 up to 5"):
+    with pytest.raises(UsageError, match="from 0 to 5"):
         document_bounds(documents, 5)
 
 
@@ -144,9 +144,9 @@ def test_empty_documents_are_left_out() -> None:
 
 def test_a_layout_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match="'zigzag', expected 'balanced' or 'contiguous'"):
-        Layout(8, 2, "zigzag")
+        SequenceLayout(8, 2, "zigzag")
     with pytest.raises(UsageError, match="among 0 ranks"):
-        Layout(8, 0)
+        SequenceLayout(8, 0)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 9))
@@ -174,10 +174,10 @@ def test_keys_are_sent_no_more_often_than_need_be(queries: int, keys: int, size:
         ((2, 4, 8), (2, 4, 8), (2, 4, 8), "batch, heads, tokens, head_dim"),
         ((2, 4, 8, 5), (3, 4, 8, 5), (3, 4, 8, 5), "the same batch"),
         ((2, 4, 8, 5), (2, 4, 7, 5), (2, 4, 7, 5), "the same tokens"),
-        ((2, 4, 8, 5), (2, 4, 8, 5), (2, 2, 8, 5), "heads of k as of v"),
+        ((2, 4, 8, 5), (2, 4, 8, 5), (2, 2, 8, 5), "equally many heads of k and v"),
         ((2, 4, 8, 5), (2, 4, 8, 6), (2, 4, 8, 5), "head_dim 5 and k 6"),
-        ((2, 4, 8, 5), (2, 3, 8, 5), (2, 3, 8, 5), "expected a multiple"),
-        ((2, 4, 8, 5), (2, 0, 8, 5), (2, 0, 8, 5), "expected a multiple"),
+        ((2, 4, 8, 5), (2, 3, 8, 5), (2, 3, 8, 5), "are no multiple"),
+        ((2, 4, 8, 5), (2, 0, 8, 5), (2, 0, 8, 5), "are no multiple"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(

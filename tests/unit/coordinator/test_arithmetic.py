@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.coordinator.adasum import combine
-from commlib.coordinator.scaling import neutral, scale
+from commlib.coordinator.scaling import neutral_element, scale
 from commlib.dtypes import COMPLEX, FLOATS, INTEGERS, NUMPY
 
 
@@ -37,7 +37,7 @@ def test_half_precision_is_scaled_in_float32():
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
 def test_what_adds_nothing(dtype, op):
     x = np.array([0, 1, 5, 100], NUMPY[dtype])
-    nothing = np.full(4, neutral(dtype, op), NUMPY[dtype])
+    nothing = np.full(4, neutral_element(dtype, op), NUMPY[dtype])
     how = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}[op]
     np.testing.assert_array_equal(how(x, nothing), x)
 
@@ -47,7 +47,7 @@ def test_what_adds_nothing(dtype, op):
 )
 def test_what_adds_nothing_to_truth(op, how):
     x = np.array([True, False])
-    assert how(x, np.full(2, neutral("bool", op))).tolist() == [True, False]
+    assert how(x, np.full(2, neutral_element("bool", op))).tolist() == [True, False]
 
 
 def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commlib.config.settings import Config
-from commlib.coordinator import Coordinator, Request
+from commlib.coordinator import Coordinator, OpRequest
 from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
 from tests.bodies.loopback import run
@@ -32,7 +32,7 @@ def coordinated(size, function, **options):
 
 def all_reduce(name, array, op="sum", **options):
     shapes = (("float32", array.shape),)
-    return Request("allreduce", name, shapes, (("op", op), *options.items()))
+    return OpRequest("allreduce", name, shapes, (("op", op), *options.items()))
 
 
 def start(coordinator, name, array, **options):
@@ -126,7 +126,7 @@ def test_a_name_that_is_pending_is_refused_at_once():
     def work(coordinator, rank):
         first = start(coordinator, "x", np.ones(2, np.float32))
         if rank == 0:
-            with pytest.raises(UsageError, match="an operation of this name is waiting already"):
+            with pytest.raises(UsageError, match="an operation of this name is in flight already"):
                 start(coordinator, "x", np.ones(2, np.float32))
             coordinator.comm.send(np.zeros(1), 1)
         first.wait()
@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_ask_is_named(caplog):
     def work(coordinator, rank):
         start(coordinator, "before", np.ones(2, np.float32)).wait()
         if rank == 0:
-            expected = "allreduce 'x': rank 0: not asked for by rank 1; rank 1 waits for 'y'"
+            expected = "allreduce 'x': rank 0: not submitted by rank 1; rank 1 waits for 'y'"
             with pytest.raises(StallError, match=expected):
                 start(coordinator, "x", np.ones(2, np.float32)).wait()
         else:
@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_ask_is_named(caplog):
         start(coordinator, "y", np.ones(2, np.float32)).wait()
 
     coordinated(2, work, config=Config(timeout=1.0, stall_warning=0.6))
-    assert "allreduce 'x': rank 0 has waited 1 s: not asked for by rank 1; rank 1 waits for 'y'" in caplog.text
+    assert "allreduce 'x': rank 0 has waited 1 s: not submitted by rank 1; rank 1 waits for 'y'" in caplog.text
 
 
 def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
@@ -182,7 +182,7 @@ def test_what_is_pending_at_the_end_says_so():
         pending = start(coordinator, "x", np.ones(2, np.float32))
         assert coordinator.drain(0.05) == "unfinished allreduce 'x'"
         coordinator.close()
-        with pytest.raises(ShutdownError, match="before all ranks had asked"):
+        with pytest.raises(ShutdownError, match="before all ranks had submitted"):
             pending.wait()
         with pytest.raises(ShutdownError, match="has been shut down"):
             start(coordinator, "later", np.ones(2, np.float32))
@@ -215,7 +215,7 @@ def test_threads_share_a_coordinator():
 
 def test_an_error_of_one_operation_is_that_operations_alone():
     def work(coordinator, rank):
-        wrong = Request("allgather", "wrong", (("float32", (None,)),))
+        wrong = OpRequest("allgather", "wrong", (("float32", (None,)),))
         pending = coordinator.submit(wrong, [np.zeros((), np.float32)])  # no rows: refused when it is run
         good = start(coordinator, "good", np.ones(2, np.float32))
         with pytest.raises(CommlibError):
@@ -251,8 +251,10 @@ def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
             pending.wait()
         said = str(caught.value)
         assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in said
-        assert "not there yet: rank 8; this rank waits for 'a'; 'a' has been asked for by rank" in said
-        assert "rank 8 has asked for 'b', and not come back; no operation of all ranks has run yet; look" in said
+        assert "not there yet: rank 8; this rank waits for 'a'; 'a' was submitted by rank" in said
+        assert (
+            "rank 8 has submitted 'b', but made no progress since; no operation of all ranks has run yet; look" in said
+        )
         over.wait(20)
 
     run(3, rank_main, config=Config(timeout=0.8))

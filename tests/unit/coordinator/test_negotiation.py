@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.coordinator.negotiation import RESTART, Failure, Joined, Launch, Negotiation, RequestList, Restart
-from commlib.coordinator.request import Request
+from commlib.coordinator.negotiation import RESTART, Failure, JoinEnd, Launch, Negotiation, RequestList, Restart
+from commlib.coordinator.op_request import OpRequest
 
 
 def request(name, verb="allreduce", shape=(2,), dtype="float32", repeats=True, **options):
-    return Request(verb, name, ((dtype, shape),), tuple(options.items()), repeats)
+    return OpRequest(verb, name, ((dtype, shape),), tuple(options.items()), repeats)
 
 
-JOIN = Request("join", "join", repeats=False)
+JOIN = OpRequest("join", "join", repeats=False)
 
 
 class Ranks:
@@ -151,7 +151,7 @@ def test_names_of_ranks_are_those_of_the_members():
 def test_a_name_that_waits_may_not_be_asked_for_again():
     ranks = Ranks(1)
     ranks.submit(0, request("x"))
-    with pytest.raises(ValueError, match="allgather 'x': an operation of this name is waiting already"):
+    with pytest.raises(ValueError, match="allgather 'x': an operation of this name is in flight already"):
         ranks.submit(0, request("x", verb="allgather"))
     assert ranks.launched() == ["x"]
     ranks.submit(0, request("x"))
@@ -188,12 +188,12 @@ def test_joined_ranks_count_as_having_asked_for_everything():
     for rank, root in ((0, 2), (1, 2)):
         ranks.submit(rank, request("from it", root=root))
     (response,) = ranks.cycle()
-    assert response.reason == "its root, rank 2, has joined: it has no data to give"
+    assert response.reason == "its root, rank 2, has joined and has no data"
     ranks.submit(1, JOIN)
     assert ranks.cycle() == []
     ranks.submit(0, JOIN)
     (response,) = ranks.cycle()
-    assert isinstance(response, Joined) and response.last == 0
+    assert isinstance(response, JoinEnd) and response.last == 0
     for rank in range(3):  # and on it goes
         ranks.submit(rank, request("known"))
     assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", frozenset())]
@@ -207,7 +207,7 @@ def test_ranks_that_join_at_once_launch_nothing():
     for rank in range(2):
         ranks.submit(rank, JOIN)
     (response,) = ranks.cycle()
-    assert isinstance(response, Joined) and response.last == 1
+    assert isinstance(response, JoinEnd) and response.last == 1
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -222,7 +222,7 @@ def test_what_is_given_up_fails_wherever_it_waits(known):
     ranks.submit(2, request("other"))
     assert ranks.launched() == []
     (response,) = ranks.cycle(expired={0: ["x"]})
-    assert response.late and response.reason == "not asked for by rank 2; rank 2 waits for 'other'"
+    assert response.late and response.reason == "not submitted by rank 2; rank 2 waits for 'other'"
     assert [list(each.waiting) for each in ranks.ranks] == [[], [], ["other"]]
     for rank in range(3):
         ranks.submit(rank, request("x"))
@@ -317,7 +317,7 @@ def test_a_restart_that_is_given_up_fails_no_more_operations():
     ranks.submit(1, RESTART)
     ranks.cycle()
     (response,) = ranks.cycle(expired={1: ["elastic.run"]})
-    assert response.late and response.reason == "not asked for by rank 0; rank 0 waits for nothing"
+    assert response.late and response.reason == "not submitted by rank 0; rank 0 waits for nothing"
     ranks.submit(0, request("x"))
     assert ranks.launched() == []
     ranks.submit(1, request("x"))

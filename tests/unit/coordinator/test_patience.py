@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.coordinator.patience import Patience
+from commlib.coordinator.stall_inspector import StallInspector
 
 
 def waiting(**waited: float) -> dict[str, Any]:
@@ -19,18 +19,18 @@ def waiting(**waited: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("patience", "expected"),
     [
-        (Patience(warning=60, timeout=0), {"oldest": False, "old": False}),  # never too long
-        (Patience(warning=60, timeout=90), {"oldest": True, "old": False}),
-        (Patience(warning=60, timeout=30), {"oldest": True, "old": True, "middle": True}),
-        (Patience(warning=1000, timeout=0), {}),
+        (StallInspector(warning=60, timeout=0), {"oldest": False, "old": False}),  # never too long
+        (StallInspector(warning=60, timeout=90), {"oldest": True, "old": False}),
+        (StallInspector(warning=60, timeout=30), {"oldest": True, "old": True, "middle": True}),
+        (StallInspector(warning=1000, timeout=0), {}),
     ],
 )
-def test_what_is_overdue(patience: Patience, expected: dict[str, bool]) -> None:
+def test_what_is_overdue(patience: StallInspector, expected: dict[str, bool]) -> None:
     assert patience.overdue(waiting(oldest=100, old=70, middle=40, young=1)) == expected
 
 
 def test_a_warning_is_given_once_and_an_end_in_spite_of_it() -> None:
     operations = waiting(old=70)
     operations["old"].warned = True
-    assert Patience(warning=60, timeout=0).overdue(operations) == {}
-    assert Patience(warning=60, timeout=65).overdue(operations) == {"old": True}
+    assert StallInspector(warning=60, timeout=0).overdue(operations) == {}
+    assert StallInspector(warning=60, timeout=65).overdue(operations) == {"old": True}

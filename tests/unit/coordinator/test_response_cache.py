@@ -1,11 +1,11 @@
 """The response cache: bits are given out, kept and taken back by rule."""
 
-from commlib.coordinator.request import Request
+from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.response_cache import ResponseCache
 
 
 def request(name, verb="allreduce"):
-    return Request(verb, name)
+    return OpRequest(verb, name)
 
 
 def test_bits_are_the_lowest_that_are_free():

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from commlib.config.settings import Config
-from commlib.cost.chooser import Choice, Chooser, Kind, Tuning, usual_machine
+from commlib.cost.chooser import Choice, Chooser, LinkKind, Tuning, usual_machine
 from commlib.cost.model import DEFAULT, ETHERNET, Machine, best
-from commlib.cost.records import MOST_SEGMENTS, Entry, Fitted, Measured
+from commlib.cost.records import MOST_SEGMENTS, Entry, FittedMachine, MeasuredTime
 from commlib.cost.table import Table
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms, verbs
+from commlib.schedule import LinkCost, algorithms, verbs
 
-SLOW = Machine(Link(1e-6, 1e-9), Link(1e-4, 1e-8), 1e-9)
+SLOW = Machine(LinkCost(1e-6, 1e-9), LinkCost(1e-4, 1e-8), 1e-9)
 
 
 @pytest.mark.parametrize("verb", verbs())
 @pytest.mark.parametrize(("kind", "sharing"), [("node", 1), ("network", 1), ("network", 8)])
-def test_the_model_s_choice_is_the_fastest_it_predicts(verb: str, kind: Kind, sharing: int) -> None:
+def test_the_model_s_choice_is_the_fastest_it_predicts(verb: str, kind: LinkKind, sharing: int) -> None:
     chooser = Chooser(DEFAULT)
-    link = DEFAULT.node if kind == "node" else Link(DEFAULT.network.alpha, DEFAULT.network.beta * sharing)
+    link = DEFAULT.node if kind == "node" else LinkCost(DEFAULT.network.alpha, DEFAULT.network.beta * sharing)
     for size in (1, 2, 7, 16):
         for nbytes in (1, 4096, 1 << 20, 1 << 26):  # powers of two: nothing is rounded
             choice = chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing)
@@ -57,7 +57,7 @@ def test_algorithms_are_ranked_by_the_power_of_two_and_segments_by_the_size() ->
 def test_only_what_is_allowed_is_chosen() -> None:
     chooser = Chooser(DEFAULT)
     assert chooser.choose("all_reduce", 8, 8, kind="node", among=("ring", "native")).algorithm == "ring"
-    with pytest.raises(UsageError, match="none of native is an algorithm of all_reduce that has a schedule; those are"):
+    with pytest.raises(UsageError, match="all_reduce: none of native has a schedule; expected one of"):
         chooser.choose("all_reduce", 8, 8, kind="node", among=("native",))
 
 
@@ -80,16 +80,16 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 # The table
 
 TIMES = (
-    Measured(1024, "node", 0, 1e-6),
-    Measured(1024, "ring", 3, 2e-6),
-    Measured(1 << 26, "double_tree", 0, 1e-3),
+    MeasuredTime(1024, "node", 0, 1e-6),
+    MeasuredTime(1024, "ring", 3, 2e-6),
+    MeasuredTime(1 << 26, "double_tree", 0, 1e-3),
 )
 TABLE = Table(
     (
         Entry("all_reduce", 1, 4, "", "any", TIMES),
-        Entry("all_reduce", 4, 2, "", "any", (Measured(1024, "bruck", 0, 5e-6),)),
+        Entry("all_reduce", 4, 2, "", "any", (MeasuredTime(1024, "bruck", 0, 5e-6),)),
     ),
-    (Fitted("", SLOW.node, SLOW.network, SLOW.gamma),),
+    (FittedMachine("", SLOW.node, SLOW.network, SLOW.gamma),),
 )
 
 
@@ -122,7 +122,7 @@ def test_segments_that_the_table_leaves_open_are_the_model_s() -> None:
 
 def test_no_segment_of_a_table_is_empty() -> None:
     """An entry stands for all smaller data too; in a pipeline of 10^9 segments 8 bytes took for ever."""
-    entry = Entry("all_reduce", 1, 4, "", "any", (Measured(1 << 20, "double_tree", MOST_SEGMENTS, 1e-3),))
+    entry = Entry("all_reduce", 1, 4, "", "any", (MeasuredTime(1 << 20, "double_tree", MOST_SEGMENTS, 1e-3),))
     chooser = Chooser(SLOW, Table((entry,)))
     assert chooser.choose("all_reduce", 4, 8, kind="node").segments == 8
     assert chooser.choose("all_reduce", 4, 1 << 20, kind="node").segments == MOST_SEGMENTS
@@ -133,7 +133,7 @@ def test_no_segment_of_a_table_is_empty() -> None:
 @pytest.mark.parametrize("gamma", [0.0, 5e-324, 1.0])
 def test_every_machine_that_a_table_may_hold_has_a_fastest_algorithm(alpha: float, beta: float, gamma: float) -> None:
     """sqrt(gamma c / alpha) was rounded before it was bounded: OverflowError."""
-    chooser = Chooser(Machine(Link(alpha, beta), Link(alpha, beta), gamma))
+    chooser = Chooser(Machine(LinkCost(alpha, beta), LinkCost(alpha, beta), gamma))
     for verb in ("all_reduce", "all_gather", "broadcast"):
         for nbytes in (0, 1, 1 << 34):
             assert chooser.choose(verb, 4, nbytes, kind="network").algorithm
@@ -148,7 +148,7 @@ class Settings:
 
 
 def test_a_tuning_travels_unchanged() -> None:
-    for tuning in (Tuning(), Tuning(Machine(Link(0.1, 1 / 3), Link(2 / 3, 1e-300), 1 / 7), TABLE)):
+    for tuning in (Tuning(), Tuning(Machine(LinkCost(0.1, 1 / 3), LinkCost(2 / 3, 1e-300), 1 / 7), TABLE)):
         assert Tuning.from_bytes(tuning.to_bytes()) == tuning
 
 
@@ -159,7 +159,7 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlib.cost.chooser.usual_machine", lambda: DEFAULT)
     assert Tuning.load(Settings("")) == Tuning()
     foreign = Entry("all_reduce", 1, 8, "Some MPI 1.0", "any", TIMES)
-    mixed = Table((*TABLE.entries, foreign), (Fitted("Some MPI 1.0", None, None, 1.0), *TABLE.machines))
+    mixed = Table((*TABLE.entries, foreign), (FittedMachine("Some MPI 1.0", None, None, 1.0), *TABLE.machines))
     mixed.save(tmp_path / "commlib" / "tuning.json")
     assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
     assert Tuning.load(Config()) == Tuning(SLOW, TABLE)
@@ -182,7 +182,7 @@ def test_a_table_that_others_can_change_is_used_only_where_it_is_named(
     assert Tuning.load(Settings("")) == Tuning(usual_machine())
     (record,) = caplog.records
     reason = f"{tmp_path / 'cache'} may be written by everyone (chmod go-w {tmp_path / 'cache'})"
-    assert f"the tuning table {file} is not used: {reason}. COMMLIB_TUNING_FILE={file} uses" in record.getMessage()
+    assert f"the tuning table {file} is ignored: {reason}. Set COMMLIB_TUNING_FILE={file} to use" in record.getMessage()
     assert Tuning.load(Settings(str(file))) == Tuning(SLOW, TABLE)
     (tmp_path / "cache").chmod(0o755)
     assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
@@ -228,7 +228,7 @@ def test_on_a_slow_link_messages_travel_at_once(verb, best):
 
 def test_times_of_ways_of_devices() -> None:
     """The fastest first; nothing for what was not measured, and nothing of it decides for the host."""
-    fast, slow = Measured(1024, "nccl", 0, 1e-5), Measured(1024, "host", 0, 2e-5)
+    fast, slow = MeasuredTime(1024, "nccl", 0, 1e-5), MeasuredTime(1024, "host", 0, 2e-5)
     chooser = Chooser(table=Table((Entry("all_reduce", 1, 4, "", "any", (fast, slow), "cuda"),)))
     assert chooser.measured("all_reduce", 1, 4, 1000, device="cuda") == (fast, slow)
     assert not chooser.measured("all_reduce", 1, 4, 1025, device="cuda")

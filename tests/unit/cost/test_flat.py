@@ -6,9 +6,9 @@ import pytest
 
 from commlib.cost.flat import predict_flat
 from commlib.cost.model import Machine, best, predict
-from commlib.schedule import Link, algorithms, estimate, find, nodes, verbs
+from commlib.schedule import LinkCost, algorithms, estimate, find, nodes, verbs
 
-MACHINE = Machine(Link(2e-6, 1e-10), Link(2e-5, 2e-10), 1e-10)
+MACHINE = Machine(LinkCost(2e-6, 1e-10), LinkCost(2e-5, 2e-10), 1e-10)
 N = 1 << 14
 IN_STEP = [
     (verb, name)
@@ -22,7 +22,7 @@ IN_STEP = [
 @pytest.mark.parametrize(("count", "per_node"), [(2, 2), (4, 2), (2, 4), (4, 4)])
 def test_equals_the_simulation_where_the_card_is_no_bound(verb: str, name: str, count: int, per_node: int) -> None:
     """The simulation knows no cards, so here bytes cost nothing on the network, and messages more than in a node."""
-    machine = Machine(Link(2e-6, 0.0), Link(2e-5, 0.0), 1e-10)
+    machine = Machine(LinkCost(2e-6, 0.0), LinkCost(2e-5, 0.0), 1e-10)
     links = nodes(per_node, machine.node, machine.network)
     simulated = estimate(verb, name, count * per_node, N, links, gamma=machine.gamma).time
     bound = 0.35 if name == "direct" else 1e-9  # a port that waits for a slow message may have a fast one to carry
@@ -53,7 +53,7 @@ def test_at_large_distances_all_ranks_of_a_node_share_its_card() -> None:
 
 def test_the_card_carries_all_that_leaves_a_node() -> None:
     """On 3 nodes of 4 each of 4 ranks sends a chunk to each of 8 ranks elsewhere."""
-    machine = Machine(Link(0.0, 0.0), Link(0.0, 1e-9), 0.0)
+    machine = Machine(LinkCost(0.0, 0.0), LinkCost(0.0, 1e-9), 0.0)
     expected = 4 * 8 * (N / 12) * 1e-9
     assert predict_flat("all_to_all", "pairwise", 3, 4, N, machine) == pytest.approx(expected)
     idle = (11 + 11 // 3) / 11
@@ -67,6 +67,6 @@ def test_one_node_and_one_rank_per_node(verb: str, name: str) -> None:
 
 
 def test_trees_pay_the_worse_link() -> None:
-    machine = Machine(Link(2e-6, 4e-10), Link(2e-5, 2e-10), 1e-10)
-    expected = predict("broadcast", "binomial_tree", 8, N, Link(2e-5, 4e-10), 1e-10)
+    machine = Machine(LinkCost(2e-6, 4e-10), LinkCost(2e-5, 2e-10), 1e-10)
+    expected = predict("broadcast", "binomial_tree", 8, N, LinkCost(2e-5, 4e-10), 1e-10)
     assert predict_flat("broadcast", "binomial_tree", 2, 4, N, machine) == pytest.approx(expected)

@@ -7,9 +7,9 @@ import pytest
 from commlib.cost.hierarchical import HIERARCHICAL, RAIL_BYTES, predict_hierarchical
 from commlib.cost.model import Machine, best
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms, verbs
+from commlib.schedule import LinkCost, algorithms, verbs
 
-MACHINE = Machine(Link(2e-6, 1e-10), Link(1e-5, 2e-10), 3e-11)
+MACHINE = Machine(LinkCost(2e-6, 1e-10), LinkCost(1e-5, 2e-10), 3e-11)
 N = 8 * RAIL_BYTES  # enough for 8 rails
 
 
@@ -25,7 +25,7 @@ N = 8 * RAIL_BYTES  # enough for 8 rails
 )
 def test_four_nodes_of_eight_ranks(verb: str, name: str, across: float, in_node: float) -> None:
     """Eight rails share each card; in the node the ranks meet twice."""
-    _, network = best(verb, name, 4, across * N, Link(1e-5, 8 * 2e-10), 3e-11)
+    _, network = best(verb, name, 4, across * N, LinkCost(1e-5, 8 * 2e-10), 3e-11)
     expected = 2 * 2e-6 + in_node * N * 3e-11 + network
     assert predict_hierarchical(verb, name, 4, 8, N, MACHINE) == pytest.approx(expected)
 
@@ -53,7 +53,7 @@ def test_one_rank_per_node_has_no_hierarchy(verb: str) -> None:
 
 def test_verbs_without_a_hierarchy() -> None:
     for verb in set(verbs()) - set(HIERARCHICAL):
-        with pytest.raises(UsageError, match=f"{verb} has no hierarchical form; those that have are all_reduce"):
+        with pytest.raises(UsageError, match=f"{verb} has no hierarchical form; expected one of all_reduce"):
             predict_hierarchical(verb, algorithms(verb)[0], 2, 2, 1, MACHINE)
 
 

@@ -24,7 +24,7 @@ from commlib.cost.model import (
     simulated_messages,
 )
 from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms, estimate, find, verbs
+from commlib.schedule import LinkCost, algorithms, estimate, find, verbs
 
 ALL = [(verb, name) for verb in verbs() for name in algorithms(verb)]
 every_algorithm = pytest.mark.parametrize(("verb", "name"), ALL, ids=[f"{verb}-{name}" for verb, name in ALL])
@@ -32,15 +32,15 @@ every_algorithm = pytest.mark.parametrize(("verb", "name"), ALL, ids=[f"{verb}-{
 N = 1e6
 # Messages all latency, all bandwidth, and mixed; combining free, cheap, and dear.
 MACHINES = [
-    (Link(1.0, 0.0), 0.0),
-    (Link(0.0, 1e-10), 1.5e-10),
-    (Link(1e-5, 1e-10), 3e-11),
-    (Link(1e-6, 1e-9), 1e-9),
-    (Link(1e-6, 1e-10), 1e-8),
+    (LinkCost(1.0, 0.0), 0.0),
+    (LinkCost(0.0, 1e-10), 1.5e-10),
+    (LinkCost(1e-5, 1e-10), 3e-11),
+    (LinkCost(1e-6, 1e-9), 1e-9),
+    (LinkCost(1e-6, 1e-10), 1e-8),
 ]
 
 
-def check(verb: str, name: str, size: int, segments: int, link: Link, gamma: float) -> None:
+def check(verb: str, name: str, size: int, segments: int, link: LinkCost, gamma: float) -> None:
     simulated = estimate(verb, name, size, N, link, gamma=gamma, segments=segments).time
     predicted = predict(verb, name, size, N, link, gamma, segments=segments)
     bound = (
@@ -71,13 +71,13 @@ def test_equals_the_simulation_of_more_ranks(verb: str, name: str) -> None:
 @pytest.mark.parametrize(("verb", "name"), [key for key in lockstep.FORMULAS if key not in APPROXIMATE])
 def test_formulas_equal_the_rounds_that_they_stand_for(verb: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 2, 3, 8, 13, 100):
-        lockstep.walks.cache_clear()
-        written = lockstep.walks(verb, name, size, 1)[0]
+        lockstep.rank_steps.cache_clear()
+        written = lockstep.rank_steps(verb, name, size, 1)[0]
         with monkeypatch.context() as context:
             context.delitem(lockstep.FORMULAS, (verb, name))
-            lockstep.walks.cache_clear()
-            walked = lockstep.walks(verb, name, size, 1)[0]
-        lockstep.walks.cache_clear()
+            lockstep.rank_steps.cache_clear()
+            walked = lockstep.rank_steps(verb, name, size, 1)[0]
+        lockstep.rank_steps.cache_clear()
         for field in ("messages", "chunks", "combined", "copied"):
             one, other = (sum(step.times * getattr(step, field) for step in steps) for steps in (written, walked))
             assert one == other, (size, field)
@@ -97,14 +97,14 @@ def test_sixteen_thousand_ranks(verb: str, name: str) -> None:
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_a_segmented_ring_hides_combining_behind_transfers(segments: int) -> None:
     """Each round: B alpha + beta c + gamma c / B, as `segments_for` has it; the second half combines nothing."""
-    link, gamma, c = Link(1e-5, 1e-9), 5e-10, N / 8
+    link, gamma, c = LinkCost(1e-5, 1e-9), 5e-10, N / 8
     expected = 14 * (segments * link.alpha + c * link.beta) + 7 * c * gamma / segments
     assert predict("all_reduce", "ring", 8, N, link, gamma, segments=segments) == pytest.approx(expected)
 
 
 def test_copies_within_a_rank_hide_behind_nothing() -> None:
     once, thrice = (
-        predict("all_to_all", "bruck", 8, N, Link(0.0, 1e-10), 1e-10, segments=segments) for segments in (1, 3)
+        predict("all_to_all", "bruck", 8, N, LinkCost(0.0, 1e-10), 1e-10, segments=segments) for segments in (1, 3)
     )
     assert once == thrice
 
@@ -115,7 +115,7 @@ def round_time(segments: int, chunk: float, alpha: float, gamma: float) -> float
 
 @given(st.floats(1, 1e9), st.floats(1e-7, 1e-3), st.floats(1e-12, 1e-8))
 def test_segments_are_the_best_within_their_bounds(chunk: float, alpha: float, gamma: float) -> None:
-    chosen = segments_for(chunk, 3, Link(alpha, 1e-10), gamma)
+    chosen = segments_for(chunk, 3, LinkCost(alpha, 1e-10), gamma)
     if chunk <= LEAST_SEGMENT:
         assert chosen == 1
         return
@@ -130,11 +130,11 @@ def test_segments_are_the_best_within_their_bounds(chunk: float, alpha: float, g
     ("rounds", "gamma", "expected"), [(0, 1e-9, 1), (3, 0.0, 1), (3, 1e-9, 32)], ids=["no rounds", "nothing", "32"]
 )
 def test_without_combining_nothing_is_cut(rounds: int, gamma: float, expected: int) -> None:
-    assert segments_for(1 << 20, rounds, Link(1e-6, 1e-10), gamma) in (expected, 16)  # 16: pieces of 64 KiB
+    assert segments_for(1 << 20, rounds, LinkCost(1e-6, 1e-10), gamma) in (expected, 16)  # 16: pieces of 64 KiB
 
 
 def test_free_messages_are_cut_as_small_as_is_allowed() -> None:
-    assert segments_for(1 << 20, 1, Link(0.0, 1e-10), 1e-10) == 16
+    assert segments_for(1 << 20, 1, LinkCost(0.0, 1e-10), 1e-10) == 16
 
 
 @every_algorithm
@@ -147,7 +147,7 @@ def test_best_segments_are_no_worse_than_one(verb: str, name: str) -> None:
 
 def test_pipelines_are_cut_by_their_size() -> None:
     def segments(name: str, nbytes: int) -> int:
-        return best_segments("broadcast", name, 16, nbytes, Link(1e-5, 1e-10), 1e-10)
+        return best_segments("broadcast", name, 16, nbytes, LinkCost(1e-5, 1e-10), 1e-10)
 
     assert segments("chain", 1000) == 1
     assert segments("chain", 1 << 20) > 4
@@ -156,7 +156,7 @@ def test_pipelines_are_cut_by_their_size() -> None:
 
 def test_nothing_is_cut_whose_pieces_would_not_lie_side_by_side() -> None:
     """Recursive halving sends several chunks in a message; in an all-reduce they are one part of a block."""
-    link, gamma = Link(1e-6, 1e-10), 1e-9
+    link, gamma = LinkCost(1e-6, 1e-10), 1e-9
     assert best_segments("reduce_scatter", "recursive_halving", 8, 1 << 28, link, gamma) == 1
     assert best_segments("reduce_scatter", "ring", 8, 1 << 28, link, gamma) > 1
     assert best_segments("all_reduce", "halving_doubling", 8, 1 << 28, link, gamma) > 1
@@ -165,7 +165,7 @@ def test_nothing_is_cut_whose_pieces_would_not_lie_side_by_side() -> None:
 def test_segments_for_a_slow_link_are_smaller() -> None:
     """Open MPI's TCP reached 80 to 90 % of 1 Gbit/s with 1 MiB, 95 % below 64 KiB; a fast fabric needs 1 MiB."""
     assert largest_segment(DEFAULT.network) == LARGEST_SEGMENT
-    assert largest_segment(ETHERNET.network) == largest_segment(Link(1e-5, 1e-6)) == 60 << 10
+    assert largest_segment(ETHERNET.network) == largest_segment(LinkCost(1e-5, 1e-6)) == 60 << 10
     link, gamma = ETHERNET.network, ETHERNET.gamma
     nbytes = 1 << 26
     for name, size in (
@@ -183,7 +183,7 @@ def test_segments_for_a_slow_link_are_smaller() -> None:
 def test_large_messages_are_cut_for_the_memory_of_their_staging() -> None:
     """Although a message costs more than all combining, no piece is above the largest."""
     nbytes = 1 << 28
-    assert best_segments("all_reduce", "ring", 2, nbytes, Link(1.0, 1e-10), 1e-10) == nbytes / 2 / LARGEST_SEGMENT
+    assert best_segments("all_reduce", "ring", 2, nbytes, LinkCost(1.0, 1e-10), 1e-10) == nbytes / 2 / LARGEST_SEGMENT
 
 
 @pytest.mark.parametrize(

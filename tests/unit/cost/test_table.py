@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from commlib.cost.model import DEFAULT
-from commlib.cost.records import Entry, Fitted, Measured
+from commlib.cost.records import Entry, FittedMachine, MeasuredTime
 from commlib.cost.table import Table, default_path
 from commlib.errors import UsageError
 from commlib.folders import NotPrivateError
-from commlib.schedule import Link
+from commlib.schedule import LinkCost
 
 TIMES = (
-    Measured(2048, "ring", 0, 1e-5),
-    Measured(2048, "native", 0, 2e-5),
-    Measured(8192, "double_tree", 4, 3e-5),
+    MeasuredTime(2048, "ring", 0, 1e-5),
+    MeasuredTime(2048, "native", 0, 2e-5),
+    MeasuredTime(8192, "double_tree", 4, 3e-5),
 )
 ENTRY = Entry("all_reduce", 4, 8, "Open MPI 5.0", "any", TIMES)
-FITTED = Fitted("Open MPI 5.0", Link(5e-6, 1 / 3e9), None, 1.1e-10)
+FITTED = FittedMachine("Open MPI 5.0", LinkCost(5e-6, 1 / 3e9), None, 1.1e-10)
 TABLE = Table((ENTRY,), (FITTED,))
 
 
@@ -58,11 +58,11 @@ def test_new_measurements_replace_those_of_the_same_place_only() -> None:
     other_library = Entry("all_reduce", 4, 8, "MPICH 5.0", "any", TIMES)
     other_place = Entry("all_reduce", 1, 8, "Open MPI 5.0", "any", TIMES)
     again = Entry("all_reduce", 4, 8, "Open MPI 5.0", "any", TIMES[:1])
-    old = Table((ENTRY, other_library), (Fitted("Open MPI 5.0", Link(1, 1), Link(2, 2), 3.0),))
+    old = Table((ENTRY, other_library), (FittedMachine("Open MPI 5.0", LinkCost(1, 1), LinkCost(2, 2), 3.0),))
     both = old.updated(Table((again, other_place), (FITTED,)))
     assert set(both.entries) == {again, other_library, other_place}
     # A run on one node cannot measure the network: what is known of it stays.
-    assert both.machines == (Fitted("Open MPI 5.0", FITTED.node, Link(2, 2), FITTED.gamma),)
+    assert both.machines == (FittedMachine("Open MPI 5.0", FITTED.node, LinkCost(2, 2), FITTED.gamma),)
     assert both.of_library("MPICH 5.0") == Table((other_library,), ())
 
 
@@ -94,7 +94,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "has format 2, this version reads 1: run 'commlib tune' again"),
+        ("format", 2, "has format 2, but this version reads 1: run 'commlib tune' again"),
         ("entries", {}, "expected a list 'entries', got {}"),
         ("entries.0", 7, r"entries\[0\]: expected an object, got 7"),
         ("entries.0.verb", "all_shrink", "no collective is called 'all_shrink'"),

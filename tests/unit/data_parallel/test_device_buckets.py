@@ -12,8 +12,8 @@ from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.config.settings import Config
-from commlib.data_parallel import Engine, Parameter, make_buckets
-from commlib.data_parallel.compressed import CompressedPlans
+from commlib.data_parallel import BucketReducer, Parameter, make_buckets
+from commlib.data_parallel.compressed_plans import CompressedPlans
 from commlib.data_parallel.memory import BucketMemory
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
@@ -28,7 +28,7 @@ CONFIG = Config(timeout=20, staging_kib=1)
 
 
 def engine_of(comm, specs=SPECS):
-    return Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+    return BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
 
 
 def put(engine, parameter, values):
@@ -102,7 +102,7 @@ def test_buckets_move_aside_and_back():
         for aside in (True, False):
             for index in range(2):
                 engine.move(index, aside=aside)
-                assert engine.is_aside(index) == aside
+                assert engine.is_private(index) == aside
             put(engine, 0, np.full(5, comm.rank, np.float32))
             put(engine, 1, np.full(300, comm.rank, np.float32))
             engine.finish(range(2))
@@ -155,7 +155,7 @@ def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
             ]
             compression = GradientCompression(comm, scheme, within_node=True)
             plans = CompressedPlans(comm, compression, list(shapes.items())).start()
-            engine = Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY), plans)
+            engine = BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY), plans)
             values = []
             for step in range(4):
                 engine.move(step % 2, aside=step > 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import Engine, Parameter, make_buckets, overlap_pays
+from commlib.data_parallel import BucketReducer, Parameter, make_buckets, overlap_pays
 from commlib.data_parallel.buckets import Bucket
 from tests.bodies import loopback
 
@@ -21,7 +21,7 @@ TINY = 64 / 2**20
 @pytest.mark.parametrize("early", [0, 1, 3])
 def test_mean_of_slots(size: int, early: int) -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         assert len(engine.buckets) == 3
         for _ in range(2):
             for parameter, spec in enumerate(SPECS):
@@ -45,10 +45,10 @@ def test_mean_of_slots(size: int, early: int) -> None:
 
 @pytest.mark.parametrize("cached_bytes", [0, 1 << 20])
 def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlib.data_parallel.engine.CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr("commlib.data_parallel.bucket_reducer.CACHED_BYTES", cached_bytes)
 
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         for parameter, spec in enumerate(SPECS):
             gradient = np.arange(spec.count) + 10.0 * parameter + comm.rank
             engine.write(parameter, gradient.ctypes.data)
@@ -63,7 +63,7 @@ def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_unused_contributes_zeros_and_flags_tell_who_used_what(size: int) -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS))
+        engine = BucketReducer(comm, make_buckets(SPECS))
         for parameter in range(3):
             engine.slot(parameter)[:] = 6.0
         # a on every rank, b on the last rank, c on none
@@ -81,7 +81,7 @@ def test_unused_contributes_zeros_and_flags_tell_who_used_what(size: int) -> Non
 
 def test_one_rank_reduces_nothing() -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS))
+        engine = BucketReducer(comm, make_buckets(SPECS))
         engine.launch(0)
         engine.finish(range(0))
         assert comm.log == []
@@ -91,7 +91,7 @@ def test_one_rank_reduces_nothing() -> None:
 
 def test_nothing_launched_early_needs_no_other_thread() -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         engine.finish(range(3))
         assert [how for how, _ in comm.log] == ["inline"] * 3
         comm.log.clear()
@@ -107,7 +107,7 @@ def test_a_failed_reduction_is_raised_and_leaves_nothing_in_flight() -> None:
     def rank(comm: FakeComm) -> None:
         # Rank 1's buckets have other sizes: the fake communicator refuses to add them.
         specs = SPECS if comm.rank == 0 else [Parameter("a", 50, "float64", 8), *SPECS[1:]]
-        engine = Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         engine.launch(0)
         with pytest.raises(RuntimeError, match="different buckets"):
             engine.finish(range(1, 3))
@@ -118,7 +118,7 @@ def test_a_failed_reduction_is_raised_and_leaves_nothing_in_flight() -> None:
 
 def test_sum_is_a_reduction_too() -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets([Parameter("a", 2, "float32", 4, "sum")]))
+        engine = BucketReducer(comm, make_buckets([Parameter("a", 2, "float32", 4, "sum")]))
         engine.slot(0)[:] = 1.5
         engine.finish(range(1))
         assert engine.slot(0).tolist() == [4.5, 4.5]
@@ -155,7 +155,7 @@ def test_groups_of_ranks(kind: str) -> None:
 
     def rank(comm: Communicator) -> None:
         groups = {"": comm, "pairs": split(comm, comm.rank // 2), "alone": split(comm, comm.rank)}
-        engine = Engine(groups if kind == "mapping" else groups.__getitem__, make_buckets(specs))
+        engine = BucketReducer(groups if kind == "mapping" else groups.__getitem__, make_buckets(specs))
         assert [bucket.axis for bucket in engine.buckets] == ["alone", "", "pairs"]
         assert [plan is None for plan in engine.plans] == [True, False, comm.rank == 2]
         for early in (0, 2):
@@ -177,7 +177,7 @@ def test_groups_of_ranks(kind: str) -> None:
 def test_scale_is_for_values_and_not_for_flags(size: int) -> None:
     def rank(comm: FakeComm) -> None:
         specs = [Parameter("a", 3, "float64", 8, scale=-2.0), Parameter("b", 2, "float64", 8, scale=-2.0)]
-        engine = Engine(comm, make_buckets(specs))
+        engine = BucketReducer(comm, make_buckets(specs))
         engine.slot(0)[:] = 1.5
         engine.finish(range(1), {1})
         assert set(engine.slot(0)) == {-3.0}
@@ -206,7 +206,7 @@ def test_plans_of_the_callers(early: int) -> None:
             plain = bucket.parameters == (0,)
             return (FakePlan if plain else Compressed)(comm, array, "sum")
 
-        engine = Engine(comm, make_buckets(SPECS[:2], first_bucket_mib=TINY, bucket_cap_mib=TINY), make)
+        engine = BucketReducer(comm, make_buckets(SPECS[:2], first_bucket_mib=TINY, bucket_cap_mib=TINY), make)
         for turn in (1, 2):
             for parameter in range(2):
                 engine.slot(parameter)[:] = 1
@@ -226,13 +226,13 @@ def test_a_bucket_moves_and_what_it_had_stays_where_it_was(size: int) -> None:
     """Whoever still looks at old gradients sees no new ones; one rank may move what the others do not."""
 
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         bucket = next(bucket.index for bucket in engine.buckets if 1 in bucket.parameters)
         home, kept = engine.slot(1).ctypes.data, []
         for turn in range(4):
             if comm.rank == 0:
                 engine.move(bucket, aside=turn < 3)
-                assert engine.is_aside(bucket) == (turn < 3)
+                assert engine.is_private(bucket) == (turn < 3)
             kept.append(engine.slot(1))
             for parameter in range(3):
                 engine.slot(parameter)[:] = turn + comm.rank
@@ -249,7 +249,7 @@ def test_a_bucket_moves_and_what_it_had_stays_where_it_was(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_that_are_sent(size: int) -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets([Parameter("a", 250, "float16", 2, native_itemsize=4)]))
+        engine = BucketReducer(comm, make_buckets([Parameter("a", 250, "float16", 2, native_itemsize=4)]))
         assert engine.buckets[0].nbytes == 576  # 512 for the values, 64 for the flag
         engine.finish(range(1))
         assert engine.statistics.sent_bytes == {1: 0, 2: 576, 3: 768, 4: 864}[size]
@@ -260,7 +260,7 @@ def test_bytes_that_are_sent(size: int) -> None:
 
 def test_what_ran_while_nobody_waited_is_hidden() -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         engine.finish(range(3))
         assert engine.statistics.hidden_seconds == 0  # in this thread
         engine.launch(0)
@@ -276,7 +276,7 @@ def test_prefetch_runs_behind_the_reductions_and_is_waited_for(size: int) -> Non
     """As for parameters that are gathered after a step: in launch order, each awaited by who needs it first."""
 
     def rank(comm: Communicator) -> None:
-        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         arrays = [comm.empty((3000,), "float64") for _ in range(3)]
         plans = [comm.plan_all_reduce(array, "sum", out=array) for array in arrays]
         for turn in range(3):
@@ -301,7 +301,7 @@ def test_prefetch_runs_behind_the_reductions_and_is_waited_for(size: int) -> Non
 
 def test_a_failed_prefetch_is_raised_once() -> None:
     def rank(comm: FakeComm) -> None:
-        engine = Engine(comm, make_buckets(SPECS))
+        engine = BucketReducer(comm, make_buckets(SPECS))
         odd = [FakePlan(comm, np.zeros(2 + comm.rank), "sum"), FakePlan(comm, np.ones(2), "sum")]
         engine.prefetch(odd)
         with pytest.raises(RuntimeError, match="different buckets"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options
+from commlib.data_parallel import Gradient, GradientReducer, Options, OrderedRanks
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.errors import MismatchError, UsageError
 from tests.bodies import loopback
@@ -38,7 +38,7 @@ def reducer_of(comm: Communicator, gradients: Sequence[Gradient] = GRADIENTS, **
     axes = options.pop("axes", None)
     values = ArrayValues(gradients)
     options = {"bucket_cap_mib": TINY, "first_bucket_mib": TINY, "overlap": True, **options}
-    return GradientReducer(InOrder(comm, axes), gradients, values, Options(**options), **more), values
+    return GradientReducer(OrderedRanks(comm, axes), gradients, values, Options(**options), **more), values
 
 
 def backward(reducer: Any, values: Any, given: dict[int, np.ndarray], **end: Any) -> list[np.ndarray | None]:
@@ -209,7 +209,7 @@ def test_what_was_reduced_counts_once_along_every_axis(op: str, clears: bool) ->
     def rank(comm: Communicator) -> None:
         edp = comm.split(comm.rank % 2)
         values = Accumulating(gradients)
-        reducer = GradientReducer(InOrder(comm, {"edp": edp}), gradients, values, Options(op=op))
+        reducer = GradientReducer(OrderedRanks(comm, {"edp": edp}), gradients, values, Options(op=op))
         same = [r for r in range(4) if r % 2 == comm.rank % 2]
         since = 0
         for step in range(4):

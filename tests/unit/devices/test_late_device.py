@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from commlib.buffers.views import as_host
-from commlib.devices.arrays import device_of, empty_like, overlap, readable
+from commlib.devices.arrays import as_contiguous, device_of, empty_like, overlap
 from commlib.devices.host import HOST
 from commlib.devices.waiting import wait_for
 from commlib.errors import UsageError
@@ -154,7 +154,7 @@ def test_it_is_no_array_of_the_host():
 
 
 def test_arrays_of_a_device_are_cut_and_reshaped():
-    array = readable(LATE.put(np.arange(12, dtype=np.int16).reshape(4, 3)), "verb")
+    array = as_contiguous(LATE.put(np.arange(12, dtype=np.int16).reshape(4, 3)), "verb")
     part = array[1:3]
     assert (part.shape, part.nbytes, part.itemsize, len(part)) == ((2, 3), 12, 2, 2)
     assert part.reshape(-1).shape == (6,) and part.view(np.uint8).shape == (12,) and array[3:1].size == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from commlib.collectives.device.staging_queue import Station
+from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import MismatchError, StallError, UsageError
@@ -220,30 +220,30 @@ def reduce_once(comm):
 
 def test_a_missing_wait_of_the_host_is_seen(monkeypatch, slowly):
     run(2, reduce_once, config=CONFIG)
-    monkeypatch.setattr("commlib.collectives.device.staged.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 
 
 def test_a_missing_wait_for_the_callers_stream_is_seen(monkeypatch, slowly):
-    plain = Station.run
+    plain = StagingQueue.run
 
     def hasty(self, text, run, x, ready, target):
         return plain(self, text, run, x, self.device.stream().record(), target)
 
-    monkeypatch.setattr(Station, "run", hasty)
+    monkeypatch.setattr(StagingQueue, "run", hasty)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 
 
 def test_a_missing_wait_for_the_result_is_seen(monkeypatch, slowly):
-    plain = Station.run
+    plain = StagingQueue.run
 
     def hasty(self, text, run, x, ready, target):
         value, _ = plain(self, text, run, x, ready, target)
         return value, self.device.stream().record()
 
-    monkeypatch.setattr(Station, "run", hasty)
+    monkeypatch.setattr(StagingQueue, "run", hasty)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 
@@ -252,7 +252,7 @@ def test_host_and_device_do_not_mix():
     def check(comm):
         late, here = LATE.put(np.ones(3)), np.ones(3)
         for x, out in ((late, here), (here, late)):
-            with pytest.raises(UsageError, match="pass arrays of one device"):
+            with pytest.raises(UsageError, match="pass arrays on one device"):
                 comm.all_reduce(x, out=out)
         with pytest.raises(UsageError, match=r"out has shape \(2,\)"):
             comm.all_reduce(late, out=LATE.empty((2,), "float64"))
@@ -311,7 +311,7 @@ def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
         comm.close()
 
     run(1, check, config=replace(CONFIG, timeout=0.5))
-    assert "late still works after 0.2 s" in caplog.text
+    assert "late has queued work left after 0.2 s" in caplog.text
 
 
 def test_closing_waits_for_what_is_under_way(slowly):

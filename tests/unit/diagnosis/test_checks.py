@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commlib.diagnosis.checks import CHECKS, problems
-from commlib.diagnosis.facts import Job, Link, Network, Rank, Start
+from commlib.diagnosis.facts import JobFacts, LaunchFacts, MeasuredLink, NetworkFacts, RankFacts
 from commlib.diagnosis.problem import ERROR, NOTE, WARNING, Problem
 from tests.inputs.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
 
@@ -23,7 +23,7 @@ def at(**changes: Any) -> Any:
     return lambda rank: replace(rank, host=replace(rank.host, **changes))
 
 
-def only(found: Job) -> Problem:
+def only(found: JobFacts) -> Problem:
     """Return what is wrong, which must be one thing."""
     (problem,) = problems(found)
     return problem
@@ -79,7 +79,7 @@ def test_peer_reads_refused():
     assert yama.level == WARNING and "ptrace_scope is 1" in yama.what and "ptrace_scope=0" in yama.cure
     for mpi, scope in ((replace(MPICH, library="MPICH Version 4.0.2"), 0), (MPICH, 1)):  # these do not use it then
         refusing = [replace(at(yama=scope)(one), peer_reads=False) for one in job(2, mpi=mpi).ranks]
-        found = only(Job(tuple(refusing)))
+        found = only(JobFacts(tuple(refusing)))
         assert found.level == WARNING and "copied twice" in found.what
 
 
@@ -88,16 +88,18 @@ def test_a_small_dev_shm(mib, level):
     found = problems(job(2, at(shared_memory_free=mib << 20)))
     assert [problem.level for problem in found] == [level] * (level is not None)
     if found:
-        assert f"/dev/shm on a has {mib} MiB left for 2 ranks" in found[0].what and "--shm-size" in found[0].cure
+        assert f"/dev/shm on a has {mib} MiB free for 2 ranks" in found[0].what and "--shm-size" in found[0].cure
 
 
 def test_a_small_dev_shm_before_the_other_ranks_are_known():
-    alone = job(1, lambda one: replace(at(shared_memory_free=8 << 20)(one), start=Start("mpiexec", "PMI", 0, 4, 0, 4)))
-    assert only(alone).level == ERROR and "8 MiB left for 4 ranks" in only(alone).what
+    alone = job(
+        1, lambda one: replace(at(shared_memory_free=8 << 20)(one), start=LaunchFacts("mpiexec", "PMI", 0, 4, 0, 4))
+    )
+    assert only(alone).level == ERROR and "8 MiB free for 4 ranks" in only(alone).what
 
 
 def test_locked_memory_matters_where_there_is_a_fabric():
-    def low(one: Rank) -> Rank:
+    def low(one: RankFacts) -> RankFacts:
         return replace(one, limits={**one.limits, "memlock": 8 << 20})
 
     assert not problems(job(2, low))
@@ -128,8 +130,8 @@ def test_a_slow_start():
 def test_open_mpi_over_tcp():
     problem = only(on_hosts("aab"))
     assert "5 ms" in problem.what and "mpi_event_tick_rate 1" in problem.cure
-    measured = replace(on_hosts("aab"), network=Network(None, Link((0, 2), 0.00312, 1e9, 4096), {}))
-    assert only(measured).what.endswith("(here and now 3.12 ms)")
+    measured = replace(on_hosts("aab"), network=NetworkFacts(None, MeasuredLink((0, 2), 0.00312, 1e9, 4096), {}))
+    assert only(measured).what.endswith("(measured now: 3.12 ms)")
     assert not problems(on_hosts("aab", with_(environment={"OMPI_MCA_mpi_event_tick_rate": "1"})))
     assert not problems(on_hosts("aab", with_(mpi=MPICH)))
 
@@ -216,7 +218,7 @@ def test_many_of_a_kind_are_counted():
 
 def test_checks_say_what_they_look_for():
     assert all(one.__doc__ for one in CHECKS)
-    assert rank(0, 1).start == Start("mpirun", "PMIx", 0, 1)
+    assert rank(0, 1).start == LaunchFacts("mpirun", "PMIx", 0, 1)
 
 
 TERRIBLE = (  # jobs with every trap

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commlib.diagnosis.machine import LIMITS, read_host, read_limits
-from commlib.diagnosis.process import read_rank, steering
+from commlib.diagnosis.process import control_variables, read_rank
 
 FILES = {
     "proc/meminfo": "MemTotal:       16384000 kB\nMemFree: 1 kB\n",
@@ -85,7 +85,7 @@ def test_limits():
 def test_variables_that_steer():
     kept = {"OMPI_MCA_pml": "ob1", "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     noise = {"OMPI_MCA_ess_base_jobid": "1", "OMPI_COMM_WORLD_RANK": "0", "HOME": "/", "OMPI_MCA_PREFIXES": "x"}
-    assert steering(kept | noise) == kept
+    assert control_variables(kept | noise) == kept
 
 
 def test_this_process(monkeypatch):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from commlib.diagnosis.facts import Mpi
+from commlib.diagnosis.facts import MpiFacts
 from commlib.diagnosis.mpi import try_alone
 
 SAY = """
@@ -26,14 +26,14 @@ def tried(program: str, seconds: float = 20.0):
 def test_what_it_tells():
     mpi = {"library": "X", "file": "/x", "vendor": "", "abi": "mpich", "seconds": 0.5}
     found = tried(f"say(mpi={mpi}, peer_reads=True, failure='')")
-    assert found.mpi == Mpi("X", "/x", "", "mpich", seconds=0.5) and found.peer_reads is True and not found.failure
+    assert found.mpi == MpiFacts("X", "/x", "", "mpich", seconds=0.5) and found.peer_reads is True and not found.failure
 
 
 @pytest.mark.parametrize(
     "program, failure",
     [
         ("sys.exit('no such device')", "the process that started MPI ended with exit code 1: no such device"),
-        ("import os; os.kill(os.getpid(), 11)", "ended with SIGSEGV: it said nothing"),
+        ("import os; os.kill(os.getpid(), 11)", "ended with SIGSEGV: it printed nothing"),
         ("say(mpi=None, peer_reads=None, failure='it runs at SINGLE')", "it runs at SINGLE"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_process_that_dies_has_a_last_word():
     """MPICH dies of a bus error where /dev/shm is full."""
     done = watched(text="what is known", limit=20, sleeps="0); import os; os.kill(os.getpid(), 7")
     assert done.returncode == -7
-    assert "what is known\n- error: this process was ended while it was to sleep in MPI" in done.stderr
+    assert 'what is known\n- error: this process ended during the step "sleep in MPI"' in done.stderr
 
 
 def test_in_time():

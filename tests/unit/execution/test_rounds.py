@@ -11,8 +11,8 @@ import pytest
 
 from commlib.buffers.views import address_of
 from commlib.errors import TransportError
-from commlib.execution.reduce_op import ReduceOp
-from commlib.execution.rounds import Round, Rounds
+from commlib.execution.reduce_function import ReduceFunction
+from commlib.execution.rounds import MessageRound, Rounds
 from commlib.transport.base import MessageFunctions, WaitHook
 
 _Start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
@@ -69,10 +69,10 @@ class Setting:
         self.buffer, self.arrivals = np.zeros(3, np.float32), np.zeros((2, 3), np.float32)
         self.marks, self.mark = np.zeros(2, np.int64), np.array([5])
         self.library = Library(patience, self._arrive)
-        sums = ReduceOp("float32", "sum")
+        sums = ReduceFunction("float32", "sum")
         self._calls = [sums.bind([self.buffer, arrival], self.buffer) for arrival in self.arrivals]
         self.messages = [Messages(1, 2), Messages(3)]
-        rounds = [Round(m, [call.address]) for m, call in zip(self.messages, self._calls, strict=True)]
+        rounds = [MessageRound(m, [call.address]) for m, call in zip(self.messages, self._calls, strict=True)]
         self._written = np.array([address_of(self.marks), 2, address_of(self.mark)], np.int64)
         self.rounds = Rounds(rounds, self.library.functions, address_of(self._written), self.buffer)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import WINDOW, Region, execute
 from commlib.schedule import program
 from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
@@ -81,7 +81,7 @@ def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
         data = terms[end.rank].copy()
         steps = program("all_reduce", "recursive_doubling", end.rank, 5)
         region = [Region(data, even(1000, chunks)) for chunks in steps.regions]
-        execute(steps, [region], end, tag=3, on_wait=on_wait, reduce_op=ReduceOp("float32", "sum"))
+        execute(steps, [region], end, tag=3, on_wait=on_wait, reduce_op=ReduceFunction("float32", "sum"))
         results[end.rank] = data.tobytes()
 
     all_ranks(5, use)
@@ -144,7 +144,7 @@ def test_tags_keep_programs_apart(tag):
         def go(which):
             steps = program("all_reduce", "recursive_doubling", end.rank, 2)
             region = [Region(arrays[which], even(1, n)) for n in steps.regions]
-            execute(steps, [region], end, tag=tag + which, on_wait=on_wait, reduce_op=ReduceOp("float64", "sum"))
+            execute(steps, [region], end, tag=tag + which, on_wait=on_wait, reduce_op=ReduceFunction("float64", "sum"))
 
         threads = [threading.Thread(target=go, args=(which,)) for which in ((0, 1) if end.rank else (1, 0))]
         for thread in threads:
@@ -165,7 +165,7 @@ def test_blocks_run_at_once_and_give_what_one_gives(name, number):
         data = terms[end.rank].copy()
         steps = program("all_reduce", name, end.rank, 3)
         regions = [[Region(data, layout)] for layout in blocks(len(data), steps.regions[0], number)]
-        execute(steps, regions, end, tag=3, on_wait=on_wait, reduce_op=ReduceOp("float32", "sum"))
+        execute(steps, regions, end, tag=3, on_wait=on_wait, reduce_op=ReduceFunction("float32", "sum"))
         assert (data == terms.sum(axis=0)).all()
 
     all_ranks(3, use)
@@ -195,7 +195,7 @@ def test_no_more_blocks_are_under_way_than_the_window_allows():
         steps = program("all_reduce", "ring", end.rank, 4)
         regions = [[Region(data, layout)] for layout in blocks(len(data), 4, 20)]
         counting: Any = Counting(end)
-        execute(steps, regions, counting, tag=3, on_wait=on_wait, reduce_op=ReduceOp("float64", "sum"))
+        execute(steps, regions, counting, tag=3, on_wait=on_wait, reduce_op=ReduceFunction("float64", "sum"))
         assert (data == 6).all()
 
     all_ranks(4, use)
@@ -224,7 +224,9 @@ def test_many_operands_are_combined_at_once_and_rounded_once():
     def use(end):
         data = np.repeat(terms[end.rank], 6)
         steps = program("all_reduce", "direct", end.rank, 3)
-        execute(steps, [[Region(data, even(6, 3))]], end, tag=3, on_wait=on_wait, reduce_op=ReduceOp("float16", "sum"))
+        execute(
+            steps, [[Region(data, even(6, 3))]], end, tag=3, on_wait=on_wait, reduce_op=ReduceFunction("float16", "sum")
+        )
         assert (data == 2050).all()
 
     all_ranks(3, use)

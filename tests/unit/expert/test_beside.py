@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.expert.beside import Beside
-from commlib.expert.made import made_for
+from commlib.expert.side_stream import SideStream
+from commlib.expert.stream_alloc import stream_alloc
 from tests.late import LATE
 
 
@@ -19,13 +19,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied(x: Any) -> Any:
-    made = made_for(x, x.shape, x.dtype)
+    made = stream_alloc(x, x.shape, x.dtype)
     x.device.copy(made, x)
     return made
 
 
 def test_in_order() -> None:
-    beside = Beside(LATE)
+    beside = SideStream(LATE)
     values = np.arange(1000, dtype=np.float32)
     for _ in range(3):
         x = LATE.wrap(LATE.put(values), "x")
@@ -40,13 +40,13 @@ def test_in_order() -> None:
 def test_results_are_memory_of_the_callers_stream() -> None:
     x, own = LATE.wrap(LATE.put(np.zeros(10, np.float32)), "x"), LATE.current()
     with LATE.using(LATE.stream()):
-        assert made_for(x, (3,), np.int32).stream == own
-    assert made_for(x, (3,), np.int32).stream == own
+        assert stream_alloc(x, (3,), np.int32).stream == own
+    assert stream_alloc(x, (3,), np.int32).stream == own
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else this file could not fail."""
-    monkeypatch.setattr("commlib.expert.beside.Started.wait", lambda self: self.value)
+    monkeypatch.setattr("commlib.expert.side_stream.SideWork.wait", lambda self: self.value)
     with pytest.raises(AssertionError):
         test_in_order()
     LATE.synchronise()

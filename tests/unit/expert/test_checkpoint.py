@@ -34,8 +34,8 @@ def test_at_a_rate_of_0_none_of_it_would_be_left(has: str, wanted: str) -> None:
 def test_what_another_optimizer_kept_is_refused() -> None:
     file = [{"router": GRADIENTS, "router/first": GRADIENTS, "router/second": GRADIENTS, "router/step": GRADIENTS}]
     check_states(file, [{"router": ("first", "second")}], "Adam")
-    with pytest.raises(UsageError, match="layer 0: for router the file has first, second of an optimizer, and SGD"):
+    with pytest.raises(UsageError, match="layer 0: the optimizer state of router in the file is first, second, but"):
         check_states(file, [{"router": ("update",)}], "SGD")
-    with pytest.raises(UsageError, match="for router the file has nothing of an optimizer, and Adam keeps first"):
+    with pytest.raises(UsageError, match="the optimizer state of router in the file is none, but Adam keeps first"):
         check_states([{"router": GRADIENTS}], [{"router": ("first", "second")}], "Adam")
     check_states([{"router/momentum": GRADIENTS}], [{"router": ("update",)}], "SGD")

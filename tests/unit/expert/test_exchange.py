@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array, numpy_dtype
-from commlib.expert.alone import Alone
-from commlib.expert.by_messages import ByMessages
-from commlib.expert.exchange import Exchange
-from commlib.expert.hierarchical import Hierarchical
-from commlib.expert.on_node import OnNode
-from commlib.expert.placement import Placement
+from commlib.expert.dispatcher import Dispatcher
+from commlib.expert.hierarchical_dispatcher import HierarchicalDispatcher
+from commlib.expert.local_dispatcher import LocalDispatcher
+from commlib.expert.message_dispatcher import MessageDispatcher
+from commlib.expert.placement import ExpertPlacement
+from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
 from tests.bodies.loopback import run
 
 
@@ -47,7 +47,7 @@ def assign(chosen: Array) -> Assignment:
 
 
 def expected_rows(
-    chosen: list[Array], xs: list[Array], placement: Placement, rank: int, nodes: list[int] | None
+    chosen: list[Array], xs: list[Array], placement: ExpertPlacement, rank: int, nodes: list[int] | None
 ) -> Array:
     """Return the rows that a rank must get: expert by expert, rank by rank, token by token.
 
@@ -58,11 +58,11 @@ def expected_rows(
     return np.concatenate([xs[one][chosen[one][:, expert]] for expert in placement.of_rank(rank) for one in order])
 
 
-Make = Callable[[Communicator, Placement], Exchange]
+Make = Callable[[Communicator, ExpertPlacement], Dispatcher]
 WAYS: dict[str, Make] = {
-    "node": lambda comm, placement: OnNode(comm, placement),
-    "messages": lambda comm, placement: ByMessages(comm, placement),
-    "hierarchical": lambda comm, placement: Hierarchical(comm, placement),
+    "node": lambda comm, placement: SharedMemoryDispatcher(comm, placement),
+    "messages": lambda comm, placement: MessageDispatcher(comm, placement),
+    "hierarchical": lambda comm, placement: HierarchicalDispatcher(comm, placement),
 }
 
 
@@ -70,7 +70,7 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
     """Send several layers' tokens there and back, forward and backward, the last one's backward first."""
     kind = numpy_dtype(dtype)
     experts = chosen[0][0].shape[1]
-    placement = Placement.even(experts, ranks)
+    placement = ExpertPlacement.even(experts, ranks)
     draw = np.random.default_rng(0)
     # Small integers: sums are exact in every dtype.
     xs = [[draw.integers(-4, 5, (len(one), width)).astype(kind) for one in layer] for layer in chosen]
@@ -78,7 +78,7 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
 
     def rank_main(comm: Communicator) -> None:
         me = comm.rank
-        exchange = way(comm, placement) if ranks > 1 else Alone(placement)
+        exchange = way(comm, placement) if ranks > 1 else LocalDispatcher(placement)
         kept: list[Any] = []
         for number, layer in enumerate(chosen):
             assigned, x = assign(layer[me]), xs[number][me]
@@ -136,7 +136,7 @@ def test_regions_are_taken_again() -> None:
     """Memory is bounded by what is in use at once."""
 
     def rank_main(comm: Communicator) -> int:
-        exchange = OnNode(comm, Placement.even(4, 2))
+        exchange = SharedMemoryDispatcher(comm, ExpertPlacement.even(4, 2))
         for step in range(100):
             chosen = np.random.default_rng(step).random((50, 4)) < 0.5
             assigned = assign(chosen)

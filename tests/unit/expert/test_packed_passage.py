@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.expert.device_passage import DevicePassage
-from commlib.expert.packed_passage import packed, unpacked
+from commlib.expert.device_plan import DeviceDispatchPlan
+from commlib.expert.packed_plan import pack_device_plan, unpack_device_plan
 from tests.late import LATE
 
 
@@ -17,10 +17,10 @@ def test_there_and_back(monkeypatch: pytest.MonkeyPatch, lengths: Any) -> None:
     monkeypatch.setattr(LATE, "delay", 5e-3)
     values = [np.arange(length, dtype=np.int32) + 100 * number for number, length in enumerate(lengths)]
     sent, came, returned, found, members, starts = (LATE.wrap(LATE.put(each), "a test") for each in values)
-    passage = DevicePassage(sent, came, returned, found, members, starts, [1, 2, 3], [4, 5, 6])
-    block = packed(passage)
+    passage = DeviceDispatchPlan(sent, came, returned, found, members, starts, [1, 2, 3], [4, 5, 6])
+    block = pack_device_plan(passage)
     del passage, sent, came, returned, found, members, starts
-    again = unpacked(block, 3, lambda: None)
+    again = unpack_device_plan(block, 3, lambda: None)
     assert (again.sends, again.takes) == ([1, 2, 3], [4, 5, 6])
     got = [again.sent, again.came, again.returned, again.found, again.members, again.starts]
     for array, expected in zip(got, values, strict=True):

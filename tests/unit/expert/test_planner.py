@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.communicator import Communicator
-from commlib.expert.moving import moved
-from commlib.expert.placement import Placement
+from commlib.expert.moving import move_experts
+from commlib.expert.placement import ExpertPlacement
 from commlib.expert.planner import imbalance, plan
 from tests.bodies.loopback import run
 
 
 def test_two_hot_experts_part() -> None:
-    before = Placement.even(6, 2)
+    before = ExpertPlacement.even(6, 2)
     after = plan([10, 10, 1, 1, 1, 1], before)
     assert sum(one != other for one, other in zip(before.owners, after.owners, strict=True)) == 2
     assert after.owners[0] != after.owners[1]
@@ -26,13 +26,13 @@ def test_two_hot_experts_part() -> None:
 def test_shares_whose_sums_are_rounded() -> None:
     """Two experts changed places for ever: their ranks were as busy, but for the last bit of a sum."""
     load = [share / 24 for share in (9, 9, 1, 1, 1, 1, 1, 1)]
-    after = plan(load, Placement.even(8, 4))
+    after = plan(load, ExpertPlacement.even(8, 4))
     assert after.owners[0] != after.owners[1] and plan(load, after) == after
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
 def test_no_rank_gets_more_experts_and_none_more_load(ranks: int, each: int, data: st.DataObject) -> None:
-    before = Placement.even(ranks * each, ranks)
+    before = ExpertPlacement.even(ranks * each, ranks)
     load = data.draw(st.lists(st.integers(0, 20), min_size=ranks * each, max_size=ranks * each))
     after = plan(load, before)
     assert [after.owners.count(rank) for rank in range(ranks)] == [each] * ranks
@@ -41,15 +41,15 @@ def test_no_rank_gets_more_experts_and_none_more_load(ranks: int, each: int, dat
 
 
 def test_rows_move_with_their_experts() -> None:
-    old, new = Placement.even(6, 3), Placement((2, 0, 1, 1, 0, 2), 3)
+    old, new = ExpertPlacement.even(6, 3), ExpertPlacement((2, 0, 1, 1, 0, 2), 3)
     whole: list[Any] = [np.arange(6 * 5, dtype=np.float32).reshape(6, 5), np.arange(6, dtype=np.int64) + 100]
 
     def rank_main(comm: Communicator) -> None:
         own = [array[list(old.of_rank(comm.rank))] for array in whole]
-        found = moved(own, old, new, comm)
+        found = move_experts(own, old, new, comm)
         for array, got in zip(whole, found, strict=True):
             np.testing.assert_array_equal(got, array[list(new.of_rank(comm.rank))])
-        back = moved(found, new, old, comm)
+        back = move_experts(found, new, old, comm)
         for mine, got in zip(own, back, strict=True):
             np.testing.assert_array_equal(got, mine)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.expert import Experts
-from commlib.expert.routing import Routing, route, updated_bias
+from commlib.expert.routing import Routing, route, update_bias
 from tests.bodies.loopback import run
 from tests.unit.expert.routing_reference import balance_of, entropy_of, gates_of, select, z_of
 
@@ -250,23 +250,23 @@ def test_not_a_number() -> None:
 
 def test_bias() -> None:
     own = experts(bias_rate=0.1)
-    found = updated_bias(own, np.zeros(6, np.float32), np.array([0, 1, 2, 3, 4, 2]))
+    found = update_bias(own, np.zeros(6, np.float32), np.array([0, 1, 2, 3, 4, 2]))
     np.testing.assert_allclose(found, [0.1, 0.1, 0, -0.1, -0.1, 0])
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"top_k": 7}, "top_k is 7, but a token can have 6 experts at most"),
-        ({"top_k": 0}, "top_k is 0, expected a whole number from 1 on"),
+        ({"top_k": 7}, "top_k is 7, but a token can reach at most 6 experts"),
+        ({"top_k": 0}, "top_k is 0, expected a whole number, at least 1"),
         ({"scores": "tanh"}, "scores is 'tanh', expected one of softmax, sigmoid"),
-        ({"groups": 4}, "6 experts are not 4 equal groups"),
+        ({"groups": 4}, "6 experts cannot be split into 4 equal groups"),
         ({"groups": 3, "max_groups": 4}, "max_groups is 4, expected 1 to 3"),
-        ({"groups": 3, "max_groups": 1, "top_k": 3}, "can have 2 experts at most"),
+        ({"groups": 3, "max_groups": 1, "top_k": 3}, "can reach at most 2 experts"),
         ({"second": "random", "top_k": 1}, "second='random' is for top_k=2"),
-        ({"choice": "expert", "bias_rate": 0.1}, "choice='expert' does not go with bias_rate"),
+        ({"choice": "expert", "bias_rate": 0.1}, "choice='expert' cannot be combined with bias_rate"),
         ({"capacity_factor": 0}, "capacity_factor is 0, expected a positive number"),
-        ({"jitter": -1}, "jitter is -1, expected a number that is not negative"),
+        ({"jitter": -1}, "jitter is -1, expected a number of at least 0"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"hidden": 0}, "hidden is 0"),
         ({"jitter": 1.5}, "jitter is 1.5, expected a number below 1"),
@@ -285,7 +285,7 @@ def test_shapes_that_do_not_fit() -> None:
         route(experts(), np.zeros((3, 6)), training=True)
     with pytest.raises(UsageError, match=r"a mask bool\[4\], expected float32, and for a mask bool\[3\]"):
         route(experts(), np.zeros((3, 6), np.float32), training=True, mask=np.ones(4, np.bool_))
-    with pytest.raises(UsageError, match="7 tokens are no sequences of 2"):
+    with pytest.raises(UsageError, match="7 tokens cannot be split into sequences of 2"):
         route(experts(), np.zeros((7, 6), np.float32), training=True, sequence=2)
 
 

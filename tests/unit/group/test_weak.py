@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.group.weak import weakly
+from commlib.group.weak_references import make_weak_method
 
 
 def test_a_call_does_nothing_once_the_object_is_gone() -> None:
@@ -13,7 +13,7 @@ def test_a_call_does_nothing_once_the_object_is_gone() -> None:
             seen.append(number)
 
     listener = Listener()
-    hear = weakly(listener.hear)
+    hear = make_weak_method(listener.hear)
     hear(1)
     del listener
     hear(2)

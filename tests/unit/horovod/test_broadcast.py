@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import UsageError
-from commlib.horovod.broadcast import NamedRanks, broadcast_pack, named, packs
-from commlib.horovod.nested import Hole, map_leaves, put_back, take_out
+from commlib.horovod.broadcast import NamedRanks, broadcast_pack, name_values, plan_packs
+from commlib.horovod.pytree import LeafPlaceholder, map_leaves, put_back, take_out
 from tests.bodies.loopback import run
 
 Pair = namedtuple("Pair", "a b")
@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", "a b")
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 12))
 def test_packs_keep_order_and_limit(sizes, limit):
-    found = list(packs(sizes, limit))
+    found = list(plan_packs(sizes, limit))
     assert [number for pack in found for number in pack] == list(range(len(sizes)))
     for pack in found:
         assert len(pack) == 1 or sum(sizes[number] for number in pack) <= limit
@@ -32,8 +32,8 @@ def test_packs_keep_order_and_limit(sizes, limit):
 
 
 def test_packs_by_example():
-    assert list(packs([3, 3, 3, 20, 1], 8)) == [[0, 1], [2], [3], [4]]
-    assert list(packs([0, 0, 0], 8)) == [[0, 1, 2]] and list(packs([], 8)) == []
+    assert list(plan_packs([3, 3, 3, 20, 1], 8)) == [[0, 1], [2], [3], [4]]
+    assert list(plan_packs([0, 0, 0], 8)) == [[0, 1, 2]] and list(plan_packs([], 8)) == []
 
 
 @pytest.mark.parametrize("root", [0, 2])
@@ -59,8 +59,8 @@ def test_a_pack_is_the_roots_on_all_ranks(root, count):
 
 def test_names():
     pairs = [("w", 1), ("b", 2)]
-    assert named(dict(pairs)) == named(iter(pairs)) == pairs
-    assert named(x for x in (5, 6)) == [("tensor 0", 5), ("tensor 1", 6)]
+    assert name_values(dict(pairs)) == name_values(iter(pairs)) == pairs
+    assert name_values(x for x in (5, 6)) == [("tensor 0", 5), ("tensor 1", 6)]
 
 
 def test_named_ranks_need_init():
@@ -96,7 +96,10 @@ def test_map_leaves():
 def test_leaves_are_taken_out_and_put_back():
     structure, leaves = take_out(STATE, float)
     assert leaves == [1.5, 0.5, 0.25]
-    assert structure["groups"] == [{"lr": Hole(), "betas": (Hole(), 3)}] and STATE["groups"][0]["lr"] == 0.5
+    assert (
+        structure["groups"] == [{"lr": LeafPlaceholder(), "betas": (LeafPlaceholder(), 3)}]
+        and STATE["groups"][0]["lr"] == 0.5
+    )
     again = put_back(pickle.loads(pickle.dumps(structure)), (x for x in leaves))
     assert again == STATE
     for wrong in (leaves[:2], [*leaves, 1.0]):

@@ -18,7 +18,7 @@ from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarm
 
 def test_numbers_are_told_from_the_rest():
     logs = {"loss": 1, "acc": np.float32(0.5), "name": "kept", "list": [1], "none": None, "text": "0.5"}
-    assert callbacks.numbers_in(logs) == {"loss": 1.0, "acc": 0.5, "text": 0.5}
+    assert callbacks.extract_numbers(logs) == {"loss": 1.0, "acc": 0.5, "text": 0.5}
 
 
 def test_metrics_are_averaged():
@@ -136,7 +136,7 @@ def test_warmup(monkeypatch, capsys, rank):
 
 
 def test_wrong_schedules():
-    with pytest.raises(UsageError, match="initial_lr is needed"):
+    with pytest.raises(UsageError, match="initial_lr is missing"):
         LearningRateSchedule(None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"LearningRateWarmup: the number of batches .* pass steps_per_epoch"):
         attached(LearningRateWarmup(0.1), steps=None).on_train_begin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.horovod.memberships import all_sets, who_differs
+from commlib.horovod.memberships import all_sets, find_difference
 
 EVEN, ODD, LOW = (0, 2), (1, 3), (0, 1)
 
@@ -10,7 +10,7 @@ EVEN, ODD, LOW = (0, 2), (1, 3), (0, 1)
 def test_sets_of_a_split_are_numbered_alike_everywhere():
     everyone = [[(EVEN, True)], [(ODD, True)], [(EVEN, True)], [(ODD, True)]]
     assert list(dict.fromkeys(all_sets(everyone))) == [EVEN, ODD]
-    assert who_differs(everyone) == ""
+    assert find_difference(everyone) == ""
 
 
 def test_lists_may_mix_both_kinds_and_differ_in_length():
@@ -21,14 +21,14 @@ def test_lists_may_mix_both_kinds_and_differ_in_length():
         [(LOW, False)],
     ]
     assert list(dict.fromkeys(all_sets(everyone))) == [LOW, EVEN]
-    assert who_differs(everyone) == ""
-    assert who_differs([[], [], []]) == "" and list(all_sets([[], []])) == []
+    assert find_difference(everyone) == ""
+    assert find_difference([[], [], []]) == "" and list(all_sets([[], []])) == []
 
 
 def test_what_is_missing_is_named():
-    assert who_differs([[(LOW, False)], []]) == (
-        "rank 0 gives a process set of the ranks [0, 1], but rank 1 gives none of them"
+    assert find_difference([[(LOW, False)], []]) == (
+        "rank 0 passes a process set of the ranks [0, 1], but rank 1 does not"
     )
-    assert who_differs([[(EVEN, True)], [], [(ODD, True)], []]) == (
-        "rank 0 gives a communicator of the ranks [0, 2], but rank 2 gives none of them"
+    assert find_difference([[(EVEN, True)], [], [(ODD, True)], []]) == (
+        "rank 0 passes a communicator of the ranks [0, 2], but rank 2 does not"
     )

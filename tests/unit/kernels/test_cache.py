@@ -18,12 +18,12 @@ from numba.core.runtime import rtsys
 
 import commlib
 from commlib import folders
-from commlib.kernels.host import cache, compiled
+from commlib.kernels.host import cache, compilation
 
 PROGRAM = """
 import sys
 import numpy as np
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceOp
 from commlib.kernels.host import cache
 
 for dtype in sys.argv[2:]:
@@ -165,7 +165,7 @@ def test_a_damaged_kernel_is_named_and_compiled_anew(package):
     file.write_bytes(content[: len(content) // 2])
     again, said = run(package, 3, "int32")
     first, *more = said.splitlines()
-    assert (again, first) == (kept, f"the compiled kernel {file} is damaged: it is compiled anew")
+    assert (again, first) == (kept, f"the compiled kernel {file} is damaged: it is compiled again")
     assert all(line.startswith("compiling kernels for this kind of CPU") for line in more)  # said after a second
     assert len(file.read_bytes()) == len(content)
     assert run(package, 3, "int32") == (kept, "")
@@ -204,11 +204,11 @@ def test_what_code_refers_to_is_brought_in_before_it_is_loaded(monkeypatch):
             asked.append("everything")
             llvm.add_symbol(symbol, 1)
 
-    compiled.provide([], Context())
-    compiled.provide([there], Context())
+    compilation.provide([], Context())
+    compilation.provide([there], Context())
     assert asked == []
     for _ in range(2):
-        compiled.provide([there, symbol], Context())
+        compilation.provide([there, symbol], Context())
         assert asked == ["run time", "everything"]
 
 
@@ -217,10 +217,10 @@ def kept_here(tmp_path, monkeypatch):
     """A folder of kernels for this process."""
     monkeypatch.setattr(folders, "user_cache", lambda: tmp_path / "home" / "commlib")
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    for cached in (cache.folder, cache.say_once):
+    for cached in (cache.folder, cache.log_once):
         cached.cache_clear()
     yield tmp_path / "home" / "commlib"
-    for cached in (cache.folder, cache.say_once):
+    for cached in (cache.folder, cache.log_once):
         cached.cache_clear()
 
 
@@ -245,7 +245,7 @@ def test_what_is_damaged_is_removed_and_said_once(kept_here, caplog, damage):
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert cache.read("a") is cache.read("a") is None
     (record,) = caplog.records
-    assert record.getMessage() == f"the compiled kernel {file} is damaged: it is compiled anew"
+    assert record.getMessage() == f"the compiled kernel {file} is damaged: it is compiled again"
     cache.write("a", b"some code")
     assert cache.read("a") == b"some code"
 
@@ -279,7 +279,7 @@ def test_where_nothing_is_private_each_process_compiles_for_itself(kept_here, tm
     cache.write("a", b"code")
     assert cache.read("a") is None
     (record,) = caplog.records
-    for word in ("cannot be kept", f"{tmp_path / 'home'} may be written by everyone", "Set XDG_CACHE_HOME"):
+    for word in ("cannot be stored", f"{tmp_path / 'home'} may be written by everyone", "Set XDG_CACHE_HOME"):
         assert word in record.getMessage()
 
 
@@ -293,7 +293,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(kept_here, monkeypatch, caplo
     cache.write("a", b"code")
     cache.write("b", b"code")
     (record,) = caplog.records
-    assert "cannot be kept in" in record.getMessage() and "Disk quota exceeded" in record.getMessage()
+    assert "cannot be stored in" in record.getMessage() and "Disk quota exceeded" in record.getMessage()
 
 
 def test_what_nobody_has_used_for_long_is_removed(kept_here):

@@ -11,7 +11,7 @@ from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
 from commlib.kernels.host.node import entry_point
 
-put, take, back = entry_point(kernels.put, 2), entry_point(kernels.take), entry_point(kernels.hand_back, 2)
+put, take, back = entry_point(kernels.put, 2), entry_point(kernels.take), entry_point(kernels.release, 2)
 
 
 class Pair:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.execution.accumulation import Accumulation
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 
 SIZES = [1, 2, 3, 7]
 
@@ -36,7 +36,7 @@ def test_all_operands_at_once(dtype, size, in_place):
     x = operands(dtype, size)
     expected = [truncated(column) for column in x.T.tolist()]
     target = x[0] if in_place else np.empty_like(x[0])
-    ReduceOp.of(dtype, "mean", size).combine(list(x), target)
+    ReduceFunction.of(dtype, "mean", size).combine(list(x), target)
     assert target.tolist() == expected
 
 

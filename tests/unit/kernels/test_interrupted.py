@@ -16,7 +16,7 @@ PROGRAM = """
 import itertools
 import signal
 import numpy as np
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceOp
 
 def ring(*_):
     raise InterruptedError("alarm")

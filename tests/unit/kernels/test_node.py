@@ -16,7 +16,7 @@ import pytest
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, StallError
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.kernels.host import node as kernels
 from commlib.kernels.host.reduce import reduce_function
 from commlib.node.board import NodeBoard
@@ -91,7 +91,7 @@ def test_a_rank_that_never_comes_is_named():
     def check(comm):
         if comm.rank == 2:
             return
-        with pytest.raises(StallError, match=r"world: all_reduce of 3 x .*rank \d: gave up .*not there yet: rank 2;"):
+        with pytest.raises(StallError, match=r"world: all_reduce of 3 x .*rank \d: gave up .*not arrived: rank 2;"):
             comm.all_reduce(np.ones(3))
         with pytest.raises(StallError):  # out of step for good
             comm.barrier()
@@ -152,7 +152,7 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
             comm.group.board.meet(0, lambda: None)
         for _ in range(2):
             out = np.full(first, 1.0 + comm.rank)
-            op: Any = ReduceOp("float64", "sum", comm.size) if comm.rank == 0 else slow_op
+            op: Any = ReduceFunction("float64", "sum", comm.size) if comm.rank == 0 else slow_op
             NodeCollective.all_reduce(comm.group.open(), "all_reduce", first, op).now(out, out)
             assert (comm.all_reduce(np.full(second, 1000.0)) == 2000).all()
             assert (out == 3).all()

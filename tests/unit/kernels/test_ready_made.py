@@ -16,7 +16,7 @@ from commlib.kernels.host import cache
 
 
 def forget() -> None:
-    for cached in (cache.folder, cache.ready_made, cache.say_once):
+    for cached in (cache.folder, cache.find_site_folders, cache.log_once):
         cached.cache_clear()
 
 
@@ -90,4 +90,4 @@ def test_what_is_damaged_there_is_said_and_stays(site: Path, caplog: pytest.LogC
 
 def test_kernels_of_other_sources_are_not_read(site: Path) -> None:
     shutil.move(site, site.with_name("kernels-0123456789abcdef"))
-    assert cache.ready_made() == () and cache.read("a") is None
+    assert cache.find_site_folders() == () and cache.read("a") is None

@@ -10,7 +10,7 @@ import pytest
 
 from commlib.dtypes import NUMPY, kernel_operation
 from commlib.errors import UsageError
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.kernels.host.reduce import BLOCK, reduce_function
 from tests.oracles.oracle import REDUCIBLE, assert_same, combined, values
 
@@ -100,12 +100,12 @@ def test_a_mean_of_halves_divides(divisor):
 
 def test_a_reducer_combines_any_number_of_operands():
     first, second = np.arange(5, dtype=np.float32), np.full(5, 2, np.float32)
-    ReduceOp("float32", "sum").combine([first, second], second)
+    ReduceFunction("float32", "sum").combine([first, second], second)
     assert_same(second, np.arange(5, dtype=np.float32) + 2)
     third = np.empty(5, np.float32)
-    ReduceOp("float32", "max").combine([first, np.full(5, 3, np.float32), np.zeros(5, np.float32)], third)
+    ReduceFunction("float32", "max").combine([first, np.full(5, 3, np.float32), np.zeros(5, np.float32)], third)
     assert_same(third, np.maximum(first, 3))
-    ReduceOp("float32", "mean", 4).combine([second], second)
+    ReduceFunction("float32", "mean", 4).combine([second], second)
     assert_same(second, (np.arange(5, dtype=np.float32) + 2) / np.float32(4))
 
 

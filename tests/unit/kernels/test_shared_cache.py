@@ -43,7 +43,7 @@ print("read", found)
 COMPILES = """
 import sys
 import numpy as np
-from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.reduce_function import ReduceOp
 x = np.full(100, 2, "int32")
 ReduceOp("int32", "sum").combine([x, x], x)
 assert (x == 4).all()

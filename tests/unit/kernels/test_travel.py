@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.dtypes import Array
-from commlib.expert.placement import Placement
-from commlib.kernels.host.travel import count_travellers, order_numbers, take_travellers, write_places
+from commlib.expert.placement import ExpertPlacement
+from commlib.kernels.host.row_exchange import count_moved_rows, order_numbers, take_moved_rows, write_places
 from tests.unit.expert.test_exchange import assign, expected_rows
 
 
 @st.composite
-def tables(draw: Any) -> tuple[Placement, list[Array]]:
+def tables(draw: Any) -> tuple[ExpertPlacement, list[Array]]:
     """Return owners of experts, in any order, and which tokens of each rank go to which."""
     ranks = draw(st.integers(1, 4))
     experts = ranks + draw(st.integers(0, 3))
     random = np.random.default_rng(draw(st.integers(0, 1000)))
     owners = random.permutation(np.arange(experts) % ranks)
     chosen = [random.random((draw(st.sampled_from([0, 1, 9])), experts)) < 0.4 for _ in range(ranks)]
-    return Placement(tuple(owners.tolist()), ranks), chosen
+    return ExpertPlacement(tuple(owners.tolist()), ranks), chosen
 
 
 def rows_at(places: Array, here: Array, there: Array) -> Array:
@@ -31,7 +31,7 @@ def rows_at(places: Array, here: Array, there: Array) -> Array:
 
 @settings(deadline=None, max_examples=100)
 @given(tables())
-def test_there_and_back(drawn: tuple[Placement, list[Array]]) -> None:
+def test_there_and_back(drawn: tuple[ExpertPlacement, list[Array]]) -> None:
     placement, chosen = drawn
     ranks, counts = range(placement.ranks), np.array([each.sum(0) for each in chosen], np.int64)
     owners, order = np.array(placement.owners, np.int32), np.array(placement.order, np.int32)
@@ -41,14 +41,14 @@ def test_there_and_back(drawn: tuple[Placement, list[Array]]) -> None:
     sends, takes = np.empty((2, len(ranks), len(ranks)), np.int64)
     parts, told = [], []
     for rank in ranks:
-        count_travellers(counts, owners, rank, sends[rank], takes[rank])
+        count_moved_rows(counts, owners, rank, sends[rank], takes[rank])
         going, coming, number = sends[rank].sum(), takes[rank].sum(), len(assigned[rank].tokens)
         local = counts[:, list(placement.of_rank(rank))].sum()
         made = [np.empty(n, np.int32) for n in (going, local, coming, number, number)]
         write_places(counts, order, owners, rank, assigned[rank].tokens, assigned[rank].slots, *made)
         parts.append(made)
         told.append(np.empty(going, np.float32))
-        take_travellers(counts, order, owners, rank, numbers[rank], told[rank])
+        take_moved_rows(counts, order, owners, rank, numbers[rank], told[rank])
     np.testing.assert_array_equal(sends, takes.T)
     assert not sends.diagonal().any()
 

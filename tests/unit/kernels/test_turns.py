@@ -17,7 +17,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from commlib.kernels.host import cache, turns
+from commlib.kernels.host import cache, compile_lock
 
 HOLDER = """
 import time
@@ -36,14 +36,14 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)  # to look for it again
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setattr(turns, "POLL", 0.01)
-    cached = (cache.folder, turns.lock_file, turns.delay)
+    monkeypatch.setattr(compile_lock, "POLL", 0.01)
+    cached = (cache.folder, compile_lock.lock_file, compile_lock.delay)
     for function in cached:
         function.cache_clear()
     folder = cache.folder()
     assert folder is not None and tmp_path in folder.parents
     yield folder
-    if (locks := turns.lock_file()) is not None:
+    if (locks := compile_lock.lock_file()) is not None:
         os.close(locks)
     for function in cached:
         function.cache_clear()
@@ -61,25 +61,25 @@ def holder(shared: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_who_waits_goes_on_when_the_kernel_is_there(holder: subprocess.Popen[str]) -> None:
     asked = iter([False, False, False, True])
-    with turns.turn("kernel", lambda: next(asked)):
+    with compile_lock.lock_compilation("kernel", lambda: next(asked)):
         pass
     assert next(asked, None) is None and holder.poll() is None
 
 
 def test_what_is_there_needs_no_lock(shared: Path) -> None:
-    with turns.turn("kernel", lambda: True):
-        assert turns.lock_file.cache_info().currsize == 0
+    with compile_lock.lock_compilation("kernel", lambda: True):
+        assert compile_lock.lock_file.cache_info().currsize == 0
 
 
 def test_another_kernel_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
-    with turns.turn("another", lambda: False):
+    with compile_lock.lock_compilation("another", lambda: False):
         assert holder.poll() is None
 
 
 def test_a_process_that_is_killed_while_it_compiles_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
     threading.Timer(0.5, holder.send_signal, [signal.SIGKILL]).start()
     start = time.monotonic()
-    with turns.turn("kernel", lambda: False):
+    with compile_lock.lock_compilation("kernel", lambda: False):
         assert holder.wait(10) == -signal.SIGKILL
     assert 0.4 < time.monotonic() - start < 30
 
@@ -87,18 +87,18 @@ def test_a_process_that_is_killed_while_it_compiles_is_not_waited_for(holder: su
 def test_a_process_that_is_stopped_is_waited_for_so_long_and_no_longer(
     holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.6)
-    monkeypatch.setattr(turns, "SILENT", 0.2)
+    monkeypatch.setattr(compile_lock, "LONGEST_WAIT", 0.6)
+    monkeypatch.setattr(compile_lock, "SILENT", 0.2)
     holder.send_signal(signal.SIGSTOP)
-    with turns.turn("kernel", lambda: False):
+    with compile_lock.lock_compilation("kernel", lambda: False):
         pass
     waiting, ended = (record.getMessage() for record in caplog.records)
     assert waiting.startswith("compiling kernels for this kind of CPU, once: ")
-    assert ended.startswith("another process has compiled kernel for ")
+    assert ended.startswith("another process has been compiling kernel for ")
 
 
 def test_an_error_gives_the_turn_to_the_next(shared: Path) -> None:
-    with pytest.raises(ZeroDivisionError), turns.turn("kernel", lambda: False):
+    with pytest.raises(ZeroDivisionError), compile_lock.lock_compilation("kernel", lambda: False):
         raise ZeroDivisionError
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -114,7 +114,7 @@ def test_a_file_system_without_locks_lets_each_compile(
 
     caplog.set_level("INFO", logger="commlib")
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with turns.turn("kernel", lambda: False):
+    with compile_lock.lock_compilation("kernel", lambda: False):
         pass
     (record,) = caplog.records
     assert "no locks on this node (No locks available)" in record.getMessage()
@@ -122,15 +122,15 @@ def test_a_file_system_without_locks_lets_each_compile(
 
 def test_locks_are_of_the_node_whatever_the_cache_is_on(shared: Path) -> None:
     """On a network file system locks may have no answer, and all nodes would ask at once."""
-    assert turns.lock_file() is not None
+    assert compile_lock.lock_file() is not None
     assert (shared.parents[1] / f"commlib-{os.geteuid()}" / "locks").exists()
     assert not (shared / "locks").exists()
 
 
 def test_without_a_folder_nobody_waits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "folder", lambda: None)
-    with turns.turn("kernel", lambda: False):
-        assert turns.lock_file() is None
+    monkeypatch.setattr(compile_lock, "folder", lambda: None)
+    with compile_lock.lock_compilation("kernel", lambda: False):
+        assert compile_lock.lock_file() is None
 
 
 def test_what_takes_long_is_said_once(
@@ -138,12 +138,12 @@ def test_what_takes_long_is_said_once(
 ) -> None:
     def compile_three() -> None:
         for name in ("a", "b", "c"):
-            with turns.turn(name, lambda: False):
+            with compile_lock.lock_compilation(name, lambda: False):
                 time.sleep(0.1)
 
     compile_three()
     assert not caplog.records  # it was short
-    monkeypatch.setattr(turns, "SILENT", 0.05)
+    monkeypatch.setattr(compile_lock, "SILENT", 0.05)
     compile_three()
     (record,) = caplog.records
     assert record.getMessage().startswith("compiling kernels for this kind of CPU, once: ")
@@ -154,13 +154,13 @@ def test_the_only_kernel_is_said_too(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else compiles, so nothing is waited for, and no later kernel comes."""
-    monkeypatch.setattr(turns, "SILENT", 0.05)
-    with turns.turn("only", lambda: False):
+    monkeypatch.setattr(compile_lock, "SILENT", 0.05)
+    with compile_lock.lock_compilation("only", lambda: False):
         time.sleep(0.1)
     assert len(caplog.records) == 1
 
 
 def test_kernels_within_a_kernel_count_once(shared: Path) -> None:
-    with turns.turn("outer", lambda: False), turns.turn("inner", lambda: False):
+    with compile_lock.lock_compilation("outer", lambda: False), compile_lock.lock_compilation("inner", lambda: False):
         time.sleep(0.2)
-    assert 0.2 <= turns.delay().before < 0.4
+    assert 0.2 <= compile_lock.delay().before < 0.4

@@ -9,13 +9,13 @@ import pytest
 from commlib.errors import UsageError
 from commlib.observe.diagnosis import Diagnosis, diagnose
 from commlib.observe.dump import (
+    CallPhase,
+    CallState,
     Dump,
     Frame,
     GroupState,
-    Named,
-    Operation,
+    NamedCall,
     ProcessState,
-    State,
     ThreadState,
     Wait,
     members,
@@ -35,12 +35,12 @@ def thread(line, *, inside):
 def group(key, calls, texts=None, ranks=range(SIZE), running=True):
     texts = [CALL] * calls if texts is None else texts
     first = calls - len(texts) + 1
-    states: list[State] = ["ended"] * len(texts)
+    states: list[CallPhase] = ["ended"] * len(texts)
     if running and texts:
         states[-1] = "running"
     numbers = range(first, first + len(texts))
     operations = [
-        Operation("all_reduce", *call) for call in zip(texts, numbers, [16] * len(texts), states, strict=True)
+        CallState("all_reduce", *call) for call in zip(texts, numbers, [16] * len(texts), states, strict=True)
     ]
     return GroupState(key, key, ranges_of(ranks), calls, tuple(operations))
 
@@ -182,7 +182,7 @@ def test_ranks_that_compute_while_works_of_theirs_are_queued_are_in_no_circle():
 
 def test_operations_by_name():
     """Ranks 0 and 2 have asked for one that the others have not."""
-    asked = Named("process set 0", "w", "allreduce 'w'", ((0, SIZE - 1),), 8.0)
+    asked = NamedCall("process set 0", "w", "allreduce 'w'", ((0, SIZE - 1),), 8.0)
     found = diagnose([dump(0, named=[asked]), dump(1), dump(2, named=[asked]), dump(3)])
     assert kinds(found) == [("missing", (1,)), ("missing", (3,))]
     text = "rank 1 is missing in process set 0: allreduce 'w', where ranks 0, 2 wait; it is at train.py:11"
@@ -202,7 +202,7 @@ def test_nothing_is_made_up():
 
 
 def test_dumps_are_read_as_they_were_written(tmp_path):
-    asked = Named("process set 0", "w", "allreduce 'w'", ((0, 1),), 8.0)
+    asked = NamedCall("process set 0", "w", "allreduce 'w'", ((0, 1),), 8.0)
     seen = ProcessState(2, "host", 102, "T")
     written = [
         replace(in_call(0, "world", 3), named=(asked,), neighbours=(seen,)),
@@ -243,9 +243,9 @@ def test_hangs_are_found_in_every_folder_above_them(tmp_path):
 
 
 def test_what_is_no_dump_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no rank has written"):
+    with pytest.raises(UsageError, match="no dump found"):
         find_hangs(tmp_path)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         find_hangs(tmp_path / "none")
     (tmp_path / "rank-0.json").write_text('{"version": 1}')
     with pytest.raises(UsageError, match=r"rank-0\.json: not a dump of a rank"):

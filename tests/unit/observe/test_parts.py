@@ -11,12 +11,12 @@ import pytest
 
 from commlib.compress.codecs.quantise import QSGD
 from commlib.compress.codecs.sparse import RandomK, TopK
-from commlib.compress.scheme import Part
+from commlib.compress.scheme import BucketPart
 from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.power_sgd import PowerSGD
-from commlib.coordinator import Coordinator, Request
-from commlib.data_parallel import Engine, Parameter, make_buckets
+from commlib.coordinator import Coordinator, OpRequest
+from commlib.data_parallel import BucketReducer, Parameter, make_buckets
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import chain, make, verify
 from tests.bodies.loopback import run
@@ -43,7 +43,7 @@ def marks(tmp_path: Any, work: Any, *, size: int = 2) -> list[Counter[Any]]:
 def test_buckets_from_their_launch_to_their_end(tmp_path, early):
     def work(comm):
         specs = [Parameter(name, 8, "float64", 8) for name in "abc"]
-        engine = Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine = BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         assert len(engine.buckets) == 3
         for _ in range(2):
             engine.traces.ready(2)
@@ -73,7 +73,7 @@ def test_buckets_from_their_launch_to_their_end(tmp_path, early):
 )
 def test_codecs(tmp_path, scheme, steps):
     def work(comm):
-        reducer = scheme.reducer(comm, [Part("w", 0, (64, 64))])
+        reducer = scheme.reducer(comm, [BucketPart("w", 0, (64, 64))])
         reducer.reduce(np.ones(64 * 64, np.float32), np.ones(3, np.float32))
 
     for found in marks(tmp_path, work):
@@ -85,7 +85,7 @@ def test_named_arrays_are_packed_and_unpacked(tmp_path):
         coordinator = Coordinator(comm, range(comm.size))
         try:
             arrays = [np.ones(3, np.float32) for _ in range(4)]
-            requests = [Request("allreduce", f"g{n}", (("float32", (3,)),), (("op", "sum"),)) for n in range(4)]
+            requests = [OpRequest("allreduce", f"g{n}", (("float32", (3,)),), (("op", "sum"),)) for n in range(4)]
             pending = [coordinator.submit(one, [x], [x]) for one, x in zip(requests, arrays, strict=True)]
             for one in pending:
                 one.wait()

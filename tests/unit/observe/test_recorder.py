@@ -8,7 +8,7 @@ import pytest
 
 from commlib.observe.counters import Counters
 from commlib.observe.journal import Journal
-from commlib.observe.last_words import LastWords
+from commlib.observe.last_calls import LastCalls
 from commlib.observe.recorder import Event, Phase, Record, Recorder
 
 
@@ -115,7 +115,7 @@ def test_counters():
 
 
 def test_what_a_rank_did_last():
-    recorder, last_words = Recorder(1), LastWords()
+    recorder, last_words = Recorder(1), LastCalls()
     recorder.subscribe(last_words.read)
     assert last_words.tell("world") == ""
     for number in range(30):

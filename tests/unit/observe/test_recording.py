@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from commlib.config.settings import Config
-from commlib.coordinator import Coordinator, Request
+from commlib.coordinator import Coordinator, OpRequest
 from commlib.errors import MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import Phase
-from commlib.runtime.compiled import Compiled, Plan
+from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import RECORDED, Progress
 from commlib.runtime.recording import Recording
@@ -209,7 +209,7 @@ def test_starting_and_stopping_while_operations_run(tmp_path):
     run(2, work)
 
 
-class Counted(Compiled):
+class Counted(CompiledCall):
     """A call that a compiled step could run as a whole."""
 
     __slots__ = ("performed", "stepped")
@@ -381,7 +381,7 @@ def test_a_named_operation_that_waits_too_long_names_what_was_done_last(caplog):
 
     def ask(coordinator, name):
         array = np.ones(3, np.float32)
-        request = Request("allreduce", name, (("float32", (3,)),), (("op", "sum"),))
+        request = OpRequest("allreduce", name, (("float32", (3,)),), (("op", "sum"),))
         return coordinator.submit(request, [array], [array])
 
     together = threading.Barrier(2)

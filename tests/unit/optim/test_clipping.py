@@ -47,5 +47,5 @@ def test_norm():
 def test_limit():
     assert check_limit("clip", "max_norm", 0) == 0.0 and type(check_limit("clip", "max_norm", 3)) is float
     for limit in (-1.0, NAN):
-        with pytest.raises(UsageError, match=f"clip: max_norm must be a number that is not negative, got {limit}"):
+        with pytest.raises(UsageError, match=f"clip: max_norm must be a non-negative number, got {limit}"):
             check_limit("clip", "max_norm", limit)

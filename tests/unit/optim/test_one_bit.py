@@ -11,14 +11,14 @@ import pytest
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.errors import MismatchError, UsageError
 from commlib.optim.one_bit_adam import OneBitAdam
-from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
-from commlib.optim.one_bit_moments import Hyper, Moments
+from commlib.optim.one_bit_lamb import CoefficientLimits, OneBitLAMB
+from commlib.optim.one_bit_moments import Hyperparameters, Moments
 from tests.bodies.loopback import run
 from tests.late import LATE
 from tests.unit.compress.known_codecs import Exact
 
 SHAPES = {"w": 30, "b": 7, "none": 0, "late": 12}
-HYPER = Hyper(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
+HYPER = Hyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
 LAYOUTS = [[0], [0, 1], [0, 0, 1, 1], [0, 1, 2]]
 layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
 
@@ -32,7 +32,7 @@ def compiled():
 
 def make(comm: Any, kind: str = "adam", freeze_step: int = 3, **options: Any) -> Any:
     moments = Moments(comm, list(SHAPES.items()), freeze_step, **options)
-    return OneBitAdam(moments) if kind == "adam" else OneBitLAMB(moments, Limits())
+    return OneBitAdam(moments) if kind == "adam" else OneBitLAMB(moments, CoefficientLimits())
 
 
 def start() -> list[Any]:
@@ -48,7 +48,7 @@ def gradients(rank: int, step: int) -> list[Any]:
     return [values.astype(np.float32) for values in found]
 
 
-def step_once(optimizer: Any, values: Any, given: Any, hyper: Hyper = HYPER, **options: Any) -> bool:
+def step_once(optimizer: Any, values: Any, given: Any, hyper: Hyperparameters = HYPER, **options: Any) -> bool:
     for number, (parameter, gradient) in enumerate(zip(optimizer.moments.parameters, given, strict=True)):
         optimizer.moments.used[number] = gradient is not None
         parameter.gradient[...] = 0 if gradient is None else gradient
@@ -56,7 +56,7 @@ def step_once(optimizer: Any, values: Any, given: Any, hyper: Hyper = HYPER, **o
     return taken
 
 
-def train(comm: Any, kind: str, steps: int, hyper: Hyper = HYPER, **options: Any) -> list[Any]:
+def train(comm: Any, kind: str, steps: int, hyper: Hyperparameters = HYPER, **options: Any) -> list[Any]:
     optimizer, values = make(comm, kind, **options), start()
     for step in range(steps):
         assert step_once(optimizer, values, gradients(comm.rank, step), hyper)
@@ -71,7 +71,7 @@ def raised(second: Any, floor: float) -> Any:
     return np.where(second > 0, np.maximum(second, least), 0)
 
 
-def adam(ranks: int, steps: int, hyper: Hyper, freeze_step: int = 3, floor: float = 0.03) -> list[Any]:
+def adam(ranks: int, steps: int, hyper: Hyperparameters, freeze_step: int = 3, floor: float = 0.03) -> list[Any]:
     values = [x.astype(np.float64) for x in start()]
     firsts, seconds = ([np.zeros(len(x)) for x in values] for _ in range(2))
     for step in range(steps):
@@ -91,8 +91,8 @@ def adam(ranks: int, steps: int, hyper: Hyper, freeze_step: int = 3, floor: floa
     return values
 
 
-def lamb(ranks: int, steps: int, hyper: Hyper, freeze_step: int = 3, floor: float = 0.03) -> list[Any]:
-    values, limits = [x.astype(np.float64) for x in start()], Limits()
+def lamb(ranks: int, steps: int, hyper: Hyperparameters, freeze_step: int = 3, floor: float = 0.03) -> list[Any]:
+    values, limits = [x.astype(np.float64) for x in start()], CoefficientLimits()
     memory: list[dict[str, Any]] = [
         {"m": np.zeros(len(x)), "v": np.zeros(len(x)), "average": 0.0, "weight": 0.0, "last": 1.0} for x in values
     ]
@@ -131,7 +131,7 @@ def lamb(ranks: int, steps: int, hyper: Hyper, freeze_step: int = 3, floor: floa
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
 @pytest.mark.parametrize(
     "hyper",
-    [HYPER, Hyper(0.02, 0.8, 0.95, 1e-6, 0.1), Hyper(0.02, 0.8, 0.95, 1e-6, 0.1, decoupled=True)],
+    [HYPER, Hyperparameters(0.02, 0.8, 0.95, 1e-6, 0.1), Hyperparameters(0.02, 0.8, 0.95, 1e-6, 0.1, decoupled=True)],
     ids=["plain", "decay", "decoupled"],
 )
 @pytest.mark.parametrize("floor", [0.0, 0.5])
@@ -177,7 +177,7 @@ def test_it_finds_what_adam_finds():
             error = inputs[rows] @ w - targets[rows]
             moments.parameters[0].gradient[...] = 2 * inputs[rows].T @ error / len(error)
             moments.used[:] = 1
-            optimizer.step([w], [Hyper(0.1 * 0.99**step, 0.9, 0.999, 1e-8)])
+            optimizer.step([w], [Hyperparameters(0.1 * 0.99**step, 0.9, 0.999, 1e-8)])
         return w
 
     plain, signs = (run(3, partial(fit, freeze_step=freeze), nodes=[0, 1, 2])[0] for freeze in (1000, 60))
@@ -203,7 +203,7 @@ def test_second_moments_that_are_small_by_chance_do_not_make_it_diverge():
             if step < 10:
                 moments.parameters[0].gradient[3] *= 1e-4
             moments.used[:] = 1
-            optimizer.step([w], [Hyper(0.01, 0.9, 0.999, 1e-8)])
+            optimizer.step([w], [Hyperparameters(0.01, 0.9, 0.999, 1e-8)])
         return np.abs(w).max()
 
     bounded, diverged = (run(2, partial(fit, floor=floor), nodes=[0, 1])[0] for floor in (0.03, 0.0))
@@ -219,12 +219,12 @@ def test_what_had_no_gradient_before_the_freeze_stays_as_it_is(kind):
             step_once(optimizer, values, given)
         np.testing.assert_array_equal(values[3][6:], start()[3][6:])
         assert (values[3][:6] != start()[3][:6]).all()
-        assert not optimizer.moments.came_late
+        assert not optimizer.moments.has_late_gradients
         given[3][8] = 1
         before = values[3].copy()
         step_once(optimizer, values, given)
         np.testing.assert_array_equal(values[3][6:], before[6:])
-        assert optimizer.moments.came_late
+        assert optimizer.moments.has_late_gradients
 
     run(2, check, nodes=[0, 1])
 
@@ -236,7 +236,7 @@ def test_parameters_without_a_gradient_anywhere_are_left_alone(kind, nodes):
 
     def check(comm):
         optimizer, values = make(comm, kind, freeze_step=2), start()
-        hyper = Hyper(0.01, 0.9, 0.99, 1e-8, weight_decay=0.1)
+        hyper = Hyperparameters(0.01, 0.9, 0.99, 1e-8, weight_decay=0.1)
         for step in range(5):
             given: list[Any] = gradients(comm.rank, step)
             before = [x.copy() for x in values]
@@ -324,7 +324,7 @@ def test_wrong_options():
     run(1, check)
     for options in ({"min_coeff": 0}, {"factor_min": 5}, {"coeff_beta": 1}, {"factor_threshold": 0}):
         with pytest.raises(UsageError, match="OneBitLAMB"):
-            Limits(**options)
+            CoefficientLimits(**options)
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])

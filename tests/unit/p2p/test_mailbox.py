@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from commlib.p2p.mailbox import Address, Mailbox
+from commlib.p2p.rendezvous import Address, Rendezvous
 
 
 class _Request:
@@ -34,8 +34,8 @@ def test_letters_of_a_mailbox_that_is_gone_are_looked_after() -> None:
     transport: Any = _Transport()
     poller: Any = None
 
-    def mailbox() -> Mailbox:
-        return Mailbox(transport, poller, transport)
+    def mailbox() -> Rendezvous:
+        return Rendezvous(transport, poller, transport)
 
     gone = mailbox()
     gone.post(Address(1, "edge", 0), "hello")

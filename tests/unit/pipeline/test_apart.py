@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from commlib.pipeline.apart import apart
+from commlib.pipeline.isolate import isolate
 
 calls: list[int] = []
 number = 0
@@ -45,30 +45,30 @@ def closure() -> tuple[Any, list[int]]:
 
 
 def test_variables_of_a_module_and_defaults_stay() -> None:
-    assert apart(named)(5) == 5 + 1 + 1
+    assert isolate(named)(5) == 5 + 1 + 1
     assert (number, calls, named.__defaults__) == (0, [], ([],))
 
 
 def test_closures_stay() -> None:
     call, kept = closure()
-    copy = apart(call)
+    copy = isolate(call)
     assert copy(1) == 2 and copy(1) == 4 and kept == [] and call(1) == 2
 
 
 def test_objects_methods_and_partial_functions_stay() -> None:
     counter = Counter()
     for function in (counter, counter.method, partial(Counter.method, counter)):
-        assert apart(function)(3) == 3
+        assert isolate(function)(3) == 3
     assert counter.count == 0
 
 
 def test_what_is_shared_or_cannot_be_copied_is_used_as_it_is() -> None:
     counter = Counter()
-    assert apart(counter, {id(counter): counter})(2) == 2 and counter.count == 2
+    assert isolate(counter, {id(counter): counter})(2) == 2 and counter.count == 2
     lines = (line for line in "ab")
-    assert apart(lambda: next(lines))() == "a"
+    assert isolate(lambda: next(lines))() == "a"
 
     def again(value: int) -> int:
         return again(value - 1) if value else 0
 
-    assert apart(again)(3) == 0
+    assert isolate(again)(3) == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.pipeline.losses import Looks, Weigher, Weights, fault_in_sum, fault_in_terms, weights_of
+from commlib.pipeline.losses import CheckSchedule, MicrobatchWeights, Weigher, fault_in_sum, fault_in_terms, weights_of
 
 
 def test_a_microbatch_without_terms_counts_nothing() -> None:
@@ -45,39 +45,41 @@ def test_weigh_is_given_what_it_takes(place: int) -> None:
 
 
 def test_weigh_says_what_makes_sense() -> None:
-    assert Weigher("rows").weights([2, 1], [], []) == Weights((2.0, 1.0))
+    assert Weigher("rows").weights([2, 1], [], []) == MicrobatchWeights((2.0, 1.0))
     assert Weigher("sum").weights([2, 1], [], []).in_batch() == [1.0, 1.0]
     assert not Weigher("sum").is_checked and Weigher(len).is_checked
     with pytest.raises(UsageError, match="weigh is 3"):
         Weigher(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"weigh= says -1\.0 of microbatch 1"):
+    with pytest.raises(UsageError, match=r"weigh= returned -1\.0 for microbatch 1"):
         Weigher(lambda target: target).weights([2, 1], [1, -1], [])
-    with pytest.raises(UsageError, match="says nan"):
+    with pytest.raises(UsageError, match="returned nan"):
         Weigher(lambda target: math.nan).weights([2, 1], [1, 1], [])
-    with pytest.raises(UsageError, match="give x on the rank of the last stage"):
+    with pytest.raises(UsageError, match="pass x on the rank of the last stage"):
         Weigher(lambda target, inputs: 1).weights([2, 1], [1, 1], [])
 
 
 def test_few_batches_are_looked_at() -> None:
-    looks = Looks()
+    looks = CheckSchedule()
     assert [number for number in range(1, 1002) if looks.is_due("kind")] == [1, 2, 10, 100, 1000]
     assert looks.is_due("another kind")
 
 
 def test_a_look_finds_what_is_no_mean() -> None:
-    weights, epsilon = Weights((3.0, 1.0)), 2.2e-16
+    weights, epsilon = MicrobatchWeights((3.0, 1.0)), 2.2e-16
     assert not fault_in_sum(1.75, [2.0, 1.0], weights, epsilon, by="their rows")
     assert not fault_in_sum(1.75 + 1e-13, [2.0, 1.0], weights, epsilon, by="their rows")
-    assert 'give weigh="sum"' in fault_in_sum(3.0, [2.0, 1.0], weights, epsilon, by="their rows")
+    assert 'pass weigh="sum"' in fault_in_sum(3.0, [2.0, 1.0], weights, epsilon, by="their rows")
     fault = fault_in_sum(1.6, [2.0, 1.0], weights, epsilon, by="their rows")
-    assert "together is 1.6, but their own losses come to 1.75, weighted by their rows" in fault and "weigh=" in fault
+    assert (
+        "together is 1.6, but their separate losses sum to 1.75, weighted by their rows" in fault and "weigh=" in fault
+    )
     assert fault_in_sum(1.6, [2.0, math.nan], weights, epsilon, by="their rows")
-    assert not fault_in_sum(2.0, [2.0, math.nan], Weights((3.0, 0.0)), epsilon, by="their rows")
+    assert not fault_in_sum(2.0, [2.0, math.nan], MicrobatchWeights((3.0, 0.0)), epsilon, by="their rows")
     assert not fault_in_sum(math.nan, [2.0, math.nan], weights, epsilon, by="their rows")
     assert not fault_in_sum(1.751, [2.0, 1.0], weights, 7.8e-3, by="their rows")  # bfloat16
 
 
 def test_terms_that_are_others_than_was_assumed() -> None:
-    assert not fault_in_terms([6, 2], Weights((3.0, 1.0)), by="their rows")
-    assert not fault_in_terms([0, 0], Weights((3.0, 1.0)), by="their rows")
-    assert "means of 6, 1 terms" in fault_in_terms([6, 1], Weights((3.0, 1.0)), by="their rows")
+    assert not fault_in_terms([6, 2], MicrobatchWeights((3.0, 1.0)), by="their rows")
+    assert not fault_in_terms([0, 0], MicrobatchWeights((3.0, 1.0)), by="their rows")
+    assert "means of 6, 1 terms" in fault_in_terms([6, 1], MicrobatchWeights((3.0, 1.0)), by="their rows")

@@ -41,11 +41,11 @@ def test_several_nests_go_together() -> None:
 @pytest.mark.parametrize(
     ("where", "value", "text"),
     [
-        ((0, 1), 3, "of one value"),
-        ((0, 1), (3,), "of 1 values"),
-        ((0, 1), {"a": 3}, "of a dict"),
-        ({"b": 0}, {"a": 3}, "rows names 'b'; there are a"),
-        ({"b": 0}, (3,), "of 1 values"),
+        ((0, 1), 3, "for one value"),
+        ((0, 1), (3,), "for 1 values"),
+        ((0, 1), {"a": 3}, "for a dict"),
+        ({"b": 0}, {"a": 3}, "rows has the unknown name 'b'; expected some of a"),
+        ({"b": 0}, (3,), "for 1 values"),
     ],
 )
 def test_what_does_not_fit(where: Any, value: Any, text: str) -> None:
@@ -56,6 +56,11 @@ def test_what_does_not_fit(where: Any, value: Any, text: str) -> None:
 def test_options() -> None:
     assert rows_option(None) == Rows()
     assert rows_option({"x": (0, "whole")}) == Rows(x=(0, "whole"))
-    for rows, text in (({"z": 0}, "'z'"), ({"x": ("all",)}, "'all' of x"), ({"y": -1}, "-1 of y"), ({"y": 1.5}, "1.5")):
+    for rows, text in (
+        ({"z": 0}, "'z'"),
+        ({"x": ("all",)}, "'all' for x"),
+        ({"y": -1}, "-1 for y"),
+        ({"y": 1.5}, "1.5"),
+    ):
         with pytest.raises(UsageError, match=text):
             rows_option(rows)

@@ -12,8 +12,19 @@ from commlib.config.settings import Config
 from commlib.errors import PeerError, StallError, UsageError
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.runner import Runner
-from commlib.pipeline.schedule import Action, Kind, Link, Schedule, ScheduleError, chain, make, simulate, table, verify
-from commlib.pipeline.stage import Values
+from commlib.pipeline.schedule import (
+    Action,
+    Kind,
+    Link,
+    PipelineScheduleError,
+    Schedule,
+    chain,
+    make,
+    simulate,
+    table,
+    verify,
+)
+from commlib.pipeline.stage import StageValues
 from tests.bodies import loopback
 from tests.bodies.pipelines import ArrayStage, ArrayTensors, batch_of, disturbed, expected, random_schedule
 
@@ -66,7 +77,7 @@ def test_random_schedules_run_or_are_refused(first: int) -> None:
             schedule = disturbed(schedule, seed)
         try:
             verify(schedule, links)
-        except ScheduleError:
+        except PipelineScheduleError:
             refused += 1
             continue
         if not schedule.has_backward:  # its only backward was left out: legal, and without gradients
@@ -119,7 +130,7 @@ def test_shapes_and_dtypes_may_change_at_any_time() -> None:
         def forward(self, microbatch: int, inputs: Any) -> Any:
             if self.stage == 0:
                 values = [np.full(shape, microbatch, dtype) for dtype, shape in kinds[: 1 + microbatch % 5]]
-                return {1: Values(values[::-1])}
+                return {1: StageValues(values[::-1])}
             for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], inputs[0].tensors, strict=True):
                 assert got.dtype == dtype and got.shape == shape and (got == microbatch).all()
             self.given[microbatch] = inputs[0].tensors, None
@@ -128,7 +139,7 @@ def test_shapes_and_dtypes_may_change_at_any_time() -> None:
         def backward(self, microbatch: int, gradients: Any, *, final: bool) -> Any:
             if self.stage == 1:
                 given: Any = self.given.pop(microbatch)[0]
-                return {0: Values([one * 2 if one.dtype.kind == "f" else None for one in given])}
+                return {0: StageValues([one * 2 if one.dtype.kind == "f" else None for one in given])}
             for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], gradients[1].tensors, strict=True):
                 assert got is None if dtype == "int8" else (got.shape == shape and (got == 2 * microbatch).all())
             return {}
@@ -156,7 +167,7 @@ def failing(schedule: Schedule, at: Action, error: BaseException) -> list[str]:
         try:
             runner.run()
         except BaseException as caught:
-            with pytest.raises(UsageError, match="make another pipeline, on all ranks"):
+            with pytest.raises(UsageError, match="create a new pipeline on all ranks"):
                 runner.run()
             return "\n".join([type(caught).__name__, str(caught), *caught.__notes__])
         return "ended"

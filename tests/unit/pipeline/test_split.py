@@ -31,9 +31,9 @@ def test_even_sizes() -> None:
         ([0, 4], "expected 2 positive numbers"),
         ([1, 1, 2], "expected 2 positive numbers"),
         (["b", "c"], "names 2 layers; expected 1"),
-        (["e"], "there is no layer 'e'; there are a, b, c, d"),
-        (["a"], "not the first one"),
-        ([1.5], "give names of layers"),
+        (["e"], "unknown layer 'e'; the layers are a, b, c, d"),
+        (["a"], "without the first"),
+        ([1.5], "expected names of layers"),
     ],
 )
 def test_what_is_refused(split: Any, expected: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commlib.pipeline.links import MOST_TERMS, LayoutTable
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import make, verify
-from commlib.pipeline.stage import Values
-from commlib.pipeline.ways import MOST_TERMS, Agreed
+from commlib.pipeline.stage import StageValues
 from tests.bodies import loopback
 from tests.bodies.pipelines import ArrayTensors
 
@@ -21,9 +21,9 @@ class Counting:
     def __init__(self, stage: int) -> None:
         self.stage, self.sent, self.got = stage, 0, 0
 
-    def made(self, number: int) -> Values:
+    def made(self, number: int) -> StageValues:
         kind = number - 1 if number % 3 == 2 else number % 5 if number % 7 == 0 else number
-        return Values([np.full((1 + kind % 200,), number, "float32")], f"note {kind}")
+        return StageValues([np.full((1 + kind % 200,), number, "float32")], f"note {kind}")
 
     def forward(self, microbatch: int, inputs: Any) -> Any:
         if self.stage == 0:
@@ -36,7 +36,7 @@ class Counting:
         return {}
 
     def backward(self, microbatch: int, gradients: Any, *, final: bool) -> Any:
-        return {0: Values([None])} if self.stage else {}
+        return {0: StageValues([None])} if self.stage else {}
 
     def reduce(self) -> None:
         pass
@@ -44,7 +44,7 @@ class Counting:
 
 def test_terms_are_numbered_anew() -> None:
     """Each new number, shape or note was remembered for ever, on both ranks."""
-    agreed, numbers = Agreed(None), []
+    agreed, numbers = LayoutTable(None), []
     for count in range(1, 300):
         assert agreed.on([np.zeros(count)], [True], "")
         numbers.append(agreed.number)

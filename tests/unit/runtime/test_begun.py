@@ -12,7 +12,7 @@ import pytest
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, ShutdownError, StallError
-from commlib.runtime.begun import Begun
+from commlib.runtime.started_operations import StartedOperations
 from tests.bodies.loopback import run
 
 
@@ -30,7 +30,7 @@ def test_peers_need_nothing_more_of_a_rank_that_has_begun():
         if comm.rank == 0:
             work = comm.all_reduce_async(x, out=x)
             turn.wait(10)  # the others are through, though this rank has not waited yet
-            assert isinstance(work, Begun)
+            assert isinstance(work, StartedOperations)
             assert work.wait() is x
         else:
             time.sleep(0.05)

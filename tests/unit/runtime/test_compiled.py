@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from commlib.errors import UsageError
-from commlib.runtime.compiled import Compiled, Plan
+from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.runtime.progress import Progress
 
 
-class Interrupted(Compiled):
+class Interrupted(CompiledCall):
     """A call during which something else is called: in its compiled step, or after that has left it to Python."""
 
     def __init__(self, progress, meanwhile, *, in_step):
@@ -38,7 +38,7 @@ class Interrupted(Compiled):
         return Plan(self, None, "value", "value", None, lambda address: self._step(address, 0, 0))
 
 
-class Other(Compiled):
+class Other(CompiledCall):
     def perform(self, x, target):
         return target
 

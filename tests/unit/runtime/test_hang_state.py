@@ -11,7 +11,7 @@ import pytest
 
 from commlib.config.settings import Config
 from commlib.observe.dump import GroupState
-from commlib.observe.flight import LAST
+from commlib.observe.flight_recorder import LAST
 from commlib.runtime import hang_state
 from commlib.runtime.stacks import all_threads, is_ours, is_users
 from tests.bodies.loopback import run
@@ -76,9 +76,9 @@ def test_a_wait_is_known_while_it_lasts_and_not_after():
 
         def look():
             deadline = time.monotonic() + 20
-            while not (stuck := hang_state.stuck(comm.runtime, 0.2)) and time.monotonic() < deadline:
+            while not (stuck := hang_state.find_stuck(comm.runtime, 0.2)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            found.extend([stuck, hang_state.began(comm.runtime), hang_state.waits(comm.runtime)])
+            found.extend([stuck, hang_state.find_wait_starts(comm.runtime), hang_state.waits(comm.runtime)])
             release.set()
 
         thread = threading.Thread(target=look)

@@ -12,7 +12,7 @@ import pytest
 
 from commlib.errors import ShutdownError, UsageError
 from commlib.observe.journal import Journal
-from commlib.runtime.compiled import Task
+from commlib.runtime.compiled_call import Task
 from commlib.runtime.progress import Progress
 
 
@@ -105,7 +105,7 @@ def test_close_drops_what_has_not_begun(progress):
     running, queued = progress.start("running", gate), progress.start("queued", lambda: None)
     assert gate.began.wait(10)
     progress.close()
-    with pytest.raises(ShutdownError, match="queued: commlib was shut down before it began"):
+    with pytest.raises(ShutdownError, match="queued: commlib was shut down before it started"):
         queued.wait(10)
     for call in (partial(run_now, progress), progress.start):
         with pytest.raises(ShutdownError, match="late: commlib has been shut down"):

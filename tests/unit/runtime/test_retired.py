@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.runtime.retired import Retired
+from commlib.runtime.deferred_free import DeferredFree
 
 
 class Part:
@@ -16,7 +16,7 @@ class Part:
 
 
 def test_what_all_ranks_have_dropped_is_freed() -> None:
-    retired, parts = Retired(), [Part(), Part()]
+    retired, parts = DeferredFree(), [Part(), Part()]
     retired.note(("of two", 2), parts[:1])
     retired.note(("of one", 1), parts[1:])
     retired.free(lambda notes: [notes, []])
@@ -28,7 +28,7 @@ def test_what_all_ranks_have_dropped_is_freed() -> None:
 
 def test_two_groups_may_be_split_at_once() -> None:
     """Each thread has seen the same notes before either frees: the second one broke its group with a KeyError."""
-    retired, part = Retired(), Part()
+    retired, part = DeferredFree(), Part()
     retired.note(("of one", 1), [part])
 
     def gather(notes: Any) -> list[Any]:

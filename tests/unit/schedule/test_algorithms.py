@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlib.schedule import Algorithm, Link, algorithms, find, program, simulate, verbs, verify
+from commlib.schedule import Algorithm, LinkCost, algorithms, find, program, simulate, verbs, verify
 
 SIZES = (*range(1, 34), 64, 100)
 ALL = [(verb, name) for verb in verbs() for name in algorithms(verb)]
@@ -39,7 +39,7 @@ def test_costs_what_it_claims(verb: str, name: str) -> None:
             counted = [sum(len(send.span) for step in rounds for send in step.sends) for rounds in ranks]
             assert max(counted) == claimed, (size, root, segments)
 
-            result = simulate(ranks, 1, Link(alpha=1, beta=0))
+            result = simulate(ranks, 1, LinkCost(alpha=1, beta=0))
             assert list(result.sent) == counted
             most = algorithm.claims.rounds(size, segments)
             exact = (segments == 1 and name == "binomial_tree") or not algorithm.claims.at_most

@@ -65,7 +65,7 @@ def test_slices_cover_every_chunk_once(sizes: list[int], pieces: int) -> None:
 
 
 def test_slices_of_several_chunks_are_refused() -> None:
-    with pytest.raises(UsageError, match="side by side"):
+    with pytest.raises(UsageError, match="are not contiguous"):
         cut(even(10, 3), 2)[0].slice(Span(0, 2))
 
 

@@ -91,7 +91,7 @@ def test_adding_an_algorithm_takes_one_decorator(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_verb_cannot_be_verified() -> None:
-    with pytest.raises(UsageError, match="'all_shrink' promises is not written down"):
+    with pytest.raises(UsageError, match="does not define the verb 'all_shrink'"):
         verify([Program("all_shrink", "ring", 0, 1, 0, (1,), ())])
 
 

@@ -7,11 +7,11 @@ from math import log2
 import pytest
 
 from commlib.errors import CommlibError
-from commlib.schedule import Link, Recv, Round, Send, Span, estimate, nodes, simulate
+from commlib.schedule import LinkCost, Recv, Round, Send, Span, estimate, nodes, simulate
 
 ALPHA, BETA, GAMMA = 2e-6, 1e-10, 3e-11
 N = 1_000_000.0
-LINK = Link(ALPHA, BETA)
+LINK = LinkCost(ALPHA, BETA)
 
 
 def time(verb: str, name: str, size: int, **options: int) -> float:
@@ -58,7 +58,7 @@ def test_copies_cost_gamma() -> None:
 
 def test_links_tell_nodes_apart() -> None:
     """Recursive doubling on 2 nodes of 2 ranks: the first exchange stays in the node."""
-    local, network = Link(1e-6, 1e-11), Link(1e-5, 1e-9)
+    local, network = LinkCost(1e-6, 1e-11), LinkCost(1e-5, 1e-9)
     got = estimate("all_reduce", "recursive_doubling", 4, N, nodes(2, local, network)).time
     assert got == pytest.approx(local.alpha + N * local.beta + network.alpha + N * network.beta)
 
@@ -74,7 +74,7 @@ def test_pieces_for_the_same_rank_pay_alpha_once() -> None:
 
 
 def test_pipelined_double_tree_beats_the_unpipelined_and_nears_the_bandwidth_bound() -> None:
-    free = Link(0.0, BETA)
+    free = LinkCost(0.0, BETA)
     once, often = (estimate("all_reduce", "double_tree", 64, N, free, segments=s).time for s in (1, 200))
     bound = 2 * N * BETA
     assert bound <= often < 1.35 * bound
@@ -97,5 +97,5 @@ def test_thousands_of_ranks() -> None:
 
 
 def test_a_halt_is_an_error() -> None:
-    with pytest.raises(CommlibError, match="1 of 2 ranks wait for ever"):
+    with pytest.raises(CommlibError, match="1 of 2 ranks wait forever"):
         simulate([[Round(sends=(Send(1, Span(0, 1)),))], []], 1, LINK)

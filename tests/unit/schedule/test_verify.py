@@ -53,7 +53,7 @@ def test_a_correct_handmade_program_passes() -> None:
 WRONG: dict[str, tuple[list[Program], str]] = {
     "counted twice": (
         programs("all_reduce", [trade(1), trade(1)], [trade(0), trade(0)]),
-        r"rank [01], round 1: adds what rank [01] sent to chunk 0 and so counts the input of ranks 0, 1 twice",
+        r"rank [01], round 1: adds the data of rank [01] to chunk 0, which counts the input of ranks 0, 1 twice",
     ),
     "a send is missing": (
         programs("broadcast", [], [recv(0)]),
@@ -78,11 +78,11 @@ WRONG: dict[str, tuple[list[Program], str]] = {
     ),
     "plain receive into what is sent": (
         programs("all_reduce", [trade(1, reduce=False)], [trade(0)]),
-        r"rank 0, round 0: while it is to send 0 to rank 1 it would receive 0 from rank 1",
+        r"rank 0, round 0: would send 0 to rank 1 and receive 0 from rank 1 at once",
     ),
     "two receives into one chunk": (
         programs("reduce", [Round(recvs=(Recv(1, A, True), Recv(2, A)))], [send(0)], [send(0)]),
-        r"rank 0, round 0: into the same chunks it would add 0 from rank 1 and receive 0 from rank 2",
+        r"rank 0, round 0: would add 0 from rank 1 and receive 0 from rank 2 into the same chunks",
     ),
     "outside the region": (
         programs("broadcast", [send(1, B)], [recv(0, B)]),
@@ -108,11 +108,11 @@ WRONG: dict[str, tuple[list[Program], str]] = {
     "to nobody": (programs("broadcast", [send(2)], [recv(0)]), r"rank 0, round 0: cannot send 0 to rank 2"),
     "sends what it does not have": (
         programs("broadcast", [recv(1)], [send(0)]),
-        r"rank 1, round 0: sends chunk 0, which holds nothing yet",
+        r"rank 1, round 0: sends chunk 0, which has no data yet",
     ),
     "adds to what it does not have": (
         programs("broadcast", [send(1)], [recv(0, reduce=True)]),
-        r"rank 1, round 0: adds what rank 0 sent to chunk 0, which holds nothing yet",
+        r"rank 1, round 0: adds the data of rank 0 to chunk 0, which has no data yet",
     ),
     "adds another chunk": (
         programs("all_reduce", [Round((Send(1, A),), (Recv(1, B, True),))], [trade(0)], regions=(2,)),
@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[list[Program], str]] = {
             [Round((Send(0, A), Send(2, A)), (Recv(0, A, True), Recv(2, A, True)))],
             [Round((Send(0, A), Send(1, A)), (Recv(0, A, True), Recv(1, A, True)))],
         ),
-        r"rank 2, after round 0: chunk 0 was added up in another order than on rank 0: "
+        r"rank 2, after round 0: chunk 0 was summed in another order than on rank 0: "
         r"\(1\+\(0\+2\)\), not \(\(0\+1\)\+2\)",
     ),
     "not heard of all": (

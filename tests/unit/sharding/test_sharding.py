@@ -40,13 +40,13 @@ def test_pieces_are_the_whole(data: st.DataObject) -> None:
 
 
 def test_what_cannot_be_divided() -> None:
-    with pytest.raises(UsageError, match="has no dimension 2 to be divided"):
+    with pytest.raises(UsageError, match="has no dimension 2 to shard"):
         Sharding((3, 4), 2)
     with pytest.raises(UsageError, match=r"parts \[2, 3\] add up to 5, expected positive ones: 4, dimension 1"):
         Sharding((3, 4), 1, parts=(2, 3))
-    with pytest.raises(UsageError, match="a part of length 4 has no 3 equal units"):
+    with pytest.raises(UsageError, match="a part of length 4 cannot be split into 3 equal units"):
         Sharding((3, 4), 1, units=3)
-    with pytest.raises(UsageError, match=r"up: 2 units along dimension 0 .* cannot be divided among 3 ranks"):
+    with pytest.raises(UsageError, match=r"up: 2 units along dimension 0 .* cannot be split among 3 ranks"):
         Sharding((8, 4), 0, units=2).check("up", 3)
 
 
@@ -54,7 +54,7 @@ def test_parts_by_number_or_lengths() -> None:
     assert parts_of("up", 1, 8) == ()
     assert parts_of("up", 2, 8) == (4, 4)
     assert parts_of("up", (6, 2), 8) == (6, 2)
-    with pytest.raises(UsageError, match="up: parts=3, but 8 outputs are not as many equal parts"):
+    with pytest.raises(UsageError, match="up: parts=3, but 8 outputs cannot be split into as many equal parts"):
         parts_of("up", 3, 8)
 
 
@@ -64,7 +64,7 @@ def test_ranks_share_what_there_is_less_of() -> None:
     assert [sharding.spans(rank, 4) for rank in range(4)] == [((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)]
     assert sharding.pieces(4) == [(0, 0, 4, 0), (2, 0, 4, 4)]
     assert [sharding.copies(size) for size in (1, 2, 3, 4, 6)] == [1, 1, 1, 2, 3]
-    with pytest.raises(UsageError, match="cannot be divided among 3 ranks"):
+    with pytest.raises(UsageError, match="cannot be split among 3 ranks"):
         sharding.check("k", 3)
 
 
@@ -77,9 +77,9 @@ def test_ranks_share_one_part_and_divide_another() -> None:
     assert sharding.sharing(1, 2) == [(1, 0, 4), (2, 4, 6), (2, 6, 8)]
     assert sharding.pieces(2) == [(0, 0, 4, 0), (1, 0, 4, 4), (0, 4, 6, 8), (0, 6, 8, 10)]
     sharding.check("qkv", 4)
-    with pytest.raises(UsageError, match=r"qkv: 1 units along dimension 0 .* cannot be divided among 5 ranks"):
+    with pytest.raises(UsageError, match=r"qkv: 1 units along dimension 0 .* cannot be split among 5 ranks"):
         sharding.check("qkv", 5)
-    with pytest.raises(UsageError, match=r"qkv: 1 units .* cannot be divided among 2 ranks"):
+    with pytest.raises(UsageError, match=r"qkv: 1 units .* cannot be split among 2 ranks"):
         Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1, 1)).check("qkv", 2)
-    with pytest.raises(UsageError, match=r"units \[4, 1\] of parts \[8, 2, 2\]: expected one for each"):
+    with pytest.raises(UsageError, match=r"units \[4, 1\] of parts \[8, 2, 2\]: expected one number for each"):
         Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.slurm.client import SlurmError, UnreachableError, look, submit
+from commlib.slurm.client import SlurmError, UnreachableError, query_job, submit
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_refusal_is_passed_on_in_one_line(commands: Path) -> None:
 
 
 def test_no_slurm_at_all(commands: Path) -> None:
-    with pytest.raises(SlurmError, match="there is no sbatch here: submit on a login node"):
+    with pytest.raises(SlurmError, match="sbatch is not installed: submit on a login node"):
         submit("")
 
 
@@ -46,21 +46,21 @@ FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 def test_the_database_knows_what_the_controller_has_forgotten(commands: Path) -> None:
     stand_in(commands, "scontrol", FORGOTTEN)
     stand_in(commands, "sacct", 'test "$2" = 12 && echo "12|TIMEOUT|0:0|h0|01:00:00"')
-    [task] = look("12")
+    [task] = query_job("12")
     assert (task.state, task.code) == ("TIMEOUT", 1)
 
 
 def test_a_job_that_nobody_knows(commands: Path) -> None:
     stand_in(commands, "scontrol", FORGOTTEN)
     stand_in(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    with pytest.raises(SlurmError, match="does not know job 12 any more: Slurm accounting storage is disabled"):
-        look("12")
+    with pytest.raises(SlurmError, match="no longer knows job 12: Slurm accounting storage is disabled"):
+        query_job("12")
     stand_in(commands, "sacct", "exit 0")
     with pytest.raises(SlurmError, match="it is not in its database"):
-        look("12")
+        query_job("12")
 
 
 def test_a_controller_that_does_not_answer(commands: Path) -> None:
     stand_in(commands, "scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UnreachableError, match="Unable to contact slurm controller"):
-        look("12")
+        query_job("12")

@@ -15,7 +15,7 @@ GOOD: dict[str, Any] = {"command": ("true",), "mpi": "pmix"}
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"command": ()}, "no command: expected what each rank runs"),
+        ({"command": ()}, "no command: expected the command of each rank"),
         ({"mpi": "openmpi"}, "mpi 'openmpi': expected pmix, pmi2, srun, mpirun, mpiexec"),
         ({"nodes": 0}, "nodes is 0: expected at least 1"),
         ({"ntasks_per_node": -1}, "ntasks-per-node is -1"),
@@ -38,12 +38,12 @@ GOOD: dict[str, Any] = {"command": ("true",), "mpi": "pmix"}
         ({"sbatch": ("mail",)}, "sbatch 'mail': expected an option of sbatch"),
         (
             {"sbatch": ("--time=3",)},
-            "sbatch '--time=3': expected an option that has no name of its own here; give time",
+            "sbatch '--time=3': commlib slurm has this option itself; use time",
         ),
-        ({"sbatch": ("--gpus-per-node 3",)}, "give gpus-per-node instead"),
+        ({"sbatch": ("--gpus-per-node 3",)}, "use gpus-per-node instead"),
         ({"runtime": "docker"}, "runtime 'docker': expected apptainer, singularity, pyxis"),
         ({"bind": ("/a",)}, "bind /a: there is no container"),
-        ({"container": "x.sif", "venv": "/v"}, "venv /v: a container has a Python of its own"),
+        ({"container": "x.sif", "venv": "/v"}, "venv /v: a container has its own Python"),
         ({"container": "x", "runtime": "pyxis", "mpi": "mpirun"}, "mpi mpirun: with pyxis srun starts the container"),
     ],
 )

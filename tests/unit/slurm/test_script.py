@@ -76,8 +76,8 @@ export NCCL_DEBUG=WARN
 export TEXT='it'"'"'s $HOME'
 
 # The ranks: 4 on each of 2 nodes.
-trap : TERM  # scancel and the time limit tell the ranks as well: let them end
-# Slurm tells this shell, which tells the ranks.
+trap : TERM  # scancel and the time limit also signal the ranks: let them end
+# Slurm signals this shell, which passes the signal on to the ranks.
 trap 'for job in $(jobs -p); do kill -USR1 $job; done' USR1
 srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task=8 \\
     python train.py --seed "$SLURM_ARRAY_TASK_ID" --note 'a $HOME "b"' &

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.slurm.states import Task, code, elapsed, from_controller, from_database, summary
+from commlib.slurm.states import JobTask, code, elapsed, from_controller, from_database, summary
 
 RUNNING = (
     "JobId=8 JobName=wrap UserId=root(0) Priority=4294901752 QOS=(null) JobState=RUNNING Reason=None Dependency=(null) "
@@ -18,7 +18,7 @@ JobId=3 ArrayJobId=2 ArrayTaskId=0 JobName=a JobState=COMPLETED Reason=None Rest
 
 
 def test_a_job() -> None:
-    task = Task("8", "RUNNING", nodes="h[0-1]", run_time="00:01:16", restarts=1)
+    task = JobTask("8", "RUNNING", nodes="h[0-1]", run_time="00:01:16", restarts=1)
     assert from_controller(RUNNING) == [task]
     assert not task.ended
     assert summary([task]) == "RUNNING on h[0-1] restarted 1 times"
@@ -34,7 +34,7 @@ def test_an_array_has_tasks_of_its_own() -> None:
     assert summary([waiting]) == "PENDING (Resources)"
     assert elapsed([waiting]) == ""
     assert (
-        elapsed([Task("1_1", "RUNNING", run_time="1-00:00:09"), Task("1_2", "RUNNING", run_time="23:00:00")])[:2]
+        elapsed([JobTask("1_1", "RUNNING", run_time="1-00:00:09"), JobTask("1_2", "RUNNING", run_time="23:00:00")])[:2]
         == "1-"
     )
 
@@ -42,21 +42,21 @@ def test_an_array_has_tasks_of_its_own() -> None:
 def test_the_database() -> None:
     told = "12|COMPLETED|0:0|h0|00:00:09\n13_1|CANCELLED by 1000|0:15|h[0-1]|1-00:00:09\nwarning: of another kind\n"
     assert from_database(told) == [
-        Task("12", "COMPLETED", nodes="h0", run_time="00:00:09"),
-        Task("13_1", "CANCELLED", 0, 15, nodes="h[0-1]", run_time="1-00:00:09"),
+        JobTask("12", "COMPLETED", nodes="h0", run_time="00:00:09"),
+        JobTask("13_1", "CANCELLED", 0, 15, nodes="h[0-1]", run_time="1-00:00:09"),
     ]
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        (Task("1", "COMPLETED"), 0),
-        (Task("1", "FAILED", 5), 5),
-        (Task("1", "FAILED", 0, 9), 137),
-        (Task("1", "TIMEOUT"), 1),  # Slurm says 0:0 of what it has ended itself
-        (Task("1", "CANCELLED"), 1),
-        (Task("1", "NODE_FAIL"), 1),
+        (JobTask("1", "COMPLETED"), 0),
+        (JobTask("1", "FAILED", 5), 5),
+        (JobTask("1", "FAILED", 0, 9), 137),
+        (JobTask("1", "TIMEOUT"), 1),  # Slurm says 0:0 of what it has ended itself
+        (JobTask("1", "CANCELLED"), 1),
+        (JobTask("1", "NODE_FAIL"), 1),
     ],
 )
-def test_the_exit_code_is_0_only_if_all_went_well(task: Task, expected: int) -> None:
+def test_the_exit_code_is_0_only_if_all_went_well(task: JobTask, expected: int) -> None:
     assert task.code == code([task]) == expected

@@ -76,8 +76,8 @@ def test_a_command_may_be_a_list(tmp_path: Path) -> None:
         ("modules = [1]", "modules = [1]: expected a list of texts"),
         ("[env]\nA = 1", "env = {'A': 1}: expected a table of texts"),
         ('command = "a \'b"', 'command = "a \'b": No closing quotation'),
-        ("job-name = 'a'\njob_name = 'b'", "job-name is there twice"),
-        ("nodes = ", "is no TOML: "),
+        ("job-name = 'a'\njob_name = 'b'", "job-name is given twice"),
+        ("nodes = ", "is not TOML: "),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, expected: str) -> None:

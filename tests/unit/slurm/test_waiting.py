@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from commlib.slurm.client import SlurmError, UnreachableError
-from commlib.slurm.states import Task
+from commlib.slurm.states import JobTask
 from commlib.slurm.waiting import LONGEST, PATIENCE, wait
 
-PENDING, RUNNING, DONE = (Task("1", state) for state in ("PENDING", "RUNNING", "COMPLETED"))
+PENDING, RUNNING, DONE = (JobTask("1", state) for state in ("PENDING", "RUNNING", "COMPLETED"))
 
 
-def looking(*answers: list[Task] | Exception) -> Callable[[str], list[Task]]:
+def looking(*answers: list[JobTask] | Exception) -> Callable[[str], list[JobTask]]:
     left = list(answers)
 
-    def look(job: str) -> list[Task]:
+    def look(job: str) -> list[JobTask]:
         assert job == "1"
         answer = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(answer, Exception):

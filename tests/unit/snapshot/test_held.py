@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.snapshot.held import Held
-from commlib.snapshot.unnoticed import unnoticed
+from commlib.snapshot.object_snapshot import ObjectSnapshot
+from commlib.snapshot.trial_run import run_trial
 
 
-def nothing(_: object) -> Held | None:
+def nothing(_: object) -> ObjectSnapshot | None:
     return None
 
 
@@ -231,11 +231,11 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_object_is_as_before(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("commlib.snapshot.held_queues.runs_elsewhere", lambda: False)  # where tests run beside
+    monkeypatch.setattr("commlib.snapshot.queues.runs_elsewhere", lambda: False)  # where tests run beside
     kind = KINDS[name]
     value, changed, like = kind.make(), kind.make(), kind.make()
     expected = kind.seen(like)
-    with unnoticed([[value]], nothing):
+    with run_trial([[value]], nothing):
         kind.change(value)
     assert kind.seen(value) == expected
     if "member" not in name and "keys" not in name:  # of which there is one
@@ -246,7 +246,7 @@ def test_a_kind_of_object_is_as_before(monkeypatch: pytest.MonkeyPatch, name: st
 def test_what_other_threads_put_into_a_queue_stays() -> None:
     """What another thread takes and puts while a model is looked at is its own doing."""
     one = filled(queue.Queue)
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         assert one.get() == 3
         in_thread(one, lambda value: value.put(8))
         one.put(9)
@@ -262,7 +262,7 @@ def test_members_of_what_is_no_python_are_left() -> None:
     """Some are others whenever they are read, and a warning said that they could not be put back."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with unnoticed([Offset("no"), np.dtype(float), sys.float_info], nothing):
+        with run_trial([Offset("no"), np.dtype(float), sys.float_info], nothing):
             pass
 
 
@@ -270,7 +270,7 @@ def test_queues_that_cannot_be_looked_into_are_left_while_other_threads_run() ->
     one, stop = filled(queue.SimpleQueue), threading.Event()
     thread = threading.Thread(target=lambda: stop.wait())  # a user's code waits
     thread.start()
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         one.put(4)
     stop.set()
     thread.join()
@@ -300,7 +300,7 @@ def test_what_is_done_once_is_not_done_by_a_look_alone(function: Any, before: An
     function.cache_clear()
     for key in before:
         function(key)
-    with unnoticed([function], nothing):
+    with run_trial([function], nothing):
         function(1)
         function(2)
     assert {key: key for key in before} == TABLES
@@ -322,7 +322,7 @@ def test_methods_with_caches() -> None:
             self.made.append(1)
 
     one = Once()
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         one.make()
     one.make()
     assert one.made == [1]
@@ -352,13 +352,13 @@ def test_iterators_that_are_used_up(name: str, begun: bool) -> None:
     one = ITERATORS[name]()
     if begun and name != "of a dict":
         next(one)
-    with pytest.raises(UsageError, match="which a look at that call has used up: give a list"):  # noqa: SIM117
-        with unnoticed([], nothing, {"arguments": (one,)}):
+    with pytest.raises(UsageError, match=r"which a trial run of the call has consumed\. Pass a list"):  # noqa: SIM117
+        with run_trial([], nothing, {"arguments": (one,)}):
             next(one)
     one = ITERATORS[name]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with unnoticed([one], nothing, [one]):
+        with run_trial([one], nothing, [one]):
             pass
 
 
@@ -381,14 +381,14 @@ def test_what_cannot_be_put_back_is_warned_of(begun: bool) -> None:
     one.draws.__name__ = f"numbers {begun}"
     if begun:
         next(one.draws)
-    with pytest.warns(UserWarning, match=f"changed a generator .numbers {begun}., and cannot put it back"):  # noqa: SIM117
-        with unnoticed([one], nothing):
+    with pytest.warns(UserWarning, match=f"a generator .numbers {begun}., which cannot be"):  # noqa: SIM117
+        with run_trial([one], nothing):
             next(one.draws)
 
 
 def test_a_seed_that_spawns_is_warned_of() -> None:
     seed, names = np.random.SeedSequence(1), variable()
-    with pytest.warns(UserWarning) as told, unnoticed([seed, names], nothing):
+    with pytest.warns(UserWarning) as told, run_trial([seed, names], nothing):
         seed.spawn(1)
         names.set(1)
     assert [text for one in told for text in ("SeedSequence", "was not set") if text in str(one.message)] == [
@@ -398,11 +398,11 @@ def test_a_seed_that_spawns_is_warned_of() -> None:
 
 def test_a_model_that_keeps_too_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies near is put back; what is behind a whole data set was left, and nobody knew."""
-    monkeypatch.setattr("commlib.snapshot.unnoticed.MOST", 100)
+    monkeypatch.setattr("commlib.snapshot.trial_run.MOST", 100)
     near: list[int] = []
     with (
         pytest.warns(UserWarning, match="more than 100 objects"),
-        unnoticed([[[[1] for _ in range(200)], near]], nothing),
+        run_trial([[[[1] for _ in range(200)], near]], nothing),
     ):
         near.append(1)
     assert near == []
@@ -419,14 +419,14 @@ class Replacing:
 def test_attributes_that_are_replaced_as_a_whole() -> None:
     one = Replacing()
     own = vars(one)
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         one.call()
     assert one.count == 0 and vars(one) is own
 
 
 def test_what_does_not_say_how_it_is_is_left_alone() -> None:
     """A model that keeps one failed at its first call."""
-    with warnings.catch_warnings(action="error"), unnoticed([random.SystemRandom()], nothing):
+    with warnings.catch_warnings(action="error"), run_trial([random.SystemRandom()], nothing):
         pass
 
 
@@ -442,7 +442,7 @@ class Open:
 def test_a_class_that_an_object_has_changed_to() -> None:
     """As in the state pattern: the call itself found the class that a look had left."""
     one = Open()
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         one.call()
     assert type(one) is Open
 
@@ -454,8 +454,8 @@ class Mute(random.Random):
 
 def test_what_fails_when_it_is_asked_is_warned_of() -> None:
     """It was left alone without a word, and drew other numbers afterwards."""
-    with pytest.warns(UserWarning, match=r"does not put back a Mute, which fails when it is asked: .*not now"):  # noqa: SIM117
-        with unnoticed([Mute()], nothing):
+    with pytest.warns(UserWarning, match=r"does not restore a Mute: reading its state fails.*not now"):  # noqa: SIM117
+        with run_trial([Mute()], nothing):
             pass
 
 
@@ -463,6 +463,6 @@ def test_a_cycle_goes_round_all_of_its_list() -> None:
     """The list that it keeps was emptied, so that the first elements never came again."""
     rounds = itertools.cycle([1, 2, 3])
     assert next(rounds) == 1
-    with unnoticed([rounds], nothing):
+    with run_trial([rounds], nothing):
         next(rounds)
     assert sorted(next(rounds) for _ in range(3)) == [1, 2, 3]

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from commlib.snapshot.held import Held
-from commlib.snapshot.unnoticed import unnoticed
+from commlib.snapshot.object_snapshot import ObjectSnapshot
+from commlib.snapshot.trial_run import run_trial
 from tests.unit.tensor_parallel.run import counting
 
 
-def nothing(_: object) -> Held | None:
+def nothing(_: object) -> ObjectSnapshot | None:
     return None
 
 
@@ -176,7 +176,7 @@ def test_what_a_function_changes_is_as_before(function: Callable[[], None], sing
     if single:
         function()
     before = seen()
-    with unnoticed([function], nothing):
+    with run_trial([function], nothing):
         function()
         assert seen() != before
     assert seen() == before
@@ -192,7 +192,7 @@ a_package, a_module = ModuleType("a_package"), ModuleType("a_package.module")
 
 def test_modules_that_a_look_imports_stay_imported() -> None:
     """Python puts them into their package, and does so once."""
-    with unnoticed([package], nothing):
+    with run_trial([package], nothing):
         package()
     assert a_package.module is a_module
     assert not hasattr(a_package, "number")
@@ -204,6 +204,6 @@ def test_what_pytest_keeps_is_left_alone(request: pytest.FixtureRequest) -> None
     def asserting() -> None:
         assert Stats.calls >= 0
 
-    with unnoticed([asserting], nothing):
+    with run_trial([asserting], nothing):
         request.node.user_properties.append(("looks", 1))
     assert request.node.user_properties.pop() == ("looks", 1)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from commlib.snapshot.unnoticed import MOST, Held, unnoticed
+from commlib.snapshot.trial_run import MOST, ObjectSnapshot, run_trial
 
 calls: list[int] = []
 total = 0
@@ -45,7 +45,7 @@ class Keeps:
         return f"{parts} {self.numbers.bit_generator.state} {self.own.getstate()} {calls} {total}"
 
 
-def nothing(_: object) -> Held | None:
+def nothing(_: object) -> ObjectSnapshot | None:
     return None
 
 
@@ -67,7 +67,7 @@ def test_all_is_as_before() -> None:
     np.random.seed(1)
     before, ordered = keeps.seen(), list(keeps.ordered)
     same = keeps.list, keeps.dict, keeps.array
-    with unnoticed([outer, [hook]], nothing):
+    with run_trial([outer, [hook]], nothing):
         hook()
         outer.inner()
         assert number == 1 and keeps.count == 2 and len(calls) == 2
@@ -146,7 +146,7 @@ def test_what_is_counted_elsewhere() -> None:
     """Attributes of classes, functions and containers, and what functions change that others name, counted twice."""
     one = Elsewhere()
     before = one.seen()
-    with unnoticed([one], nothing):
+    with run_trial([one], nothing):
         one()
         assert one.seen() != before
     assert one.seen() == before
@@ -158,7 +158,7 @@ def test_what_failed_is_put_back_too() -> None:
     keeps = Keeps()
     before = keeps.seen()
     try:
-        with unnoticed([keeps], nothing):
+        with run_trial([keeps], nothing):
             keeps()
             raise KeyError
     except KeyError:
@@ -188,7 +188,7 @@ def test_functions_that_change_themselves() -> None:
             count = 1
         return count
 
-    with unnoticed([counted, first], nothing):
+    with run_trial([counted, first], nothing):
         assert (counted(), counted(), first(), first()) == (1, 2, 1, 2)
     assert (counted(), first()) == (1, 1)
 
@@ -198,7 +198,7 @@ def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
     rows = [[row] for row in range(MOST)]
     keeps, given = [1, rows], [2]
     with pytest.warns(UserWarning, match=f"the model keeps more than {MOST} objects"):  # noqa: SIM117
-        with unnoticed([keeps], nothing, ([given],)):
+        with run_trial([keeps], nothing, ([given],)):
             given.pop()
             keeps.pop(0)
             rows[0].pop()
@@ -211,7 +211,7 @@ def test_an_argument_that_keeps_a_data_set_and_the_model() -> None:
     keeps.inner = shared
     given = [[[row] for row in range(MOST)], keeps, shared]
     before = keeps.seen()
-    with unnoticed([keeps], nothing, (given,)):
+    with run_trial([keeps], nothing, (given,)):
         keeps()
         shared["a"].append(2)
     assert (keeps.seen(), shared) == (before, {"a": [1]})
@@ -230,7 +230,7 @@ class Making(OrderedDict[str, Any]):
 def test_tables_that_make_objects_keep_what_they_have() -> None:
     """They had objects in place of classes, in the whole process."""
     table = Making(a=dict, b=list)
-    with unnoticed([table], nothing):
+    with run_trial([table], nothing):
         table["c"] = set
     assert OrderedDict.__getitem__(table, "a") is dict
     assert list(table) == ["a", "b"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
-from commlib.tensor_parallel.auto import auto
-from commlib.tensor_parallel.equations import Equation, pointwise, viewed
-from commlib.tensor_parallel.lengths import Length, Uses
+from commlib.tensor_parallel.auto_plan import find_auto_plan
+from commlib.tensor_parallel.equations import Equation, pointwise, selection
+from commlib.tensor_parallel.lengths import Length, NumberUses
 from commlib.tensor_parallel.rules import check
 from commlib.tensor_parallel.table import plan_table
 from tests.inputs.traces import Written
@@ -18,7 +18,7 @@ WORDS, WIDTH = 40, 16
 
 
 def found(trace, size=2, able=lambda name, style: True):
-    result = auto(trace, size, able)
+    result = find_auto_plan(trace, size, able)
     check(trace, result.plan)
     return result
 
@@ -87,13 +87,13 @@ def test_dropout_between_a_pair():
     assert plan["b1.drop"] == Sequence(2)
     result = found(language_model(drop=True), able=lambda name, style: not isinstance(style, Sequence))
     assert "b1.up" not in result.plan
-    assert "b1.drop cannot be divided" in result.reasons["b1.up"]
+    assert "b1.drop cannot be sharded" in result.reasons["b1.up"]
 
 
 def test_what_an_adapter_cannot_divide_stays_whole():
     result = found(language_model(), able=lambda name, style: not isinstance(style, Vocabulary))
     assert result.plan == both({**HEADS, **PAIR})
-    assert "cannot be divided by words" in result.reasons["head"]
+    assert "cannot be sharded by words" in result.reasons["head"]
 
 
 def fused_model(cut):
@@ -125,12 +125,12 @@ def test_numbers_that_fit_the_whole_alone():
     def lengths(m, qkv):
         return m.joined(m.attend(*(m.heads(part, 4) for part in m.split(qkv, 16, 16, 16, asked=(16, 16, 16)))))
 
-    result = auto(fused_model(fixed), 2, lambda name, style: True)
+    result = find_auto_plan(fused_model(fixed), 2, lambda name, style: True)
     assert not result.plan
-    assert "let it say -1 for dimension 2" in result.reasons["qkv"]
-    result = auto(fused_model(lengths), 2, lambda name, style: True)
+    assert "in dimension 2: use -1" in result.reasons["qkv"]
+    result = find_auto_plan(fused_model(lengths), 2, lambda name, style: True)
     assert not result.plan
-    assert "let it say how many pieces" in result.reasons["o"]
+    assert "pass the number of pieces" in result.reasons["o"]
 
 
 def test_a_chain_is_divided_in_pairs():
@@ -147,7 +147,7 @@ def test_what_the_rules_refuse_stays_whole():
     h = m.softmax(m.linear("up", m.given(5, 8), 16))
     result = found(m.trace(m.linear("down", h, 8)))
     assert not result.plan
-    assert "needs all of a dimension" in result.reasons["down"]
+    assert "needs a full dimension" in result.reasons["down"]
 
 
 def test_whole_attention_and_other_tables():
@@ -176,11 +176,11 @@ def test_the_table():
     trace = language_model(fused=True)
     result = found(trace)
     lines = plan_table(result.plan, result.reasons, trace, 3).splitlines()
-    assert lines[0].split() == ["layer", "style", "whole", "rank", "0", "of", "3", "why"]
+    assert lines[0].split() == ["layer", "style", "full", "rank", "0", "of", "3", "why"]
     (qkv,) = (line for line in lines if line.startswith("b0.qkv"))
     assert " ".join(qkv.split()) == "b0.qkv Column(parts=3, units=4) 16 x 48 16 x 24 b0.qkv -> b0.o"
     (places,) = (line for line in lines if line.startswith("places"))
-    assert "whole" in places
+    assert "unsharded" in places
     assert "32 x 16" in places
     assert max(map(len, lines)) < 120
 
@@ -218,7 +218,7 @@ def test_tables_and_logits_that_share_a_weight():
 
 def numbered(values, asked):
     """Return the trace of a fused attention that asks for the lengths of pieces, and heads, by its own numbers."""
-    used = Uses()
+    used = NumberUses()
     own = {name: Length.of(value, ("attn", name), used) for name, value in values.items()}
     lengths, heads = asked(own)
     m = Written()
@@ -252,7 +252,7 @@ def test_a_number_that_is_more_than_a_length_stays(use):
         return (own["size"],), (-1, 4)
 
     result = found(numbered({"size": 16}, asked))
-    assert result.plan == ENDS and "let it say how many pieces" in result.reasons["qkv"]
+    assert result.plan == ENDS and "pass the number of pieces" in result.reasons["qkv"]
 
 
 def test_a_length_of_what_is_divided_is_no_number():
@@ -262,12 +262,12 @@ def test_a_length_of_what_is_divided_is_no_number():
     head = m.linear("head", m.linear("down", m.pointwise(h, text="mul"), WIDTH), WORDS)
     assert "up" in found(m.trace(head)).plan
     result = found(replace(m.trace(head), used={(h, 2): "model.py:3"}))
-    assert result.plan == ENDS and "model.py:3: the length of what is divided" in result.reasons["up"]
+    assert result.plan == ENDS and "model.py:3: the length of a tensor that is sharded" in result.reasons["up"]
 
 
 def test_a_bias_for_each_head_is_divided_with_them():
     """T5 looks up a bias for each head in its first block, and uses it in all; without a table it makes zeros."""
-    used = Uses()
+    used = NumberUses()
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     biases = m.permute(m.table("biases", m.constant(5, 5), 32, 4), 2, 0, 1)
@@ -296,14 +296,14 @@ def test_one_head_of_keys_without_a_dimension_of_heads():
 @pytest.mark.parametrize(("keys", "size"), [(2, 4), (1, 2)])
 def test_fewer_heads_of_keys_than_ranks(keys, size):
     """Ranks share heads of keys, and repeat them for their own queries, as often as the model is told."""
-    used = Uses()
+    used = NumberUses()
     groups = 8 // keys
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = (m.heads(m.linear(name, x, 2 * count), count) for name, count in (("q", 8), ("k", keys), ("v", keys)))
     repeated = []
     for one in (k, v):
-        new = m.step("", "equation", [one], [(2, keys, 1, 5, 2)], equation=viewed(4, (0, 1, -1, 2, 3)))[0]
+        new = m.step("", "equation", [one], [(2, keys, 1, 5, 2)], equation=selection(4, (0, 1, -1, 2, 3)))[0]
         asked = (2, -1, Length.of(groups, ("attn", "groups"), used), 5, 2)
         shape = (2, keys, groups, 5, 2)
         equation = Equation(pointwise((2, keys, 1, 5, 2), shape).inputs[:1], tuple(range(5)))
@@ -318,7 +318,7 @@ def test_fewer_heads_of_keys_than_ranks(keys, size):
     else:
         shared = dict.fromkeys("kv", Replicate(into_sharded=True))
         expected = {**expected, **shared, "attn.groups": PerRank(8)}
-    result = auto(trace, size, lambda name, style: True)
+    result = find_auto_plan(trace, size, lambda name, style: True)
     assert result.plan == expected, result.reasons
     assert PerRank(among=2).own(4, 3, 4) == PerRank(8).own(8, 1, 2) // 2 == 2
 
@@ -376,7 +376,7 @@ def test_low_rank_beside_layers(order):
     heads = dict.fromkeys(["q.base", "q.b", "k", "v.base", "v.b"], Column(units=4))
     rows: Plan = {"o.base": Row(units=4), "o.a": Row(units=4), "down.base": Row(), "down.a": Row()}
     assert result.plan == {**heads, **rows, "up.base": Column(), "up.b": Column()}
-    assert result.reasons["q.a"] == "of rank 2, beside q.base"
+    assert result.reasons["q.a"] == "of rank 2, added to q.base"
     whole = found(tuned(order), able=lambda name, style: not name.endswith("base"))
     assert whole.plan == {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor_parallel.einsum import Einsum, Place
+from commlib.tensor_parallel.einsum import Einsum, EinsumDim
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ from commlib.tensor_parallel.einsum import Einsum, Place
 )
 def test_places(equation: str, columns: list[tuple[str, int, int]], rows: list[tuple[str, int, int]]) -> None:
     found = Einsum.of("layer", equation)
-    assert found.columns == tuple(Place(*one) for one in columns)
-    assert found.rows == tuple(Place(*one) for one in rows)
+    assert found.columns == tuple(EinsumDim(*one) for one in columns)
+    assert found.rows == tuple(EinsumDim(*one) for one in rows)
 
 
 @pytest.mark.parametrize(

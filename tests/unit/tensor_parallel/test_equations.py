@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commlib.errors import UsageError
 from commlib.tensor_parallel import equations
-from commlib.tensor_parallel.states import State, reshaped
+from commlib.tensor_parallel.placements import Placement, reshape_placement
 from tests.inputs.traces import holds
 
 LENGTHS = st.sampled_from([1, 2, 4])
@@ -55,17 +55,17 @@ def test_einsum_counts_its_operands():
 
 def test_reductions_and_what_needs_all():
     x = random(2, 4, 6)
-    assert holds(equations.reduced(x.shape, (1,)), lambda y: y.sum(1), x) == 2
-    assert holds(equations.reduced(x.shape, (-1,), kept=True), lambda y: y.max(-1, keepdims=True), x) == 2
-    assert equations.reduced(x.shape, (0, 1, 2)).output == ()
-    assert holds(equations.along(x.shape, (-2,)), lambda y: np.cumsum(y, -2), x) == 2
+    assert holds(equations.reduction(x.shape, (1,)), lambda y: y.sum(1), x) == 2
+    assert holds(equations.reduction(x.shape, (-1,), kept=True), lambda y: y.max(-1, keepdims=True), x) == 2
+    assert equations.reduction(x.shape, (0, 1, 2)).output == ()
+    assert holds(equations.dimwise(x.shape, (-2,)), lambda y: np.cumsum(y, -2), x) == 2
 
 
 def test_views():
     x = random(2, 4, 6)
-    assert holds(equations.viewed(3, (2, 0, 1)), lambda y: y.transpose(2, 0, 1), x) == 3
-    assert holds(equations.viewed(3, (0, -1, 2)), lambda y: y[:, None, 1], x) == 2
-    assert equations.viewed(3, (0, 2)).needs == {1}
+    assert holds(equations.selection(3, (2, 0, 1)), lambda y: y.transpose(2, 0, 1), x) == 3
+    assert holds(equations.selection(3, (0, -1, 2)), lambda y: y[:, None, 1], x) == 2
+    assert equations.selection(3, (0, 2)).needs == {1}
 
 
 def attended(q, k, v):
@@ -90,22 +90,24 @@ def test_reshapes_follow_the_divided_dimension(rows, tokens, heads, ranks):
         return
     x = np.arange(rows * tokens * count * size).reshape(rows, tokens, count * size)
     new = (rows, tokens, count, size)
-    state = reshaped(State("features", 2), x.shape, new)
+    state = reshape_placement(Placement("features", 2), x.shape, new)
     if state is None or state.name == "unknown":
         return
     halves = [half.reshape(rows, tokens, -1, size) for half in np.split(x, 2, 2)]
     np.testing.assert_array_equal(np.concatenate(halves, state.dim), x.reshape(new))
-    back = reshaped(state, new, x.shape)
+    back = reshape_placement(state, new, x.shape)
     assert back is not None
     assert (back.name, back.dim) == ("features", 2)
 
 
 def test_reshapes_of_fused_parts():
-    fused = State("features", 2, parts=3)
-    assert reshaped(fused, (2, 5, 48), (2, 5, 3, 4, 4)) == State("features", 3, unit=-1)
-    assert reshaped(fused, (2, 5, 48), (2, 5, 12, 4)) is None
-    assert reshaped(fused, (2, 5, 48), (10, 48)) == State("features", 1, parts=3)
-    assert reshaped(State("features", 2, unit=4), (2, 5, 4), (2, 5, 1, 4)) == State("features", 2, unit=-1)
-    unknown = reshaped(State("sequence", 1), (2, 5, 8), (10, 8))
+    fused = Placement("features", 2, parts=3)
+    assert reshape_placement(fused, (2, 5, 48), (2, 5, 3, 4, 4)) == Placement("features", 3, unit=-1)
+    assert reshape_placement(fused, (2, 5, 48), (2, 5, 12, 4)) is None
+    assert reshape_placement(fused, (2, 5, 48), (10, 48)) == Placement("features", 1, parts=3)
+    assert reshape_placement(Placement("features", 2, unit=4), (2, 5, 4), (2, 5, 1, 4)) == Placement(
+        "features", 2, unit=-1
+    )
+    unknown = reshape_placement(Placement("sequence", 1), (2, 5, 8), (10, 8))
     assert unknown is not None
     assert unknown.name == "unknown"

@@ -17,7 +17,7 @@ def test_plans_of_both_kinds() -> None:
     assert is_layout_map({"up/kernel": (None, "tp")})
     assert not is_layout_map({"up": Column()})
     assert not is_layout_map({})
-    with pytest.raises(UsageError, match="all of one kind"):
+    with pytest.raises(UsageError, match="use only one kind"):
         is_layout_map({"up": Column(), "down/kernel": ("tp", None)})
 
 
@@ -32,10 +32,10 @@ def test_dimensions() -> None:
 @pytest.mark.parametrize(
     ("layouts", "match"),
     [
-        ({"middle/kernel": (None, "tp")}, "no variable has a path with 'middle/kernel'"),
+        ({"middle/kernel": (None, "tp")}, "no path of a variable matches 'middle/kernel'"),
         ({"up/kernel": (None, "tp"), "up/k": (None, "tp")}, "several layouts"),
         ({"up/kernel": ("tp",)}, "has 2 dimensions, its layout"),
-        ({"up/kernel": ("tp", "tp")}, "one dimension that is divided"),
+        ({"up/kernel": ("tp", "tp")}, "one sharded dimension"),
         ({"up/kernel": (None, "tp"), "down/kernel": ("dp", None)}, "name the axes dp, tp"),
     ],
 )
@@ -52,7 +52,7 @@ def test_styles() -> None:
     assert style_of([("embeddings", ("words", "outputs"), 0)]) == Vocabulary()
     assert style_of([("kernel", kernel, None), ("bias", bias, None)]) is None
     for dim in (0, None):
-        with pytest.raises(UsageError, match="bias is divided along 0, but kernel is not so"):
+        with pytest.raises(UsageError, match="bias is sharded along 0, but kernel is not"):
             style_of([("kernel", kernel, dim), ("bias", bias, 0)])
-    with pytest.raises(UsageError, match="cannot be divided along 0, expected 1 or 2"):
+    with pytest.raises(UsageError, match="cannot be sharded along 0, expected 1 or 2"):
         style_of([("kernel", (None, *kernel), 0)])

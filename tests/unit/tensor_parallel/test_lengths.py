@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 
-from commlib.tensor_parallel.lengths import Length, Uses, length_at, sources_of
+from commlib.tensor_parallel.lengths import Length, NumberUses, length_at, sources_of
 
 
 @pytest.fixture
 def used():
-    return Uses(lambda: "model.py:3")
+    return NumberUses(lambda: "model.py:3")
 
 
 def test_formulas(used):

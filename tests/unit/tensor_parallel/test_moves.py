@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor_parallel import COPY, REDUCE, Move, all_to_all, gather, reduce_scatter, scatter
+from commlib.tensor_parallel import COPY, REDUCE, Redistribute, all_to_all, gather, reduce_scatter, scatter
 
 EVERY = (COPY, REDUCE, scatter(1), gather(-1), gather(0, partial=True), reduce_scatter(2), all_to_all(1, 2))
 
 
 @pytest.mark.parametrize("move", EVERY, ids=lambda move: move.name)
-def test_the_conjugate_of_a_conjugate_is_the_move_itself(move: Move) -> None:
+def test_the_conjugate_of_a_conjugate_is_the_move_itself(move: Redistribute) -> None:
     known = move.known((2, 1), (3, 3) if move.name == "all_to_all" else ())
     assert known.conjugate.conjugate == known
     assert move.conjugate.conjugate.name == move.name
@@ -37,6 +37,6 @@ def test_received_bytes() -> None:
 
 def test_what_is_no_move() -> None:
     with pytest.raises(UsageError, match="there is no move 'all_gather'"):
-        Move("all_gather")
-    with pytest.raises(UsageError, match="dimension 1 cannot be divided and joined at once"):
+        Redistribute("all_gather")
+    with pytest.raises(UsageError, match="dimension 1 cannot be both split and joined"):
         all_to_all(1, 1)

@@ -45,7 +45,7 @@ def test_what_is_whole_is_accepted(plan):
 
 
 def test_a_column_without_its_row_is_refused():
-    refused(mlp(), {"up": Column()}, "whole", "down (Linear)", "by up", "give it Row(), or up gather=True")
+    refused(mlp(), {"up": Column()}, "whole", "down (Linear)", "by up", "give it Row(), or set gather=True for up")
 
 
 def test_a_row_without_its_column_is_refused():
@@ -62,7 +62,7 @@ def test_two_columns_in_a_row_are_refused():
 
 
 def test_split_of_what_is_divided_is_refused():
-    refused(mlp(), {"up": Column(), "down": Row(split=True)}, "row", "leave out split")
+    refused(mlp(), {"up": Column(), "down": Row(split=True)}, "row", "remove split")
 
 
 @pytest.mark.parametrize("name", ["softmax", "norm", "mean"])
@@ -108,8 +108,8 @@ def test_whole_and_divided_do_not_add_up():
 
 
 def test_a_weight_for_each_feature_is_refused():
-    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 16))), PAIR, "meet", "a weight that is not divided")
-    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 1))), PAIR, "gradient", "a part of its gradient")
+    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 16))), PAIR, "meet", "an unsharded weight")
+    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 1))), PAIR, "gradient", "a partial gradient of it")
     refused(mlp(lambda m, h: m.prelu("slope", h)), PAIR, "gradient", "slope (PReLU)", "Sequence(2)")
 
 
@@ -143,7 +143,7 @@ def block(between=None):
 def test_a_region_that_is_divided_along_its_sequence():
     plan: Plan = {"words": Vocabulary(sequence=1), **IN_SEQUENCE, "head": Vocabulary(gather=True, sequence=1)}
     check(block(), plan)
-    refused(block(), {**plan, "words": Vocabulary()}, "count", "norm (LayerNorm)", "leave it out")
+    refused(block(), {**plan, "words": Vocabulary()}, "count", "norm (LayerNorm)", "remove it from the plan")
     refused(block(), {**plan, "up": Column()}, "column", "sequence=1")
     refused(block(), {**plan, "up": Column(sequence=0)}, "sequence", "dimension 1")
     refused(block(), {**plan, "down": Row()}, "meet", "add")
@@ -213,7 +213,7 @@ def test_one_head_of_keys_serves_all_queries():
     trace = attention(kv=1)
     refused(trace, plan, "gradient", "Replicate(into_sharded=True)")
     check(trace, {**plan, "k": shared, "v": shared})
-    refused(mlp(), {"up": shared}, "count", "leave into_sharded out")
+    refused(mlp(), {"up": shared}, "count", "remove into_sharded")
 
 
 def test_products_over_divided_features_are_partial():
@@ -232,7 +232,7 @@ def test_joined_features_are_fused():
     both = m.cat(m.linear("a", x, 8), m.linear("b", x, 8))
     trace = m.trace(m.linear("down", both, 8))
     refused(trace, {"a": Column(), "b": Column(), "down": Row()}, "parts", "2 of them still")
-    refused(trace, {"a": Column(), "down": Row()}, "meet", "one input is whole")
+    refused(trace, {"a": Column(), "down": Row()}, "meet", "one input is unsharded")
     check(m.trace(m.linear("after", m.cat(x, x, dim=0), 8)), {})
 
 
@@ -241,7 +241,7 @@ def test_tied_weights_need_one_style():
     trace = m.trace(m.linear("head", m.table("words", m.given(5), 40, 8), 40), tied=[("words", "head")])
     check(trace, {"words": Vocabulary(), "head": Vocabulary(gather=True)})
     check(trace, {"words": Vocabulary(), "head": Column(gather=True)})  # the same rows of the same weight
-    refused(trace, {"words": Vocabulary()}, "tied", "words", "head: whole")
+    refused(trace, {"words": Vocabulary()}, "tied", "words", "head: unsharded")
     refused(trace, {"words": Column(gather=True), "head": Column(gather=True)}, "tied")
     refused(trace, {"words": Column(gather=True), "head": Vocabulary()}, "tied")
 
@@ -281,7 +281,7 @@ def test_of_what_is_unknown_nothing_is_claimed():
     assert [state.name for state in checked.states.values()][3:5] == ["unknown", "unknown"]
     check(trace, {"up": Column()})
     (doubt,) = checked.doubts  # of what follows there is no other one
-    assert "its input is divided along dimension 2 (by up)" in f"{doubt}"
+    assert "its input is sharded along dimension 2 (by up)" in f"{doubt}"
     assert not check(trace, {}).doubts
 
 
@@ -338,11 +338,11 @@ def test_heads_that_ranks_share_serve_as_many_on_each(queries):
         check(m.trace(), plan, size=4)
         check(m.trace(), plan, size=2)
     else:
-        refused(m.trace(), plan, "heads", "k has 2 that ranks share, and q 6", size=4)
+        refused(m.trace(), plan, "heads", "k has 2 heads that ranks share, and q 6", size=4)
 
 
 def test_a_row_takes_nothing_that_ranks_share():
-    refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "of which ranks share parts", size=4)
+    refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "with parts that ranks share", size=4)
 
 
 def test_what_ranks_share_is_counted_and_drawn_for_once():
@@ -351,12 +351,12 @@ def test_what_ranks_share_is_counted_and_drawn_for_once():
     penalized = m.linear("k", m.given(2, 5, 8), 8)
     m.step("", "penalty", [penalized], [()])
     plan: Plan = {"k": Column(units=2)}
-    refused(m.trace(), plan, "count", "of which ranks share parts", size=4)
+    refused(m.trace(), plan, "count", "with parts that ranks share", size=4)
     check(m.trace(), plan, size=2)
     m = Written()
     m.dropout("drop", m.linear("k", m.given(2, 5, 8), 8))
     plan = {**plan, "drop": Sequence(-1)}
-    refused(m.trace(), plan, "draws", "would not draw the same", size=4)
+    refused(m.trace(), plan, "draws", "would draw different numbers", size=4)
     check(m.trace(), plan, size=2)
 
 
@@ -382,7 +382,7 @@ def test_a_part_that_is_kept_is_refused(make):
 def test_a_part_without_a_gradient_that_is_kept_is_doubted(make):
     trace = kept(make, detached=lambda value: frozenset([value]))
     *_, doubt = check(trace, PAIR).doubts
-    assert doubt.stays and "each rank keeps something else" in f"{doubt}"
+    assert doubt.stays and "each rank keeps a different value" in f"{doubt}"
     assert doubt not in check(trace, PAIR, divided_output=True).doubts
 
 
@@ -398,5 +398,5 @@ def test_what_meets_parts_is_kept_without_its_gradient_alone():
     key = m.linear("key", m.given(2, 5, 8), 4)
     trace = m.trace(m.linear("last", m.given(2, 5, 8), 8), kept=[key])
     plan: Plan = {"key": Replicate(into_sharded=True)}
-    refused(trace, plan, "count", "leave into_sharded out")
+    refused(trace, plan, "count", "remove into_sharded")
     assert not check(replace(trace, detached=frozenset([key])), plan).doubts

@@ -46,7 +46,7 @@ def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> No
 ])  # fmt: skip
 def test_which_arguments_are_parts(before: Before, came: dict[int, int]) -> None:
     found = checked(before)
-    assert found.came_in_parts and found.sequences_came and not found.doubts
+    assert found.inputs_sharded and found.sequences_sharded and not found.doubts
     assert dict(found.came) == came
 
 
@@ -63,7 +63,7 @@ def test_features_that_came_in_parts() -> None:
         return m.trace(m.linear("down", before(m, m.given(2, 4, 6)), 8), whole=False)
 
     found = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
-    assert found.came_in_parts and not found.sequences_came and not found.came
+    assert found.inputs_sharded and not found.sequences_sharded and not found.came
     with pytest.raises(PlanError, match="by the caller"):
         check(trace(lambda m, x: m.softmax(x)), {"down": Row()}, size=2)
 
@@ -73,4 +73,4 @@ def test_words_that_are_whole_stay_so() -> None:
     x = m.table("words", m.given(2, 8), 32, 6)
     plan: Plan = {"words": Vocabulary(sequence=1), **PLAN}
     found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)
-    assert not found.came_in_parts and not found.came
+    assert not found.inputs_sharded and not found.came

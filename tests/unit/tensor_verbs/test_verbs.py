@@ -13,9 +13,9 @@ import pytest
 from commlib.errors import UsageError
 from commlib.tensor_verbs import (
     Bridge,
-    Call,
     OrderedVerbs,
     ReturningVerbs,
+    TensorCall,
     VerbMaker,
     WritingVerbs,
     check_ordered,
@@ -151,7 +151,7 @@ def test_they_have_names_docstrings_and_signatures() -> None:
 
 
 def test_an_adapter_may_run_calls_elsewhere() -> None:
-    def elsewhere(call: Call[Any]) -> Any:
+    def elsewhere(call: TensorCall[Any]) -> Any:
         return call.verb, call.inputs, call.host(lambda x, op, **options: (x, op), 5)
 
     verb: Any = VerbMaker(__name__, "Boxed", elsewhere).waiting(ORDERED.all_reduce)

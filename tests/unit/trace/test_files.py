@@ -10,7 +10,7 @@ import pytest
 
 from commlib.errors import UsageError
 from commlib.trace.files import COMMLIB, TENSORFLOW, TORCH, read, read_all
-from commlib.trace.operations import story
+from commlib.trace.operations import read_activity
 from commlib.trace.parse import parse
 from tests.inputs.timelines import MadeUp
 
@@ -61,7 +61,7 @@ def test_what_had_not_ended_ends_with_the_file(tmp_path):
     text = (tmp_path / "t.json", made.write(tmp_path / "t.json", end=False))[0].read_text().splitlines()
     (tmp_path / "t.json").write_text("\n".join(text[:-2]))  # without the end of the operation, and of the wait
     (trace,), _ = read_all([str(tmp_path / "t.json")])
-    told = story(trace)
+    told = read_activity(trace)
     first, second = told.operations
     assert (first.error, second.error) == ("", "unfinished") and second.ended == told.end == made.own(7000)
     (wait,) = told.of("wait")
@@ -74,7 +74,7 @@ def test_an_empty_file_is_left_out_and_said(tmp_path, text):
     names = [timeline(tmp_path / "t.json"), str(tmp_path / "empty.json")]
     traces, notes = read_all(names)
     assert [trace.rank for trace in traces] == [0] and len(notes) == 1 and "empty.json: is empty" in notes[0]
-    with pytest.raises(UsageError, match="no timeline of commlib among these"):
+    with pytest.raises(UsageError, match="none of these files is a timeline of commlib"):
         read_all(names[1:])
 
 
@@ -101,11 +101,11 @@ def test_files_that_are_not_there_or_do_not_belong_together(tmp_path):
     both = json.loads((tmp_path / "a.json").read_text()) + [{**event, "pid": 4} for event in parse(b"[]")[0]]
     both += [{"ph": "i", "pid": 4, "ts": 1, "name": "x"}]
     (tmp_path / "merged.json").write_text(json.dumps(both))
-    with pytest.raises(UsageError, match="has 2 ranks: merged already"):
+    with pytest.raises(UsageError, match="has 2 ranks, expected 1: already merged"):
         read_all([str(tmp_path / "merged.json")])
     text = (tmp_path / "a.json").read_text().replace('"format": 1', '"format": 99')
     (tmp_path / "new.json").write_text(text)
-    with pytest.raises(UsageError, match="is of format 99"):
+    with pytest.raises(UsageError, match="has format 99"):
         read_all([str(tmp_path / "new.json")])
 
 
@@ -118,10 +118,10 @@ def test_a_profile_is_of_its_process_of_whom_it_says_or_of_whom_it_is_said_to_be
     assert [(trace.kind, trace.rank) for trace in traces] == [
         (COMMLIB, 0), (COMMLIB, 1), (TORCH, 1), (TORCH, 1), (TORCH, 0)
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"c\.json: does not say whose it is: write its rank before it, 0="):
+    with pytest.raises(UsageError, match=r"c\.json: its rank is unknown: pass it as RANK=FILE, such as 0="):
         read_all([unknown, *names])
     assert read_all([unknown, names[1]])[0][1].rank == 1
-    with pytest.raises(UsageError, match="is of rank 5, of which there is no timeline"):
+    with pytest.raises(UsageError, match="is of rank 5, which has no timeline"):
         read_all([f"5={unknown}", *names])
     cut = torch_trace(tmp_path / "d.json", process=1000, cut=-40)
     traces, notes = read_all([cut, *names])

@@ -97,7 +97,7 @@ def test_profiles_stand_beside_their_rank_on_its_clock(tmp_path):
 def test_what_cannot_be_merged_is_refused_in_a_line(tmp_path):
     names = two_ranks(tmp_path)
     for arguments, said in (
-        ([*names, "-o", names[0]], "is one of the files to be merged"),
+        ([*names, "-o", names[0]], "is one of the input files"),
         ([*names, "-o", tmp_path / "missing" / "x.json"], "cannot write"),
         ([tmp_path / "nothing.json", "-o", tmp_path / "x.json"], "cannot read"),
     ):
@@ -110,5 +110,5 @@ def test_notes_and_how_clocks_were_found_are_said(tmp_path):
     names = two_ranks(tmp_path)
     (tmp_path / "t2.json").write_text("")
     result = merge(*names, tmp_path / "t2.json", "-o", tmp_path / "all.json")
-    assert "t2.json: is empty, and left out" in result.output
+    assert "t2.json: is empty, and skipped" in result.output
     assert "of 2 ranks (one clock, measured by messages)" in result.output

@@ -12,7 +12,7 @@ from commlib.cli.app import app
 from commlib.trace.advice import RULES, advise
 from commlib.trace.files import read_all
 from commlib.trace.intervals import common, length, union
-from commlib.trace.operations import story
+from commlib.trace.operations import read_activity
 from commlib.trace.summary import summarise
 from tests.inputs.timelines import MadeUp
 
@@ -20,7 +20,7 @@ from tests.inputs.timelines import MadeUp
 def summed(tmp_path, *ranks):
     names = [rank.write(tmp_path / f"t{rank.rank}.json") for rank in ranks]
     traces, _ = read_all(names)
-    return summarise([story(trace) for trace in traces])
+    return summarise([read_activity(trace) for trace in traces])
 
 
 def ms(seconds):
@@ -129,7 +129,7 @@ def test_stages_wait_for_messages(tmp_path):
     ranks[1].span("pipeline", "1F0", 32, 40, **facts, kind="F", stage=1, peer=-1)
     found = summed(tmp_path, *ranks)
     assert found.ranks[1].lost_for == {0: ms(28)} and found.ranks[0].kept_waiting == ms(28)
-    assert any("stages of the pipeline wait" in text for text in found.advice)
+    assert any("pipeline stages wait" in text for text in found.advice)
     assert path_of(found) == {(0, "computes"): ms(30), (1, "message of a pipeline"): ms(2), (1, "computes"): ms(8)}
 
 
@@ -142,7 +142,7 @@ def test_experts_and_codecs_are_advised_on(tmp_path):
     found = summed(tmp_path, rank)
     assert found.ranks[0].codec == ms(7) and any("encoding and decoding take 70%" in text for text in found.advice)
     assert any("the busiest expert of layers.3 gets 2.0 times the mean" in text for text in found.advice)
-    assert any("of one rank: give the files of all" in note for note in found.notes)
+    assert any("the file of one rank only: pass the files of all" in note for note in found.notes)
 
 
 def test_every_rule_can_speak():
@@ -172,5 +172,5 @@ def test_a_run_without_marks_counts_as_one_step_and_says_so(tmp_path):
     rank.blocking("barrier", 1, 0, 10)
     name = rank.write(tmp_path / "t.json")
     text = CliRunner().invoke(app, ["trace", "summary", name], catch_exceptions=False).output
-    assert "No steps are marked (commlib.mark_step() does it); all 10.0 ms as one" in text
+    assert "No steps are marked (commlib.mark_step() marks them); all 10.0 ms as one step" in text
     assert "No rank lost time waiting for another one." in text

@@ -7,33 +7,35 @@ import sys
 import time
 from pathlib import Path
 
-from commlib.process.alone import alone
-from commlib.transport.cuda_probe import Found, probe
+from commlib.process.probe_process import strip_launcher
+from commlib.transport.cuda_probe import ProbeResult, probe
 
 SAY = "def say(text): print('commlib.transport.cuda_probe: ' + __import__('json').dumps(text), flush=True)\n"
 
 
-def tried(program: str, seconds: float = 20.0) -> Found:
+def tried(program: str, seconds: float = 20.0) -> ProbeResult:
     return probe((sys.executable, "-c", SAY + program), seconds)
 
 
 def test_all_bytes_arrived():
-    assert tried("print('noise'); say('MPI X: yes'); say('')") == Found("MPI X: yes", "")
+    assert tried("print('noise'); say('MPI X: yes'); say('')") == ProbeResult("MPI X: yes", "")
 
 
 def test_wrong_bytes():
-    assert tried("say('MPI X: yes'); say('3 of 64 bytes arrived wrong')").failure == "3 of 64 bytes arrived wrong"
+    assert (
+        tried("say('MPI X: yes'); say('3 of 64 bytes arrived corrupted')").failure == "3 of 64 bytes arrived corrupted"
+    )
 
 
 def test_the_process_dies():
     found = tried("say('MPI X: yes'); import ctypes; ctypes.string_at(1)")
-    assert found == Found("MPI X: yes", "the process that tried it was ended by SIGSEGV")
+    assert found == ProbeResult("MPI X: yes", "the probe process was killed by SIGSEGV")
 
 
 def test_it_gives_up():
     found = tried("import sys; print('no device\\n', file=sys.stderr); sys.exit(3)")
-    assert found == Found("", "the process that tried it ended with code 3: no device")
-    assert tried("").failure.endswith("ended with code 0: it said nothing")  # no proof
+    assert found == ProbeResult("", "the probe process ended with code 3: no device")
+    assert tried("").failure.endswith("ended with code 0: it printed nothing")  # no proof
 
 
 def test_it_hangs(tmp_path: Path):
@@ -48,7 +50,7 @@ if child:
 time.sleep(60)
 """
     started = time.monotonic()
-    assert tried(program, 2.0) == Found("MPI X: yes", "it did not end within 2 s")
+    assert tried(program, 2.0) == ProbeResult("MPI X: yes", "the probe did not end within 2 s")
     assert time.monotonic() - started < 20
     for process in file.read_text().split():
         status = Path("/proc", process, "stat")
@@ -58,7 +60,7 @@ time.sleep(60)
 
 
 def test_no_process_can_be_started():
-    assert probe(("/no/such/program",)).failure.startswith("no process to try it in: ")
+    assert probe(("/no/such/program",)).failure.startswith("the probe process could not be started: ")
 
 
 def test_it_is_alone():
@@ -68,6 +70,6 @@ def test_it_is_alone():
         "OMPI_MCA_orte_hnp_uri": "x", "OMPI_MCA_ess_base_vpid": "1", "MPI_LOCALRANKID": "1", "PALS_RANKID": "1",
     }  # fmt: skip
     kept = {"OMPI_MCA_pml": "ucx", "UCX_TLS": "cuda", "MPICH_GPU_SUPPORT_ENABLED": "1", "CUDA_VISIBLE_DEVICES": "2"}
-    made = alone({**told, **kept})
+    made = strip_launcher({**told, **kept})
     assert not told.keys() & made.keys() and kept.items() <= made.items()
     assert made["PYTHONPATH"].split(os.pathsep) == [path for path in sys.path if path]

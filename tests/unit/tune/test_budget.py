@@ -11,7 +11,7 @@ import pytest
 from commlib.schedule import algorithms
 from commlib.tune import measure, probe, stopwatch
 from commlib.tune.measure import SIZES, VERBS
-from commlib.tune.scopes import Cluster, Place
+from commlib.tune.scopes import Cluster, Scope
 from commlib.tune.stopwatch import Stopwatch
 
 
@@ -65,11 +65,11 @@ class Combiner:
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def call(seconds: float, seconds_of: Any) -> Any:
         world = World(seconds_of)
-        place = Place(1, 2, world)  # type: ignore[arg-type]
+        place = Scope(1, 2, world)  # type: ignore[arg-type]
         monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: world.now))
         monkeypatch.setattr(measure, "survey", lambda comm: Cluster((place,), (0, 1), None))
         monkeypatch.setattr(measure, "mpi_library", lambda: "Some MPI")
-        monkeypatch.setattr(probe, "ReduceOp", lambda *_: Combiner(world))
+        monkeypatch.setattr(probe, "ReduceFunction", lambda *_: Combiner(world))
         told: list[tuple[float, str]] = []
         table = measure.measure(world, seconds, lambda *what: told.append(what))  # type: ignore[arg-type]
         return world, table, told

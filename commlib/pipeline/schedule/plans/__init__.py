@@ -1,4 +1,4 @@
-"""The schedules, a file for each family. Importing this enters them into the table."""
+"""Schedules, one file for each family. Importing this package registers them."""
 
 from commlib.pipeline.schedule.plans import (
     breadth_first,

@@ -1,4 +1,4 @@
-"""DualPipeV: two stages on each rank, placed as a V; a forward and a backward of different microbatches go together."""
+"""DualPipeV: two stages on each rank, placed as a V; forwards overlap with backwards of other microbatches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from commlib.pipeline.schedule.ir import Action, Kind
-from commlib.pipeline.schedule.registry import folded, plan
+from commlib.pipeline.schedule.registry import place_folded, plan
 
 
 class _Rank:
-    """Count what one rank has done in its two stages, 0 on the way down and 1 on the way up."""
+    """Counts the actions of one rank in its two stages, 0 on the way down and 1 on the way up."""
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self._stages = stages
@@ -32,12 +32,12 @@ class _Rank:
         yield self._weights.popleft()
 
 
-@plan("dualpipev", chunks=2, place=folded, enough=lambda ranks, microbatches: max(microbatches, 2 * ranks))
+@plan("dualpipev", chunks=2, place=place_folded, enough=lambda ranks, microbatches: max(microbatches, 2 * ranks))
 def dualpipev(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Forwards on the way down beside backwards on the way up, and the other way round, so that messages are hidden.
+    """Pairs forwards on the way down with backwards on the way up, and vice versa, to hide messages.
 
-    Idle for (p/2 - 1)(F&B + B - 3W) by its authors' count, F&B being both together. Holds 2p + 1 activations of stages
-    at most, each half of 1F1B's. Here F and B run one after the other: one stream computes.
+    Idle for (p/2 - 1)(F&B + B - 3W) by its authors' count, where F&B runs both at once. Holds at most 2p + 1 stage
+    activations, each half as large as in 1F1B. In this implementation F and B run one after the other, on one stream.
     DeepSeek-AI, DualPipe, 2025, with the "cut-in-half" of Qi et al.; its phases are those of the published schedule.
     """
     me, behind = _Rank((rank, 2 * ranks - 1 - rank)), ranks - rank - 1
@@ -59,7 +59,7 @@ def dualpipev(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield from me.backward(1)
         yield from me.forward(1)
         yield from me.backward(0)
-    # From half-way on backwards are split: on odd ranks before the pair's first one, on even ranks after it.
+    # Split backwards from the middle pair on: on odd ranks from its first backward, on even ranks from its second.
     for pair in range(rank + 1):
         half = (rank + 1) // 2
         yield from me.backward(1, split=pair > half or (pair == half and rank % 2 == 1))

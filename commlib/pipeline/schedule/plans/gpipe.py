@@ -12,7 +12,7 @@ from commlib.pipeline.schedule.registry import plan
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards, the last microbatch first.
 
-    Idle for (p - 1)(F + B) of p ranks. Every rank holds the activations of all microbatches.
+    Idle for (p - 1)(F + B) with p ranks. Every rank holds the activations of all microbatches.
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019, figure 2.
     """
     for microbatch in range(microbatches):

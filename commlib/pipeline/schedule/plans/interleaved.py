@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages on each rank, round and round, so that filling and emptying take less."""
+"""Interleaved 1F1B: several stages on each rank in turn, for shorter warm-up and drain phases."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from commlib.pipeline.schedule.registry import plan
 
 @plan("interleaved", chunks=2, enough=lambda ranks, microbatches: -(-microbatches // ranks) * ranks)
 def interleaved(rank: int, ranks: int, microbatches: int, *, chunks: int) -> Iterator[Action]:
-    """1F1B with v stages on each rank, which take p microbatches in turn.
+    """1F1B with v stages on each rank, which process p microbatches in turn.
 
-    Idle for (p - 1)(F + B) / v where p divides the microbatches. Rank r holds 2(p - r - 1) + (v - 1)p + 1 activations
-    of stages at most, each 1/v of a rank's.
+    Idle for (p - 1)(F + B) / v if p divides the number of microbatches. Rank r holds at most
+    2(p - r - 1) + (v - 1)p + 1 stage activations, each 1/v of a rank's.
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021 (PTD-P), figure 4.
     """
     total = microbatches * chunks

@@ -1,4 +1,4 @@
-"""1F1B: a backward as soon as there is one, and a flush at the end of the batch."""
+"""1F1B: each backward as early as possible, and a flush at the end of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlib.pipeline.schedule.registry import plan
 
 
 def alternating(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Yield p - r forwards on rank r, then backwards and forwards in turn: no more than p - r are in flight."""
+    """Yield p - r forwards on rank r, then backwards and forwards in turn: at most p - r are in flight."""
     ahead = min(microbatches, ranks - rank)
     for microbatch in range(ahead):
         yield Action(rank, Kind.F, microbatch)
@@ -21,9 +21,9 @@ def alternating(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @plan("1f1b")
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """A warm-up, then a backward and a forward in turn, then the backwards that are left.
+    """A warm-up, then a backward and a forward in turn, then the remaining backwards.
 
-    Idle for (p - 1)(F + B) of p ranks, as GPipe. Rank r holds the activations of p - r microbatches at most.
+    Idle for (p - 1)(F + B) with p ranks, like GPipe. Rank r holds the activations of at most p - r microbatches.
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush).
     """
     yield from alternating(rank, ranks, microbatches)

@@ -1,4 +1,4 @@
-"""PipeDream: weights are updated while the pipeline runs, so that it is never emptied within a batch."""
+"""PipeDream: update weights while the pipeline runs, without a flush within a batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _updating(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[
 
 @plan("pipedream", weights=Weights.NEWEST)
 def pipedream(rank: int, ranks: int, microbatches: int, *, every: int = 1) -> Iterator[Action]:
-    """1F1B with an update after each backward: no flush. A forward uses the newest weights that its stage has.
+    """1F1B with an update after each backward: no flush. A forward uses the newest weights of its stage.
 
-    Idle at the ends of a batch only. Rank r keeps p - r versions of its weights: a backward uses those of its forward.
+    Idle only at the ends of a batch. Rank r keeps p - r versions of its weights: a backward uses those of its forward.
     Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; Narayanan et al., 2019.
     """
     yield from _updating(rank, ranks, microbatches, every)
@@ -33,7 +33,7 @@ def pipedream(rank: int, ranks: int, microbatches: int, *, every: int = 1) -> It
 def pipedream_2bw(rank: int, ranks: int, microbatches: int, *, every: int) -> Iterator[Action]:
     """1F1B with an update after every p microbatches or more. All stages use the weights before the last update.
 
-    Idle at the ends of a batch only. Two versions of the weights; W(t+1) = W(t) - f(gradient at W(t-1)) everywhere.
+    Idle only at the ends of a batch. Two versions of the weights; W(t+1) = W(t) - f(gradient at W(t-1)) everywhere.
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-2BW).
     """
     yield from _updating(rank, ranks, microbatches, every)

@@ -1,19 +1,19 @@
-"""Zero bubble: what nobody waits for, the weights' gradients, is done while there is nothing else to do."""
+"""Zero bubble: compute weight gradients, for which no rank waits, in times that would be idle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from commlib.pipeline.schedule.ir import Action, Kind
-from commlib.pipeline.schedule.registry import folded, plan
+from commlib.pipeline.schedule.registry import place_folded, plan
 
 
 @plan("zb_h1")
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """1F1B with split backwards: rank r does W as many microbatches later as there are ranks before it.
+    """1F1B with split backwards: rank r delays each W by r microbatches.
 
-    Idle for (p - 1)(F + I - W) of p ranks: a third of 1F1B's if all three take as long. Holds p activations at most,
-    as rank 0 does in 1F1B.
+    Idle for (p - 1)(F + I - W) with p ranks: a third of 1F1B's idle time if F, I and W are equal. Holds at most p
+    activations, like rank 0 in 1F1B.
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (ZB-H1), figure 3.
     """
     ahead = min(microbatches, ranks - rank)
@@ -29,12 +29,12 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield Action(rank, Kind.W, microbatch)
 
 
-@plan("zb_v", chunks=2, place=folded, enough=lambda ranks, microbatches: max(microbatches, 2 * ranks - 1))
+@plan("zb_v", chunks=2, place=place_folded, enough=lambda ranks, microbatches: max(microbatches, 2 * ranks - 1))
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Two stages on each rank, placed as a V, with split backwards: the last stage is where the first one is.
+    """Two stages on each rank, placed as a V, with split backwards: the first and last stage share a rank.
 
-    Idle for (p - 1)F or less if F, I and W take as long. Rank r holds 2p activations of stages at most, each half of
-    1F1B's: the peak of 1F1B's rank 0, on all ranks.
+    Idle for (p - 1)F or less if F, I and W are equal. Each rank holds at most 2p stage activations, each half as large
+    as in 1F1B: the peak of rank 0 in 1F1B.
     Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (V-shape), and "Zero Bubble ...", 2023.
     """
     down, up = rank, 2 * ranks - 1 - rank

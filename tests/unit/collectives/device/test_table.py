@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.collectives.device.table import by_times
+from commlib.collectives.device.table import order_by_times
 from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.cost.chooser import Chooser
-from commlib.cost.records import Entry, Measured
+from commlib.cost.records import Entry, MeasuredTime
 from commlib.cost.table import Table
 from commlib.errors import MismatchError, UsageError
 from commlib.tune import measure, stopwatch
@@ -54,12 +54,12 @@ def run(size: int, function: Callable[[Communicator], Any], **options: Any) -> l
     return loopback.run(size, there, config=options.pop("config", CONFIG), **options)
 
 
-def chooser(*times: Measured, verb: str = "all_reduce", nodes: int = 1, ranks: int = 2) -> Chooser:
+def chooser(*times: MeasuredTime, verb: str = "all_reduce", nodes: int = 1, ranks: int = 2) -> Chooser:
     return Chooser(table=Table((Entry(verb, nodes, ranks, "", "any", times, "late"),)))
 
 
-def time(name: str, seconds: float, up_to: int = 1 << 20) -> Measured:
-    return Measured(up_to, name, 0, seconds)
+def time(name: str, seconds: float, up_to: int = 1 << 20) -> MeasuredTime:
+    return MeasuredTime(up_to, name, 0, seconds)
 
 
 def summed(comm: Communicator, count: int = COUNT, **options: Any) -> None:
@@ -81,7 +81,7 @@ def summed(comm: Communicator, count: int = COUNT, **options: Any) -> None:
     ],
 )
 def test_those_that_were_timed_change_places(names: list[str], times: list[str], order: list[int]) -> None:
-    assert by_times(names, times) == order
+    assert order_by_times(names, times) == order
 
 
 @pytest.mark.parametrize(
@@ -232,15 +232,15 @@ def test_what_was_measured_and_is_not_there_is_passed_over(copies: list[int]) ->
 def test_a_way_that_is_not_there_is_refused_by_name() -> None:
     def rank(comm: Communicator) -> None:
         for name, why in (
-            ("messages", "all_reduce: algorithm 'messages': late: MPI takes no memory of such devices here"),
-            ("nccl", "all_reduce: algorithm 'nccl': it is for arrays on a GPU"),
+            ("messages", "all_reduce: algorithm 'messages': late: MPI does not accept memory of this device"),
+            ("nccl", "all_reduce: algorithm 'nccl': it supports only arrays on a GPU"),
             ("rings", "all_reduce has no algorithm 'rings'"),
         ):
             with pytest.raises(UsageError, match=why):
                 summed(comm, algorithm=name)
         with pytest.raises(UsageError, match="all_reduce has no algorithm 'host'"):
             comm.all_reduce(np.ones(3, np.float32), algorithm="host")
-        with pytest.raises(UsageError, match="wants a device of the kind 'lte', which this rank has not"):
+        with pytest.raises(UsageError, match="needs a device of kind 'lte', but this rank has none"):
             comm.ways("lte")
         summed(comm)  # and the group goes on
 

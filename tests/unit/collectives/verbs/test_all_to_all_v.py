@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, UsageError
-from commlib.kernels.host import uneven
+from commlib.kernels.host import uneven_exchange
 from tests.bodies import uneven as cases
 from tests.bodies.loopback import run
 
@@ -177,5 +177,5 @@ def test_a_group_that_has_no_board_yet():
 
 
 def test_notes_fit_behind_the_slots_of_many_ranks():
-    assert uneven.note_bytes(2) == 128
+    assert uneven_exchange.note_bytes(2) == 128
     run(8, lambda comm: comm.all_to_all_v(np.ones(8 * 300), [300] * 8), config=Config(timeout=20, slot_kib=1))

@@ -202,7 +202,7 @@ def test_codecs_that_cannot_be(make, message):
         ({"payload": np.zeros(200, np.int8)}, "payload must be"),
         ({"payload": np.zeros(103, np.uint8)}, "takes 104 bytes, but only 103"),
         ({"payload": np.frombuffer(bytes(200), np.uint8)}, "read-only"),
-        ({"residual": (np.zeros(99, np.float32), np.zeros(99, np.float32))}, "as long as x"),
+        ({"residual": (np.zeros(99, np.float32), np.zeros(99, np.float32))}, "have the length of x"),
         ({"residual": (np.zeros(100, np.float32), np.zeros(100))}, "the residual after"),
     ],
 )

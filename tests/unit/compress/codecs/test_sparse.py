@@ -143,7 +143,7 @@ def test_gaps_of_any_length(gaps, kind):
     indices = (np.cumsum(np.array(gaps, np.int64) + 1) - 1).astype(np.uint32)
     count = int(indices[-1]) + 1 if gaps else 0
     values = np.arange(1, len(gaps) + 1, dtype=np.float32)  # small whole numbers: exact in every dtype
-    payload = np.zeros(sparse.most(count, len(gaps), kind), np.uint8)
+    payload = np.zeros(sparse.max_bytes(count, len(gaps), kind), np.uint8)
     used = sparse.write(indices, values.view(np.uint32), len(gaps), kind, payload.ctypes.data)
     narrow, wide = (width * sum(gap // (256**width - 1) + 1 for gap in gaps) for width in (1, 2))
     assert used == sparse.HEADER + len(gaps) * (4 if kind == sparse.FLOAT32 else 2) + min(narrow, wide)

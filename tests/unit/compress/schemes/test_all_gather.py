@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.codecs.sparse import RandomK, TopK
-from commlib.compress.scheme import Part, Scheme
+from commlib.compress.scheme import BucketPart, Scheme
 from commlib.compress.schemes.all_gather import AllGather
 from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact
@@ -18,11 +18,11 @@ from tests.unit.compress.known_codecs import Exact
 NO_FLAGS = np.zeros(0, np.float32)
 
 
-def placed(counts: list[int], gap: int = 3) -> tuple[list[Part], int]:
+def placed(counts: list[int], gap: int = 3) -> tuple[list[BucketPart], int]:
     """Return parts with gaps between them, and the length of the bucket."""
     parts, at = [], gap
     for number, count in enumerate(counts):
-        parts.append(Part(f"p{number}", at, (count,)))
+        parts.append(BucketPart(f"p{number}", at, (count,)))
         at += count + gap
     return parts, at
 
@@ -63,7 +63,7 @@ def test_each_rank_sends_the_largest_of_each_parameter():
         values = np.array([0, 1, 2, 3, -9, 8, 7, 5], np.float32) * (comm.rank + 1)
         if comm.rank == 1:
             values[:4] = [6, 0, 0, 0]
-        parts = [Part("a", 0, (4,)), Part("b", 4, (2, 2))]
+        parts = [BucketPart("a", 0, (4,)), BucketPart("b", 4, (2, 2))]
         reducer = AllGather(TopK(0.5), dense_below=0).reducer(comm, parts)
         assert reducer.reduce(values, NO_FLAGS)
         return values, reducer.state()
@@ -113,7 +113,9 @@ def test_random_values_travel_without_places():
     count, flags = 6400, 5
 
     def reduce(comm):
-        reducer = AllGather(RandomK(0.01)).reducer(comm, [Part("w", 0, (count,)), Part("b", count, (10,))], key="k")
+        reducer = AllGather(RandomK(0.01)).reducer(
+            comm, [BucketPart("w", 0, (count,)), BucketPart("b", count, (10,))], key="k"
+        )
         sent = []
         for step in range(2):
             values = whole_numbers(comm.rank, step, count + 10) + 5
@@ -130,7 +132,7 @@ def test_random_values_travel_without_places():
 
 def test_bytes_are_those_of_the_messages():
     def reduce(comm):
-        reducer = AllGather(TopK(0.01)).reducer(comm, [Part("w", 0, (10000,)), Part("b", 10000, (10,))])
+        reducer = AllGather(TopK(0.01)).reducer(comm, [BucketPart("w", 0, (10000,)), BucketPart("b", 10000, (10,))])
         values = np.zeros(10010, np.float32)
         values[::200] = 1
         reducer.reduce(values, np.zeros(9, np.float32))
@@ -144,7 +146,7 @@ def test_bytes_are_those_of_the_messages():
 @pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1), TopK(0.1, "float16")])
 def test_a_step_that_was_skipped_leaves_no_trace(codec):
     def train(comm):
-        reducer = AllGather(codec, dense_below=0).reducer(comm, [Part("w", 1, (6, 7))])
+        reducer = AllGather(codec, dense_below=0).reducer(comm, [BucketPart("w", 1, (6, 7))])
         reducer.reduce(whole_numbers(comm.rank, 0, 50), NO_FLAGS)
         reducer.commit()
         before = reducer.state()["w"]["residual"]
@@ -166,7 +168,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(codec):
 def test_a_sum_that_overflows_is_told_on_all_ranks():
     def train(comm):
         values = np.full(20, 3e38 if comm.rank < 2 else -3e38, np.float32)
-        return AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (20,))]).reduce(values, NO_FLAGS)
+        return AllGather(TopK(0.1), dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))]).reduce(values, NO_FLAGS)
 
     assert run(3, train) == [False] * 3
 
@@ -175,7 +177,7 @@ def test_what_was_never_committed_nor_rolled_back_counts():
     def train(comm):
         residuals = []
         for keeps in (True, False):
-            reducer = AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (50,))])
+            reducer = AllGather(TopK(0.1), dense_below=0).reducer(comm, [BucketPart("w", 0, (50,))])
             for step in range(3):
                 reducer.reduce(whole_numbers(comm.rank, step, 50), NO_FLAGS)
                 if keeps:
@@ -188,11 +190,18 @@ def test_what_was_never_committed_nor_rolled_back_counts():
 
 def test_state_goes_to_another_bucket_by_name():
     def train(comm):
-        first = AllGather(TopK(0.1), dense_below=5).reducer(comm, [Part("a", 0, (3, 20)), Part("b", 60, (12,))])
+        first = AllGather(TopK(0.1), dense_below=5).reducer(
+            comm, [BucketPart("a", 0, (3, 20)), BucketPart("b", 60, (12,))]
+        )
         first.reduce(whole_numbers(comm.rank, 0, 72), NO_FLAGS)
         state = first.state()
         assert state["a"]["residual"].shape == (3, 20)
-        parts = [Part("b", 2, (12,)), Part("small", 14, (4,)), Part("new", 18, (6,)), Part("a", 30, (3, 20))]
+        parts = [
+            BucketPart("b", 2, (12,)),
+            BucketPart("small", 14, (4,)),
+            BucketPart("new", 18, (6,)),
+            BucketPart("a", 30, (3, 20)),
+        ]
         second = AllGather(TopK(0.1), dense_below=5).reducer(comm, parts)
         second.reduce(np.zeros(90, np.float32), NO_FLAGS)
         second.load(state)
@@ -212,7 +221,7 @@ def test_draws_go_on_from_a_state(unbiased):
 
     def train(comm):
         def make():
-            return AllGather(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [Part("w", 0, (200,))], key="b")
+            return AllGather(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [BucketPart("w", 0, (200,))], key="b")
 
         first = make()
         for step in range(3):
@@ -230,7 +239,7 @@ def test_draws_go_on_from_a_state(unbiased):
 
 def test_without_feedback_nothing_is_remembered():
     def train(comm):
-        reducer = AllGather(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [Part("w", 0, (20,))])
+        reducer = AllGather(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))])
         for _ in range(2):
             values = np.arange(20, dtype=np.float32)
             reducer.reduce(values, NO_FLAGS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.codecs.quantise import QSGD, Blocks
-from commlib.compress.scheme import Part
+from commlib.compress.scheme import BucketPart
 from commlib.compress.schemes.all_to_all import AllToAll
 from tests.bodies.loopback import run
 from tests.unit.compress.known_codecs import Exact, Whole
@@ -29,7 +29,9 @@ def values_of(rank: int, count: int) -> Any:
 )
 def test_with_a_codec_that_loses_nothing_it_is_the_sum(ranks, counts, align, flags):
     starts = np.cumsum([0, *counts])
-    parts = [Part(f"p{i}", int(start), (count,)) for i, (start, count) in enumerate(zip(starts, counts, strict=False))]
+    parts = [
+        BucketPart(f"p{i}", int(start), (count,)) for i, (start, count) in enumerate(zip(starts, counts, strict=False))
+    ]
     total = int(starts[-1])
 
     def reduce(comm):
@@ -49,7 +51,7 @@ def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
     # 3 ranks x 0.75 each step: with feedback on both sides the sum of 8 steps is off by less than what the residuals
     # hold: below 1 for each of 3 workers and 1 for the server.
     def train(comm):
-        reducer = AllToAll(Whole()).reducer(comm, [Part("w", 0, (10,))])
+        reducer = AllToAll(Whole()).reducer(comm, [BucketPart("w", 0, (10,))])
         total = np.zeros(10, np.float32)
         for _ in range(8):
             values = np.full(10, 0.75, np.float32)
@@ -69,7 +71,7 @@ def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
 
 def test_without_feedback_it_stays_lost():
     def train(comm):
-        reducer = AllToAll(Whole(), feedback=False).reducer(comm, [Part("w", 0, (10,))])
+        reducer = AllToAll(Whole(), feedback=False).reducer(comm, [BucketPart("w", 0, (10,))])
         assert reducer.state() == {}
         values = np.full(10, 0.75, np.float32)
         reducer.reduce(values, np.zeros(0, np.float32))
@@ -81,7 +83,7 @@ def test_without_feedback_it_stays_lost():
 
 def test_a_step_that_was_skipped_leaves_no_trace():
     def train(comm):
-        reducer = AllToAll(Whole()).reducer(comm, [Part("w", 0, (6,))])
+        reducer = AllToAll(Whole()).reducer(comm, [BucketPart("w", 0, (6,))])
         nothing = np.zeros(0, np.float32)
         reducer.reduce(np.full(6, 0.25, np.float32), nothing)
         reducer.commit()
@@ -104,7 +106,7 @@ def test_draws_go_on_from_a_state(codec):
 
     def train(comm):
         def make():
-            return AllToAll(codec).reducer(comm, [Part("w", 0, (300,))], key="b")
+            return AllToAll(codec).reducer(comm, [BucketPart("w", 0, (300,))], key="b")
 
         first = make()
         for step in range(3):
@@ -125,11 +127,13 @@ def test_draws_go_on_from_a_state(codec):
 def test_state_goes_to_another_bucket_by_name():
     def train(comm):
         nothing = np.zeros(0, np.float32)
-        first = AllToAll(Whole()).reducer(comm, [Part("a", 0, (3, 2)), Part("b", 8, (2,))])
+        first = AllToAll(Whole()).reducer(comm, [BucketPart("a", 0, (3, 2)), BucketPart("b", 8, (2,))])
         first.reduce((np.arange(10) / 8).astype(np.float32), nothing)
         state = first.state()
         assert state["a"]["residual"].shape == (3, 2)
-        second = AllToAll(Whole()).reducer(comm, [Part("b", 0, (2,)), Part("a", 4, (3, 2)), Part("new", 12, (1,))])
+        second = AllToAll(Whole()).reducer(
+            comm, [BucketPart("b", 0, (2,)), BucketPart("a", 4, (3, 2)), BucketPart("new", 12, (1,))]
+        )
         second.load(state)
         again = second.state()
         for name in ("a", "b"):
@@ -142,7 +146,7 @@ def test_state_goes_to_another_bucket_by_name():
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
     def train(comm):
-        reducer = AllToAll(Exact()).reducer(comm, [Part("w", 0, (6,))])
+        reducer = AllToAll(Exact()).reducer(comm, [BucketPart("w", 0, (6,))])
         values = np.zeros(6, np.float32)
         values[4] = bad if comm.rank == 1 else 1
         return reducer.reduce(values, np.zeros(1, np.float32))
@@ -152,7 +156,7 @@ def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
 
 def test_bytes_are_those_that_leave():
     def train(comm):
-        reducer = AllToAll(Exact()).reducer(comm, [Part("w", 0, (64,))])
+        reducer = AllToAll(Exact()).reducer(comm, [BucketPart("w", 0, (64,))])
         reducer.reduce(np.zeros(64, np.float32), np.zeros(1, np.float32))
         return reducer.sent_bytes
 

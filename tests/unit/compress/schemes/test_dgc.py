@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from commlib.compress.registry import scheme_of
-from commlib.compress.scheme import Part, Scheme
+from commlib.compress.scheme import BucketPart, Scheme
 from commlib.compress.schemes.dgc import DGC
 from commlib.errors import UsageError
 from tests.bodies.loopback import run
 
 NO_FLAGS = np.zeros(0, np.float32)
 # One takes several blocks of the kernel, one is ragged, one is small and travels whole.
-PARTS = [Part("a", 2, (50, 100)), Part("b", 5010, (333,)), Part("small", 5350, (9,))]
+PARTS = [BucketPart("a", 2, (50, 100)), BucketPart("b", 5010, (333,)), BucketPart("small", 5350, (9,))]
 LENGTH = 5360
 RANKS = 3
 STEPS = 7
@@ -102,7 +102,7 @@ def test_with_everything_sent_at_once_momentum_is_masked_away():
     """As the paper has it: what is sent has no momentum left."""
 
     def train(comm):
-        reducer = DGC(ratio=1.0, dense_below=0).reducer(comm, [Part("w", 0, (40,))])
+        reducer = DGC(ratio=1.0, dense_below=0).reducer(comm, [BucketPart("w", 0, (40,))])
         for _ in range(3):
             values = np.arange(1, 41, dtype=np.float32)
             reducer.reduce(values, NO_FLAGS)
@@ -113,7 +113,7 @@ def test_with_everything_sent_at_once_momentum_is_masked_away():
 
 def test_what_rounding_to_half_precision_loses_is_sent_later():
     def train(comm):
-        reducer = DGC(ratio=0.1, values="float16", dense_below=0).reducer(comm, [Part("w", 0, (20,))])
+        reducer = DGC(ratio=0.1, values="float16", dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))])
         values = np.zeros(20, np.float32)
         values[3] = 1 + 2**-12
         reducer.reduce(values, NO_FLAGS)
@@ -151,7 +151,10 @@ def test_a_step_that_was_skipped_leaves_no_trace(bad, clip_norm):
 
 def test_training_goes_on_from_a_state():
     scheme = DGC(ratio=0.01, warmup=(0.5, 0.1), warmup_steps=6, dense_below=100)
-    moved = [Part("new", 0, (200,)), *(Part(part.name, part.start + 300, part.shape) for part in reversed(PARTS))]
+    moved = [
+        BucketPart("new", 0, (200,)),
+        *(BucketPart(part.name, part.start + 300, part.shape) for part in reversed(PARTS)),
+    ]
 
     def train(comm):
         whole = scheme.reducer(comm, PARTS)

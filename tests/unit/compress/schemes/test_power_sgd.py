@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.registry import scheme_of
-from commlib.compress.scheme import Part
+from commlib.compress.scheme import BucketPart
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
 from commlib.kernels.host import low_rank
@@ -57,7 +57,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 def matrix_reducer(comm: Any, rows: int, cols: int, **options: Any) -> Any:
     options = {"rank": 2, "min_compression_rate": 0.01, **options}
-    return PowerSGD(**options).reducer(comm, [Part("w", 0, (rows, cols))])
+    return PowerSGD(**options).reducer(comm, [BucketPart("w", 0, (rows, cols))])
 
 
 def reduced(reducer: Any, matrix: Any) -> Any:
@@ -187,8 +187,9 @@ def test_without_warm_start_each_step_begins_at_another_place():
 
 
 PARTS = [
-    Part("w", 0, (12, 5, 2)), Part("bias", 128, (7,)), Part("v", 140, (9, 16)), Part("none", 284, (0, 3)),
-    Part("scale", 290, ()),
+    BucketPart("w", 0, (12, 5, 2)), BucketPart("bias", 128, (7,)), BucketPart("v", 140, (9, 16)),
+    BucketPart("none", 284, (0, 3)),
+    BucketPart("scale", 290, ()),
 ]  # fmt: skip
 COUNT = 300
 SCHEME = PowerSGD(rank=2, min_compression_rate=1)
@@ -365,7 +366,7 @@ def test_zeros_stay_zeros_and_do_not_stay_for_ever():
 
 
 def test_state_moves_to_another_bucket():
-    other = [Part(part.name, part.start + 17, part.shape) for part in reversed(PARTS)]
+    other = [BucketPart(part.name, part.start + 17, part.shape) for part in reversed(PARTS)]
 
     def train(comm):
         reducer = SCHEME.reducer(comm, PARTS, key="b")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from commlib.buffers import dlpack
-from commlib.devices.arrays import device_named, device_of, readable, written
-from commlib.devices.cuda import foreign, process
+from commlib.devices.arrays import as_contiguous, as_writable, device_named, device_of
+from commlib.devices.cuda import foreign_arrays, process
 from commlib.devices.host import HOST
 from commlib.devices.registry import lookup, streams
 from commlib.dtypes import DTYPES, NUMPY
@@ -84,7 +84,7 @@ class ByDlpack:
 def test_cupys_arrays_are_the_same_memory(gpu):
     for dtype in DTYPES:
         x = gpu.device.empty((3, 4), NUMPY[dtype])
-        array = readable(x, "test")
+        array = as_contiguous(x, "test")
         assert (array.address, array.shape, array.dtype) == (x.data.ptr, (3, 4), NUMPY[dtype])
         assert device_of(x) is gpu.device and array.device.name == "cuda"
 
@@ -92,15 +92,15 @@ def test_cupys_arrays_are_the_same_memory(gpu):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_by_their_interface(gpu, dtype):
     x = gpu.put(np.ones((5, 2), NUMPY[dtype]))
-    array = readable(ByInterface(x), "test")
+    array = as_contiguous(ByInterface(x), "test")
     assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY[dtype])
 
 
 def test_bfloat16_by_dlpack(gpu):
     x = gpu.put(np.ones((5, 2), ml_dtypes.bfloat16))
-    array = readable(ByDlpack(x, code=4), "test")
+    array = as_contiguous(ByDlpack(x, code=4), "test")
     assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY["bfloat16"])
-    assert readable(ByDlpack(x, strides=(2, 1), code=4), "test").shape == (5, 2)
+    assert as_contiguous(ByDlpack(x, strides=(2, 1), code=4), "test").shape == (5, 2)
 
 
 class WithoutStreams(ByDlpack):
@@ -118,10 +118,10 @@ def test_a_library_that_takes_no_stream(gpu, monkeypatch):
     with gpu.device.using(gpu.device.existing(0)):
         x = gpu.put(np.full(70_000, 3, np.float32))  # late
     with gpu.device.using(gpu.device.stream()):
-        copy = readable(WithoutStreams(x), "test").copy()
+        copy = as_contiguous(WithoutStreams(x), "test").copy()
         np.testing.assert_array_equal(gpu.fetch(copy.owner), np.full(70_000, 3, np.float32))
-        with pytest.raises(UsageError, match="a stream that is not known here"):
-            written(WithoutStreams(x), "test", "out")
+        with pytest.raises(UsageError, match="in use on an unknown stream"):
+            as_writable(WithoutStreams(x), "test", "out")
 
 
 def test_what_is_on_the_host_stays_there(gpu):
@@ -140,18 +140,18 @@ def test_what_is_wrong_is_said(gpu):
         (ByInterface(x, typestr="?!"), "cannot be read"),
     ]:
         with pytest.raises(UsageError, match=f"test: x.*{words}"):
-            readable(odd, "test")
+            as_contiguous(odd, "test")
     with pytest.raises(UsageError, match="read-only"):
-        written(ByInterface(x, data=(x.data.ptr, True)), "test")
-    assert readable(ByInterface(x, data=(x.data.ptr, True)), "test").size == 16
-    assert readable(ByInterface(x, shape=(0, 4), strides=(1, 99)), "test").shape == (0, 4)
-    assert readable(ByInterface(x, shape=(1, 4), strides=(999, 4)), "test").shape == (1, 4)
+        as_writable(ByInterface(x, data=(x.data.ptr, True)), "test")
+    assert as_contiguous(ByInterface(x, data=(x.data.ptr, True)), "test").size == 16
+    assert as_contiguous(ByInterface(x, shape=(0, 4), strides=(1, 99)), "test").shape == (0, 4)
+    assert as_contiguous(ByInterface(x, shape=(1, 4), strides=(999, 4)), "test").shape == (1, 4)
 
 
 def test_one_process_uses_one_gpu(gpu):
-    with pytest.raises(UsageError, match=r"on GPU 1.*has used GPU 0.*set_device"):
-        readable(ByDlpack(gpu.put(np.ones(3, np.float32)), index=1), "test")
-    assert process.used() is gpu.device is device_named("cuda", "test") and "cuda" in streams()
+    with pytest.raises(UsageError, match=r"on GPU 1.*already uses GPU 0.*set_device"):
+        as_contiguous(ByDlpack(gpu.put(np.ones(3, np.float32)), index=1), "test")
+    assert process.find_used() is gpu.device is device_named("cuda", "test") and "cuda" in streams()
 
 
 def test_the_stream_of_the_contents_is_waited_for(gpu, slowly):
@@ -161,23 +161,23 @@ def test_the_stream_of_the_contents_is_waited_for(gpu, slowly):
     with device.using(theirs):
         gpu.fill(x, 7)
     with device.using(device.stream()):
-        copied = readable(ByInterface(x, stream=theirs.raw.ptr), "test").copy().owner
+        copied = as_contiguous(ByInterface(x, stream=theirs.raw.ptr), "test").copy().owner
         np.testing.assert_array_equal(gpu.fetch(gpu.cupy.ndarray((100,), "float32", copied.data)), 7)
         asked = ByDlpack(x)
-        readable(asked, "test")
+        as_contiguous(asked, "test")
         assert asked.asked == [device.current().raw.ptr]
-    readable(asked, "test")
+    as_contiguous(asked, "test")
     assert asked.asked[-1] == 1  # the default stream has this number there
 
 
 def test_writing_where_somebody_else_goes_on_is_refused(gpu):
     x = gpu.put(np.ones(4, np.float32))
-    with pytest.raises(UsageError, match=r"written, and used on stream 0x.*make its stream CuPy's current one"):
-        written(ByInterface(x, stream=gpu.device.stream().raw.ptr), "test")
-    with pytest.raises(UsageError, match="written, and used on a stream that is not known here"):
-        written(ByDlpack(x), "test")
+    with pytest.raises(UsageError, match=r"in use on stream 0x.*make its stream CuPy's current one"):
+        as_writable(ByInterface(x, stream=gpu.device.stream().raw.ptr), "test")
+    with pytest.raises(UsageError, match="in use on an unknown stream, but the result is written"):
+        as_writable(ByDlpack(x), "test")
     for same in (None, 1):
-        assert written(ByInterface(x, stream=same), "test").size == 4
+        assert as_writable(ByInterface(x, stream=same), "test").size == 4
 
 
 def test_a_library_may_say_what_its_current_stream_is(gpu, slowly):
@@ -185,17 +185,17 @@ def test_a_library_may_say_what_its_current_stream_is(gpu, slowly):
         pass
 
     theirs = gpu.device.stream()
-    foreign.register_stream(Tensor, lambda x: theirs.raw.ptr)
+    foreign_arrays.register_stream(Tensor, lambda x: theirs.raw.ptr)
     x = gpu.device.empty((100,), "float32")
     with gpu.device.using(theirs):
         gpu.fill(x, 3)
     with gpu.device.using(gpu.device.stream()):
-        with pytest.raises(UsageError, match="used on stream"):
-            written(Tensor(x), "test")
-        copied = readable(Tensor(x), "test").copy().owner
+        with pytest.raises(UsageError, match="in use on stream"):
+            as_writable(Tensor(x), "test")
+        copied = as_contiguous(Tensor(x), "test").copy().owner
         np.testing.assert_array_equal(gpu.fetch(gpu.cupy.ndarray((100,), "float32", copied.data)), 3)
     with gpu.device.using(theirs):
-        assert written(Tensor(x), "test").size == 100
+        assert as_writable(Tensor(x), "test").size == 100
 
 
 def test_every_verb_takes_them(gpu):

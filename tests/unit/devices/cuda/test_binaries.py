@@ -8,7 +8,7 @@ import pytest
 from commlib.devices.cuda.binaries import binary
 from commlib.devices.cuda.launcher import CupyLauncher
 from commlib.errors import TransportError
-from commlib.kernels.cuda.sources import OPTIONS, whole
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 DEFINES = (*OPTIONS, "-DELEMENT=u32")
 
@@ -33,7 +33,7 @@ def compilations(gpu, monkeypatch):
 
 
 def test_it_is_compiled_once(gpu, cache, compilations):
-    text = whole("fill.cu")
+    text = expand_source("fill.cu")
     path = binary(gpu.cupy, text, DEFINES, 90, "fill.cu")
     assert path == binary(gpu.cupy, text, DEFINES, 90, "fill.cu") and path.startswith(str(cache))
     assert compilations == [(*DEFINES, "-arch=sm_90")]
@@ -57,15 +57,15 @@ def test_a_launcher_that_comes_later_compiles_nothing(gpu, cache, compilations):
 def test_where_nothing_can_be_kept(gpu, cache, compilations):
     cache.parent.mkdir()
     cache.write_text("a file is in the way")
-    path = binary(gpu.cupy, whole("fill.cu"), DEFINES, 90, "fill.cu")
+    path = binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu")
     assert not path.startswith(str(cache))
     gpu.cupy.RawModule(path=path).get_function("fill")
 
 
 def test_what_others_may_change_is_not_used(gpu, cache, compilations):
-    binary(gpu.cupy, whole("fill.cu"), DEFINES, 90, "fill.cu")
+    binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu")
     cache.chmod(0o777)
-    assert not binary(gpu.cupy, whole("fill.cu"), DEFINES, 90, "fill.cu").startswith(str(cache))
+    assert not binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu").startswith(str(cache))
     assert len(compilations) == 2
 
 
@@ -75,7 +75,7 @@ def test_a_gpu_that_nvrtc_does_not_know_yet(gpu, cache, monkeypatch):
     nvrtc = gpu.cupy.cuda.nvrtc
     monkeypatch.setattr(nvrtc, "compileProgram", lambda prog, options: found.append(options[-1]))
     monkeypatch.setattr(nvrtc, "getPTX", lambda prog: b"ptx")
-    path = binary(gpu.cupy, whole("fill.cu"), DEFINES, 250, "fill.cu")
+    path = binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 250, "fill.cu")
     newest = max(int(arch) for arch in nvrtc.getSupportedArchs())
     assert found == [f"-arch=compute_{newest}"] and path.endswith(".ptx")
 

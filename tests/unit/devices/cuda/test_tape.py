@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.devices.repeats import Repeats
+from commlib.devices.launch_replay import LaunchReplay
 
 
 def array(gpu, value, count=1000, dtype="float32"):
@@ -81,7 +81,7 @@ def test_other_threads_queue_meanwhile(gpu):
 
 def test_what_the_host_reads_cannot_be_queued_again(gpu):
     _, there = array(gpu, 1)
-    with pytest.raises(AssertionError, match="what the host reads"):
+    with pytest.raises(AssertionError, match="no results for the host to read"):
         gpu.device.repeatable(lambda: gpu.device.kernels.squares(there))
     x, target = array(gpu, 0)
     gpu.device.kernels.fill(target, 4)  # it is queued as ever
@@ -89,7 +89,7 @@ def test_what_the_host_reads_cannot_be_queued_again(gpu):
 
 
 def test_few_are_remembered(gpu):
-    repeats, ran = Repeats(gpu.device), list[Any]()
+    repeats, ran = LaunchReplay(gpu.device), list[Any]()
     for key in [*range(70), 69, 69]:
         repeats.queue(key, partial(ran.append, key))
     assert ran == list(range(70))

@@ -10,7 +10,7 @@ import pytest
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.kernels.cuda.blocks import copy_blocks
 from commlib.kernels.host.table import HostKernels
-from commlib.kernels.protocol import Blocks
+from commlib.kernels.protocol import BlockLayout
 from tests.cuda.hard import aside, assert_same_bits, values
 from tests.cuda.launcher import HostLauncher
 
@@ -18,12 +18,12 @@ HOST = HostKernels()
 RUNS = (1, 2, 15, 16, 31, 32, 33, 100)
 
 
-def between_orders(rows: int, columns: int, run: int) -> Blocks:
+def between_orders(rows: int, columns: int, run: int) -> BlockLayout:
     """Blocks of (rows, columns, run) of a source whose order is (columns, rows, run)."""
-    return Blocks(rows, columns, run, run, rows * run, columns * run, run)
+    return BlockLayout(rows, columns, run, run, rows * run, columns * run, run)
 
 
-def copied(x: Any, target: Any, blocks: Blocks, workers: int = 1) -> Any:
+def copied(x: Any, target: Any, blocks: BlockLayout, workers: int = 1) -> Any:
     """Return what CUDA's kernel writes; the host's writes the same."""
     expected = target.copy()
     HOST.copy_blocks(x, expected, blocks)
@@ -47,7 +47,7 @@ def test_what_lies_between_stays(run: int) -> None:
     x, target = values("float32", 5 * 40 * run, 1), values("float32", 5 * 60 * run, 2)
     expected = target.reshape(5, 60 * run).copy()
     expected[:, 7 : 7 + 3 * run] = x.reshape(5, 40 * run)[:, 2 * run : 5 * run]
-    copied(x[2 * run :], target[7:], Blocks(5, 1, 3 * run, 40 * run, 0, 60 * run, 0))
+    copied(x[2 * run :], target[7:], BlockLayout(5, 1, 3 * run, 40 * run, 0, 60 * run, 0))
     assert_same_bits(target, expected.reshape(-1))
 
 

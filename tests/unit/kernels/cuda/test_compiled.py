@@ -15,7 +15,7 @@ from commlib.dtypes import BITWISE, DTYPES, FLOATS, INTEGERS, kernel_operation, 
 from commlib.kernels.cuda.launcher import Defines
 from commlib.kernels.cuda.sources import FOLDER
 from commlib.kernels.cuda.table import CudaKernels
-from commlib.kernels.protocol import Blocks
+from commlib.kernels.protocol import BlockLayout
 from tests.cuda.nvrtc import compiled
 from tests.oracles.oracle import REDUCIBLE
 
@@ -82,7 +82,7 @@ def call_all(kernels: CudaKernels) -> None:
     kernels.add_momentum(x, x, x, 1.0, 0.9, False)
     for array in arrays.values():
         for run in (1, 40):
-            kernels.copy_blocks(array, array, Blocks(2, 3, run, run, 2 * run, 3 * run, run))
+            kernels.copy_blocks(array, array, BlockLayout(2, 3, run, run, 2 * run, 3 * run, run))
     for dtype in FLOATS:
         rows = arrays[dtype]
         for factors in (None, x):

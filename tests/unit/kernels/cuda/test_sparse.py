@@ -58,7 +58,7 @@ def check_largest(launcher: HostLauncher, x: Any, before: Any, k: int, value: st
     for kernels in (HOST, None):
         old = None if how == WITHOUT else before.copy()
         after = old if how != SEPARATE else np.full_like(x, 7)
-        memory, payload = anywhere(host_sparse.most(len(x), k, VALUES[value]), seed)
+        memory, payload = anywhere(host_sparse.max_bytes(len(x), k, VALUES[value]), seed)
         if kernels is None:
             used = sparse.largest(launcher, x, old, after, k, value, payload)
         else:
@@ -182,7 +182,7 @@ def test_accumulate(kind, nesterov, value, workers):
         for on_host in (True, False):
             old = gradient.copy(), u.copy(), v.copy()
             after = np.full_like(u, 7), np.full_like(u, 8)
-            memory, payload = anywhere(host_sparse.most(count, k, VALUES[value]), count)
+            memory, payload = anywhere(host_sparse.max_bytes(count, k, VALUES[value]), count)
             arguments = *old, *after, 0.3, 0.9, nesterov, k, value, payload
             used = HOST.accumulate(*arguments) if on_host else sparse.accumulate(HostLauncher(workers), *arguments)
             results.append((np.array([used]), memory, *old, *after))
@@ -199,7 +199,7 @@ def test_random(how, workers):
         for on_host in (True, False):
             old = None if how == WITHOUT else before.copy()
             after = old if how != SEPARATE else np.full_like(x, 7)
-            memory, payload = anywhere(host_sparse.most(count, k, 0), seed)
+            memory, payload = anywhere(host_sparse.max_bytes(count, k, 0), seed)
             arguments = x, old, after, k, seed - 2, 1.5, payload
             used = HOST.random(*arguments) if on_host else sparse.random(HostLauncher(workers), *arguments)
             results.append((np.array([used]), memory, *([] if after is None else [after])))
@@ -220,7 +220,7 @@ def test_read(gaps, value, add, workers, at, cut, fewer, more, seed):
     count = int(indices[-1]) + 1 if gaps else 0
     bits = np.random.default_rng(seed).integers(0, 2**32, len(gaps), np.uint32)
     bits[np.isnan(bits.view(np.float32))] = 0x7FC00000
-    _, payload = anywhere(host_sparse.most(count, len(gaps), VALUES[value]) + more, at)
+    _, payload = anywhere(host_sparse.max_bytes(count, len(gaps), VALUES[value]) + more, at)
     used = host_sparse.write(indices, bits, len(gaps), VALUES[value], payload.ctypes.data)
     whole = payload[: max(used + more - cut, 0)]
     expected, found = (np.full(max(count - fewer, 0), 2, np.float32) for _ in range(2))
@@ -246,7 +246,7 @@ def test_read_rubbish(data, value, width):
 def test_read_what_another_codec_has_written():
     x = values_of("normal", 100)
     for value in KINDS:
-        payload = np.zeros(host_sparse.most(100, 10, VALUES[value]), np.uint8)
+        payload = np.zeros(host_sparse.max_bytes(100, 10, VALUES[value]), np.uint8)
         payload = payload[: sparse.largest(HostLauncher(), x, None, None, 10, value, payload)]
         for other in KINDS:
             fault = sparse.read_sparse(HostLauncher(), payload, other, np.empty(100, np.float32), False)

@@ -14,7 +14,7 @@ import pytest
 from commlib.buffers.peer_memory import PeerMemory
 from commlib.config.settings import Config
 from commlib.errors import PeerError, StallError, TransportError, UsageError
-from commlib.p2p.channels import outbox, posted
+from commlib.p2p.channels import outbox, posted_end
 from commlib.transport.loopback import LoopbackTransport
 from tests.bodies import channels
 from tests.bodies.loopback import run
@@ -35,7 +35,7 @@ def test_a_failed_group_fails_its_channels(nodes):
 
 def test_messages_longer_than_one_request(monkeypatch):
     """What one request of 256 bytes cannot hold follows under another tag."""
-    monkeypatch.setattr(posted, "LONGEST", 256)
+    monkeypatch.setattr(posted_end, "LONGEST", 256)
 
     def check(comm):
         channel = comm.channel(1 - comm.rank, "long", (10,), "int64", 2)
@@ -155,7 +155,7 @@ def test_handlers_are_refused_in_the_middle_of_a_send(monkeypatch):
     refused: list[int] = []
 
     def memory(*arguments, **options):
-        with pytest.raises(UsageError, match="in the middle of another send of the same channel"):
+        with pytest.raises(UsageError, match="called during another send on the same channel"):
             opened[threading.get_ident()].send(np.zeros(3, np.float32))
         refused.append(threading.get_ident())
         return PeerMemory(*arguments, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from commlib.p2p.channels.progress import Pumps
+from commlib.p2p.channels.progress import ChannelProgress
 
 
 class Outgoing:
@@ -16,7 +16,7 @@ class Outgoing:
         self.meanwhile = lambda: None
 
     @property
-    def is_under_way(self):
+    def is_in_flight(self):
         found = self.may_lag
         self.meanwhile()
         return found
@@ -31,11 +31,11 @@ def made():
 
     class Ends:
         outgoing, incoming, is_closed = Outgoing(), None, False
-        may_be_taken = staticmethod(lambda: True)
+        may_be_received = staticmethod(lambda: True)
 
     group: Any = Group()
     ends: Any = Ends()
-    return group, ends, Pumps(group, ends, "channel"), watched
+    return group, ends, ChannelProgress(group, ends, "channel"), watched
 
 
 def test_a_message_is_asked_for_until_it_has_left():
@@ -77,5 +77,5 @@ def test_what_nobody_takes_any_more_is_not_asked_for():
     ends.outgoing.may_lag = True
     pumps.sent()
     assert not watched[0].done()
-    ends.may_be_taken = lambda: False
+    ends.may_be_received = lambda: False
     assert watched[0].done()

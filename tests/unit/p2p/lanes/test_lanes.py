@@ -7,9 +7,9 @@ import pytest
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError
-from commlib.kernels.host import lane_take
+from commlib.kernels.host import ring_take
 from commlib.p2p.lanes import receiver as lane_in
-from commlib.p2p.lanes.receiver import LaneIn
+from commlib.p2p.lanes.receiver import RingReceiver
 from commlib.transport.base import Space
 from commlib.transport.loopback import LoopbackTransport
 from tests.bodies import lanes
@@ -78,13 +78,13 @@ def test_a_lane_is_made_by_the_first_message_in_its_direction(monkeypatch):
 def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
     """Whoever had seen a ring's end, and was late, took the next one, where the other was, for empty as well."""
     many, wanted, lanes_at = 3000, [], {}
-    look = LaneIn.look
+    look = RingReceiver.look
 
     def remember(lane):
         lanes_at[lane.at] = lane
         look(lane)
 
-    monkeypatch.setattr(LaneIn, "look", remember)
+    monkeypatch.setattr(RingReceiver, "look", remember)
 
     def work(comm):
         if comm.rank == 0:
@@ -98,7 +98,7 @@ def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
 
         def look_and_be_late(at):
             status = look_into(at)
-            if status == lane_take.DRAINED:
+            if status == ring_take.DRAINED:
                 wanted.append(status)
                 monkeypatch.setattr(lane_in, "look_into", look_into)
                 lanes_at[at].look()  # as another thread, or a signal handler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import TransportError
-from commlib.p2p.lanes.receive_pieces import ArrivingPieces
-from commlib.p2p.lanes.send_pieces import Copied, LeavingPieces
+from commlib.p2p.lanes.receive_pieces import ReceivePieces
+from commlib.p2p.lanes.send_pieces import CopiedPiece, SendPieces
 
 
 class Switch:
@@ -47,12 +47,12 @@ class Wire:
 def leaving(wire):
     events = [Switch() for _ in range(3)]
     places = ((0, 4), (4, 8), (8, 10))
-    pieces = [Copied(*place, event) for place, event in zip(places, events, strict=True)]
-    return LeavingPieces(wire, 1, 7, memoryview(b"0123456789"), pieces), events
+    pieces = [CopiedPiece(*place, event) for place, event in zip(places, events, strict=True)]
+    return SendPieces(wire, 1, 7, memoryview(b"0123456789"), pieces), events
 
 
 def arriving(wire, nbytes, landed):
-    return ArrivingPieces(wire, 1, 7, memoryview(bytearray(nbytes)), 4, landed)
+    return ReceivePieces(wire, 1, 7, memoryview(bytearray(nbytes)), 4, landed)
 
 
 def test_pieces_leave_in_their_order_once_they_are_there():

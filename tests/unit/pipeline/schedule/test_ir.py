@@ -34,13 +34,13 @@ def test_there_and_back(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("F0", "is no action; expected such as 2F0"),
-        ("2X0", "is no action; expected such as 2F0"),
+        ("F0", "is not an action; expected one such as 2F0"),
+        ("2X0", "is not an action; expected one such as 2F0"),
         ("2F", "needs the number of a microbatch"),
-        ("2REDUCE1", "concerns no microbatch"),
-        ("2F0:1", "only messages have another end"),
-        ("0RECV_F0", "there is no stage -1 at the other end"),
-        ("2SEND_F0:2", "there is no stage 2 at the other end"),
+        ("2REDUCE1", "takes no microbatch"),
+        ("2F0:1", "only messages name another stage"),
+        ("0RECV_F0", "stage -1 cannot be at the other end"),
+        ("2SEND_F0:2", "stage 2 cannot be at the other end"),
     ],
 )
 def test_what_is_no_action(text: str, expected: str) -> None:
@@ -75,8 +75,8 @@ def test_empty_cells_are_idle_times() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0F0,zero\n1F0", "row 1, column 2: 'zero' is no action"),
-        ("0F0,0B0\n0F1", "row 2, column 1: 0F1: stage 0 is on rank 0 already"),
+        ("0F0,zero\n1F0", "row 1, column 2: 'zero' is not an action"),
+        ("0F0,0B0\n0F1", "row 2, column 1: 0F1: stage 0 is already on rank 0"),
         ("0F0\n2F0", "stage 1 has no action"),
         ("", "stage 0 has no action"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import Costs, Kind, Weights, find, make, render, simulate, table, verify
-from commlib.pipeline.schedule.versions import kept, versions
+from commlib.pipeline.schedule.versions import count_versions, versions
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "pipeline"
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5, 8) for microbatches in (1, 2, 3, 5, 8, 16, 17)]
@@ -131,13 +131,13 @@ def test_activations_are_those_of_the_docstrings(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_pipedream_keeps_as_many_weights_as_are_in_flight(ranks: int) -> None:
-    assert kept(make("pipedream", ranks, 4 * ranks)) == tuple(ranks - rank for rank in range(ranks))
+    assert count_versions(make("pipedream", ranks, 4 * ranks)) == tuple(ranks - rank for rank in range(ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_2bw_keeps_two_and_uses_the_same_on_all_stages(ranks: int) -> None:
     schedule = make("pipedream_2bw", ranks, 6 * ranks, every=2 * ranks)
-    assert kept(schedule) == (2,) * ranks
+    assert count_versions(schedule) == (2,) * ranks
     found = versions(schedule)
     for microbatch in range(6 * ranks):
         assert {found[stage, microbatch][0] for stage in range(ranks)} == {max(0, microbatch // (2 * ranks) - 1)}
@@ -146,7 +146,7 @@ def test_2bw_keeps_two_and_uses_the_same_on_all_stages(ranks: int) -> None:
 
 def test_names() -> None:
     assert find("ZB-H1") is find("zb_h1")
-    with pytest.raises(UsageError, match=r"no schedule 'gpip'; there are .*1f1b"):
+    with pytest.raises(UsageError, match=r"unknown schedule 'gpip'; expected one of .*1f1b"):
         find("gpip")
 
 

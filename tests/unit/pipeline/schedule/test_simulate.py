@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from commlib.errors import UsageError
-from commlib.pipeline.schedule import Costs, Kind, Link, ScheduleError, lower, make, simulate
+from commlib.pipeline.schedule import Costs, Kind, Link, PipelineScheduleError, lower, make, simulate
 from commlib.pipeline.schedule.csv import read
 
 
@@ -60,5 +60,5 @@ def test_costs_of_other_stages_are_refused() -> None:
 
 
 def test_a_deadlock_has_no_time() -> None:
-    with pytest.raises(ScheduleError, match="waits for 1SEND_B1"):
+    with pytest.raises(PipelineScheduleError, match="waits for 1SEND_B1"):
         simulate(read("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from commlib.tensor_parallel.checks.kinds import KINDS, Kinds, kind_of
+from commlib.tensor_parallel.checks.kinds import KINDS, CallKinds, kind_of
 
 
 class Given(NamedTuple):
@@ -158,7 +158,7 @@ def test_a_framework_tells_its_own() -> None:
 
 
 def test_so_many_are_looked_at() -> None:
-    kinds = Kinds()
+    kinds = CallKinds()
     kinds.add("known")
     for at in range(KINDS):
         assert not kinds.too_many
@@ -169,14 +169,14 @@ def test_so_many_are_looked_at() -> None:
 
 
 def test_a_way_is_known_where_somebody_has_told_it() -> None:
-    kinds = Kinds()
+    kinds = CallKinds()
     kinds.add("known")
     kinds.settle("looked at", ("up", "down"))
     assert [kinds.way(kind) for kind in ("known", "looked at", "new")] == [None, ("up", "down"), None]
 
 
 def test_what_fails_again_and_again_is_looked_at_no_more() -> None:
-    kinds = Kinds()
+    kinds = CallKinds()
     for _ in range(2):
         kinds.miss("a kind")
         assert "a kind" not in kinds

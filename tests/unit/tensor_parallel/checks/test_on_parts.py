@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.tensor_parallel.checks.on_parts import BY_LENGTH, UNTRIED, MovesItself, tried
+from commlib.tensor_parallel.checks.position_checks import BY_LENGTH, UNTRIED, CommunicatingLayer, try_positions
 
 Layer = Callable[..., Any]
 
@@ -22,7 +22,7 @@ def numbers(*shape: int, seed: int = 0) -> Any:
 
 
 def looked(layer: Layer, *given: Any) -> str | None:
-    return tried([call(layer)], given, 1)
+    return try_positions([call(layer)], given, 1)
 
 
 X, MASK = numbers(2, 4, 3), np.ones((2, 4), bool)
@@ -86,10 +86,10 @@ def test_one_that_draws() -> None:
     draw = np.random.default_rng(1)
     draws = call(lambda x: x + draw.normal(size=x.shape))
     mixes, keeps = call(lambda x: x - x.mean(1, keepdims=True)), call(lambda x: x)
-    assert tried([draws], [X], 1) == UNTRIED
-    assert tried([draws, keeps], [X], 1) == UNTRIED  # of what it does beside drawing nobody knows
-    assert tried([draws, mixes], [X], 1) is None
-    assert tried([keeps, mixes], [X], 1) == ""
+    assert try_positions([draws], [X], 1) == UNTRIED
+    assert try_positions([draws, keeps], [X], 1) == UNTRIED  # of what it does beside drawing nobody knows
+    assert try_positions([draws, mixes], [X], 1) is None
+    assert try_positions([keeps, mixes], [X], 1) == ""
 
 
 def test_one_that_takes_no_other_length() -> None:
@@ -98,6 +98,6 @@ def test_one_that_takes_no_other_length() -> None:
 
 def test_one_that_moves_values_between_ranks() -> None:
     def moves(x: Any) -> Any:
-        raise MovesItself("as it is")
+        raise CommunicatingLayer("as it is")
 
     assert looked(moves, X) == ""

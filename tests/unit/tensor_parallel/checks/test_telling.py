@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.tensor_parallel.checks.kinds import Holding, Kinds, Same, kind_of
+from commlib.tensor_parallel.checks.kinds import CallKinds, ObjectContents, SameObject, kind_of
 
 
 def compose(*functions: Any) -> Any:
@@ -283,8 +283,8 @@ def test_another_object_in_its_place_is_another_one() -> None:
     kinds = set()
     for _ in range(20):
         one = Goes()
-        kinds.add(Same(one))
-        assert Same(one) in kinds
+        kinds.add(SameObject(one))
+        assert SameObject(one) in kinds
         del one
         gc.collect()
     assert len(kinds) == 20
@@ -320,7 +320,7 @@ def test_a_framework_tells_what_holds_more() -> None:
             self.function, self.calls = function, [None] * 3
 
     def told(value: Any) -> Any:
-        return Holding(Traced, (value.function,)) if type(value) is Traced else None
+        return ObjectContents(Traced, (value.function,)) if type(value) is Traced else None
 
     assert kind_of(Traced(shout), told) == (Traced, kind_of(shout))
     assert kind_of([Traced(shout)], told) != kind_of([Traced(whisper)], told)
@@ -330,8 +330,8 @@ def test_a_framework_tells_what_holds_more() -> None:
 
 
 def test_known_kinds_are_copied_with_a_model() -> None:
-    kinds = Kinds()
-    kind = kind_of([shout, Goes().run, np.exp]), Same(shout)
+    kinds = CallKinds()
+    kind = kind_of([shout, Goes().run, np.exp]), SameObject(shout)
     kinds.settle(kind)
     copied = copy.deepcopy(kinds)
     assert kind in copied

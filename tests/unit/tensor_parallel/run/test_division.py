@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from commlib.comparison.agreement import together
+from commlib.comparison.agreement import run_together
 from commlib.errors import MismatchError, UsageError
 from commlib.sharding.shards import Shard
 from commlib.tensor_parallel import Column, Row, Sharding
-from commlib.tensor_parallel.run.division import Division
+from commlib.tensor_parallel.run.divisibility import Divisibility
 
 
 class Ranks:
@@ -31,16 +31,16 @@ def raising(error: Exception) -> Any:
 
 
 def test_all_ranks_raise_together() -> None:
-    assert together(Ranks(""), lambda: 3) == 3
+    assert run_together(Ranks(""), lambda: 3) == 3
     with pytest.raises(UsageError, match=r"theirs \(on ranks \[1\] of 2\)"):
-        together(Ranks("theirs"), lambda: 3)
+        run_together(Ranks("theirs"), lambda: 3)
     with pytest.raises(UsageError, match=r"^same$"):
-        together(Ranks("same"), lambda: raising(UsageError("same")))
+        run_together(Ranks("same"), lambda: raising(UsageError("same")))
     with pytest.raises(KeyError):  # what a model raises stays what it is, and the others are told
-        together(Ranks(""), lambda: raising(KeyError("a")))
+        run_together(Ranks(""), lambda: raising(KeyError("a")))
     ranks = Ranks("")
     with pytest.raises(MismatchError):  # the group has told all
-        together(ranks, lambda: raising(MismatchError("theirs")))
+        run_together(ranks, lambda: raising(MismatchError("theirs")))
     assert not ranks.asked
 
 
@@ -50,7 +50,7 @@ class AxisOf3:
 
 def test_a_division_is_possible_as_a_whole() -> None:
     axis: Any = AxisOf3()
-    division, weight, other = Division(axis), object(), object()
+    division, weight, other = Divisibility(axis), object(), object()
     rows = Sharding((6, 4), 0)
     assert division.is_new("a", weight, Column())
     assert not division.is_new("b", weight, Column())
@@ -58,10 +58,10 @@ def test_a_division_is_possible_as_a_whole() -> None:
         division.is_new("b", weight, Row())
     assert division.add("a.weight", weight, None, rows)
     assert division.add("b.weight", weight, None, rows)  # tied
-    with pytest.raises(UsageError, match=r"c\.weight is a\.weight, too, .*tied weights need one style"):
+    with pytest.raises(UsageError, match=r"c\.weight is also a\.weight, .*tied weights need one style"):
         division.add("c.weight", weight, None, Sharding((6, 4), 1))
     assert not division.add("d.weight", other, Shard(axis, rows), rows)
-    with pytest.raises(UsageError, match="is divided already"):
+    with pytest.raises(UsageError, match="is sharded already"):
         division.add("d.weight", other, Shard(AxisOf3(), rows), rows)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"2 units .* among 3 ranks"):
         division.add("e.weight", object(), None, Sharding((6, 4), 0, units=2))

@@ -11,7 +11,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import MismatchError, UsageError
 from commlib.schedule.layout import even, uneven
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.shards import Shard, part
 from commlib.tensor_parallel import COPY, REDUCE, Sharding, all_to_all, gather, reduce_scatter, scatter
 from commlib.tensor_parallel.run.moves import run as move_on
@@ -40,7 +40,7 @@ def test_scatter_and_gather(size: int, dim: int) -> None:
     lengths = even(SHAPE[dim], size).counts
 
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         shard, known = move_on(axis, scatter(dim), WHOLE)
         equal(shard, cut(WHOLE, dim, lengths, comm.rank))
         for move in (known.conjugate, gather(dim), gather(dim, partial=True)):
@@ -56,7 +56,7 @@ def test_shards_of_any_lengths_are_joined(size: int, dim: int) -> None:
     lengths = (1, *(0,) * (size - 2), SHAPE[dim] - 1)
 
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         shard = cut(WHOLE, dim, lengths, comm.rank)
         whole, known = move_on(axis, gather(dim, partial=True), shard)
         equal(whole, WHOLE)
@@ -68,7 +68,7 @@ def test_shards_of_any_lengths_are_joined(size: int, dim: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce(size: int) -> None:
     def body(comm: Communicator) -> None:
-        axis, own = Axis(comm), WHOLE * (comm.rank + 1)
+        axis, own = ParallelAxis(comm), WHOLE * (comm.rank + 1)
         total = WHOLE * sum(range(1, size + 1))
         equal(move_on(axis, REDUCE, own)[0], total)
         equal(start(axis, REDUCE, own)(), total)
@@ -85,7 +85,7 @@ def test_reduce(size: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_reduce_scatter(size: int, dim: int) -> None:
     def body(comm: Communicator) -> None:
-        axis, own = Axis(comm), WHOLE * (comm.rank + 1)
+        axis, own = ParallelAxis(comm), WHOLE * (comm.rank + 1)
         total = WHOLE * sum(range(1, size + 1))
         lengths = (SHAPE[dim], *(0,) * (size - 1))  # all to rank 0
         for move, expected in (
@@ -102,7 +102,7 @@ def test_reduce_scatter(size: int, dim: int) -> None:
 @pytest.mark.parametrize(("divide", "join"), [(0, 1), (1, 0), (2, 1), (-1, 0)])
 def test_all_to_all(size: int, divide: int, join: int) -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         before = cut(WHOLE, join, even(SHAPE[join], size).counts, comm.rank)
         after, known = move_on(axis, all_to_all(divide, join), before)
         equal(after, cut(WHOLE, divide, even(SHAPE[divide], size).counts, comm.rank))
@@ -117,7 +117,7 @@ def test_encoded(size: int, codec: str) -> None:
     """Small integers travel exactly in bf16; int8 has 127 steps up to the largest, and sums are sent twice."""
 
     def body(comm: Communicator) -> None:
-        axis = Axis(comm, codec)
+        axis = ParallelAxis(comm, codec)
         own = (WHOLE * (comm.rank + 1)).astype(np.float32)
         total = WHOLE.astype(np.float32) * sum(range(1, size + 1))
         step = 0 if codec == "bf16" else np.abs(total).max() / 127
@@ -168,7 +168,7 @@ def test_a_rank_with_another_shape_is_told(what: str, codec: str | None, size: i
     def body(comm: Communicator) -> None:
         x = np.ones(other if comm.rank == size - 1 else usual, np.float32)
         with pytest.raises(MismatchError, match=f"rank.* {size - 1}"):
-            move_on(Axis(comm, codec), move, x)
+            move_on(ParallelAxis(comm, codec), move, x)
 
     run(size, body)
 
@@ -179,7 +179,7 @@ def test_a_rank_with_another_codec_or_dtype_is_told(move: Any, theirs: Any) -> N
     def body(comm: Communicator) -> None:
         dtype, codec = theirs if comm.rank else ("float32", "bf16")
         with pytest.raises(MismatchError):
-            move_on(Axis(comm, codec), move, np.ones((4, 6), dtype))
+            move_on(ParallelAxis(comm, codec), move, np.ones((4, 6), dtype))
 
     run(2, body)
 
@@ -187,7 +187,7 @@ def test_a_rank_with_another_codec_or_dtype_is_told(move: Any, theirs: Any) -> N
 def test_every_rank_decodes_the_same_sum() -> None:
     def body(comm: Communicator) -> bytes:
         x = np.random.default_rng(comm.rank).standard_normal((5, 33)).astype(np.float32)
-        return bytes(move_on(Axis(comm, "int8"), REDUCE, x)[0].tobytes())
+        return bytes(move_on(ParallelAxis(comm, "int8"), REDUCE, x)[0].tobytes())
 
     assert len(set(run(3, body))) == 1
 
@@ -197,7 +197,7 @@ def test_a_weight_is_cut_and_joined() -> None:
     sharding = Sharding(whole.shape, 1, parts=(12, 4, 4), units=4)
 
     def body(comm: Communicator) -> None:
-        shard = Shard(Axis(comm), sharding)
+        shard = Shard(ParallelAxis(comm), sharding)
         own = shard.own(whole)
         equal(own, part(whole, sharding, comm.rank, comm.size))
         assert own.shape == sharding.local(comm.rank, comm.size)
@@ -209,16 +209,16 @@ def test_a_weight_is_cut_and_joined() -> None:
 
 def test_misuse() -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         with pytest.raises(UsageError, match="has no dimension 3"):
             move_on(axis, scatter(3), WHOLE)
-        with pytest.raises(UsageError, match=r"shards of \(1, 1\) along dimension 1 of an array of shape"):
+        with pytest.raises(UsageError, match=r"shard lengths \(1, 1\) along dimension 1 do not fit shape"):
             move_on(axis, reduce_scatter(1, (1, 1)), WHOLE)
-        with pytest.raises(UsageError, match="cannot be divided and joined at once"):
+        with pytest.raises(UsageError, match="cannot be both split and joined"):
             move_on(axis, all_to_all(2, -1), WHOLE)
         with pytest.raises(UsageError, match="expected the communicator of an axis"):
-            Axis("tp")  # type: ignore[arg-type]
+            ParallelAxis("tp")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="needs a fixed length"):
-            Axis(comm, "topk:ratio=0.1")
+            ParallelAxis(comm, "topk:ratio=0.1")
 
     run(2, body)

@@ -12,9 +12,9 @@ from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import Axis
+from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import COPY, REDUCE, all_to_all, gather, reduce_scatter, scatter
-from commlib.tensor_parallel.moves import Move
+from commlib.tensor_parallel.moves import Redistribute
 from commlib.tensor_parallel.run.moves import run as move_on
 from tests.bodies import loopback
 from tests.late import LATE
@@ -39,7 +39,7 @@ def run(size: int, function: Callable[[Communicator], None]) -> None:
     loopback.run(size, there, config=Config(timeout=10, device_slot_kib=64))
 
 
-def check(axis: Axis, move: Move, x: Any, *, may_write: bool = False) -> Move:
+def check(axis: ParallelAxis, move: Redistribute, x: Any, *, may_write: bool = False) -> Redistribute:
     """Return the move with its lengths, once both have been compared."""
     array = LATE.wrap(LATE.put(x), "x")
     found, known = move_on(axis, move, array, may_write=may_write)
@@ -61,7 +61,7 @@ def test_along_one_dimension(size: int, dim: int) -> None:
     """Evenly: the first ranks may have more. And the way back, which knows how long all shards are."""
 
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         for dtype in ("float32", "int8", "float64"):
             whole = own(comm.rank, *SHAPE, dtype=dtype)
             check(axis, scatter(dim), whole)
@@ -78,7 +78,7 @@ def test_along_one_dimension(size: int, dim: int) -> None:
 @pytest.mark.parametrize(("divide", "join"), [(0, 1), (1, 0), (2, 0), (0, 2), (1, 2), (-1, 1)])
 def test_all_to_all(size: int, divide: int, join: int) -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         for joined in (4, 1 + comm.rank):
             shape = list(SHAPE)
             shape[join] = joined
@@ -97,7 +97,7 @@ def test_shards_of_any_lengths(size: int) -> None:
     lengths = (0, *(4,) * (size - 1))
 
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         check(axis, gather(1), own(comm.rank, 3, lengths[comm.rank], 5))
         check(axis, reduce_scatter(1, lengths), own(comm.rank, 3, sum(lengths), 5))
         check(axis, scatter(1, lengths), own(comm.rank, 3, sum(lengths), 5))
@@ -108,7 +108,7 @@ def test_shards_of_any_lengths(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_whole_arrays(size: int) -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
         check(axis, COPY, own(comm.rank, *SHAPE))
         check(axis, REDUCE, own(comm.rank, *SHAPE))
         check(axis, REDUCE, own(comm.rank, *SHAPE), may_write=True)
@@ -119,7 +119,7 @@ def test_whole_arrays(size: int) -> None:
 
 def test_what_is_encoded_goes_by_the_host() -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm, "bf16")
+        axis = ParallelAxis(comm, "bf16")
         for move in (REDUCE, gather(1), reduce_scatter(0), all_to_all(0, 1), scatter(2)):
             check(axis, move, own(comm.rank, 4, 4, 4))
 
@@ -128,7 +128,7 @@ def test_what_is_encoded_goes_by_the_host() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     def body(comm: Communicator) -> None:
-        axis = Axis(comm)
+        axis = ParallelAxis(comm)
 
         def array(*shape: int) -> Any:
             return LATE.wrap(LATE.put(own(comm.rank, *shape)), "x")
@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_refused() -> None:
         for move, why in (
             (gather(3), "has no dimension 3"),
             (gather(0, lengths=(2, 2)), "gather: shards of"),
-            (reduce_scatter(0, (2, 2)), "along dimension 0 of an array of shape"),
-            (all_to_all(1, -2), "cannot be divided and joined at once"),
+            (reduce_scatter(0, (2, 2)), "along dimension 0 do not fit shape"),
+            (all_to_all(1, -2), "cannot be both split and joined"),
         ):
             with pytest.raises(UsageError, match=why):
                 move_on(axis, move, array(*SHAPE))

@@ -1,0 +1,238 @@
+"""PreparedCall: one checked, compiled call of a verb with its arrays. Calls: the compiled calls of a group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commlib.collectives.call import Call
+from commlib.collectives.device.call import DeviceCall
+from commlib.collectives.device.node import DevicePeers
+from commlib.collectives.device.staging_queue import StagingQueue
+from commlib.collectives.host.hierarchical import Hierarchical
+from commlib.collectives.host.native import Native
+from commlib.collectives.host.node import NodePath, Opening
+from commlib.collectives.host.schedule_path import ScheduledPath
+from commlib.collectives.operands import Result
+from commlib.collectives.paths import Path, Verb, compile_call
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import as_view, is_contiguous, overlap
+from commlib.devices.protocol import Device
+from commlib.devices.registry import find_named, lookup
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.group.group import Group
+from commlib.group.weak_references import WeakPart
+from commlib.node.uneven_exchange import UnevenExchange
+from commlib.runtime.compiled_call import CompiledCall, Plan
+from commlib.runtime.work import Work
+
+if TYPE_CHECKING:
+    from commlib.collectives.device.table import DevicePaths
+
+PATHS: tuple[Path, ...] = (Native(), NodePath(), Hierarchical(), ScheduledPath())
+
+# The most compiled calls to keep for each verb.
+_MOST_KINDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CachedCall:
+    """A compiled call in the table, and the shape of its result; () if the result is `x` itself."""
+
+    compiled: CompiledCall
+    shape: tuple[int, ...]
+
+
+class Calls:
+    """The compiled calls of one group: a table for each verb, by the key that distinguishes its calls."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.all_reduces: dict[Hashable, CompiledCall] = {}
+        self.uneven: dict[Hashable, UnevenExchange] = {}
+        self._tables: defaultdict[str, dict[Hashable, CachedCall]] = defaultdict(dict)
+        self._stations: dict[Any, StagingQueue] = {}
+        self._peers: dict[Any, DevicePeers] = {}
+        self._ways: dict[Any, DevicePaths] = {}
+
+    def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> CompiledCall:
+        """Return the compiled call for `key`; compile it if it is new. `plain` finds it by the same key later."""
+        table = self._tables[verb.name]
+        key = (key, call.device) if call.device else key
+        known = table.get(key)
+        if known is not None:
+            return known.compiled
+        compiled = self._compile(verb, call)
+        if not isinstance(compiled, Opening):
+            if len(table) >= _MOST_KINDS:
+                table.clear()
+            table[key] = CachedCall(compiled, shape)
+        return compiled
+
+    def on_device(
+        self, x: Any, out: Any, op: str, algorithm: str
+    ) -> tuple[CompiledCall, DeviceArray, DeviceArray] | None:
+        """Return a compiled all-reduce of a device array, with its source and target as 1-D arrays.
+
+        None if none is compiled yet, or if the arrays need the full checks first.
+        """
+        device = lookup(x)
+        if device is None or not (out is x or lookup(out) is device):
+            return None
+        target = device.wrap(out, "all_reduce", "out", written=True)
+        source = target if out is x else device.wrap(x, "all_reduce")
+        found = self.all_reduces.get(((source.dtype, source.size, op, algorithm), device.name))
+        if found is None:
+            return None
+        if source is not target and (
+            source.dtype != target.dtype or source.shape != target.shape or overlap(source, target)
+        ):
+            return None
+        return found, source.reshape(-1), target.reshape(-1)
+
+    def new_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> CompiledCall:
+        """Compile an all-reduce and add it to the table. Callers have looked `key` up in `all_reduces` before."""
+        compiled = self._compile(verb, call)
+        if not isinstance(compiled, Opening):
+            if len(self.all_reduces) >= _MOST_KINDS:
+                self.all_reduces.clear()
+            self.all_reduces[key] = compiled
+        return compiled
+
+    def _compile(self, verb: Verb, call: Call) -> CompiledCall:
+        group = self.group
+        if not call.device and call.algorithm != "nccl":
+            return compile_call(PATHS, group, verb, call)
+        from commlib.collectives.device.nccl import check  # only once a call uses a device
+
+        check(group, verb, call)
+        return self.ways(find_named(call.device)).compile(verb, call)
+
+    def ways(self, device: Device) -> DevicePaths:
+        """Return the paths for arrays of a device."""
+        ways = self._ways.get(device)
+        if ways is None:
+            from commlib.collectives.device.table import DevicePaths
+
+            ways = self._ways[device] = DevicePaths(PATHS, self.group, self.station(device), self.peers(device))
+        return ways
+
+    def open_device_paths(self, device: Device) -> tuple[str, ...]:
+        """Open all paths of a device; return the names of the available ones. Collective."""
+        text, ways = f"paths of {device.name}", self.ways(device)
+        call = DeviceCall(
+            self.group.progress, text, self.station(device), lambda x, _, on_wait: ways.open(text, on_wait)
+        )
+        return call.now(None, None)  # type: ignore[no-any-return]
+
+    def peers(self, device: Device) -> DevicePeers:
+        """Return the group's peers on a device."""
+        peers = self._peers.get(device)
+        if peers is None:
+            peers = self._peers[device] = DevicePeers(self.group, self.station(device))
+        return peers
+
+    def station(self, device: Device) -> StagingQueue:
+        """Return the group's staging queue on a device."""
+        station = self._stations.get(device)
+        if station is None:
+            station = self._stations[device] = StagingQueue(self.group, device)
+            self.group.attach(WeakPart(station))
+        return station
+
+    def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:
+        """Run a compiled call on plain numpy arrays; return its result, or None if the arrays need the full checks."""
+        known = self._tables[verb].get(key)
+        if known is None or not x.flags.c_contiguous:
+            return None
+        if out is None:
+            out = np.empty(known.shape, x.dtype)
+        elif out is x:
+            if known.shape or not x.flags.carray:
+                return None
+        elif (
+            type(out) is not np.ndarray
+            or out.dtype is not x.dtype
+            or out.shape != known.shape
+            or not out.flags.carray
+            or np.may_share_memory(x, out)
+        ):
+            return None
+        return known.compiled.now(x, out)  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
+        """Drop all compiled calls, after the devices have finished the queued work."""
+        for station in self._stations.values():
+            station.close()
+        self._stations.clear()
+        self._peers.clear()
+        self._ways.clear()
+        self.all_reduces.clear()
+        self.uneven.clear()
+        self._tables.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """One call that is ready to run: the compiled call, its source and target, and the conversion of its value.
+
+    deliver: converts the value to the verb's return value. known: whether the return value is known before the call
+    runs. x: the array as the user passed it.
+    """
+
+    compiled: CompiledCall
+    source: Any
+    target: Any
+    deliver: Callable[[Any], Any]
+    known: bool = False
+    x: Any = None
+
+    @classmethod
+    def into(cls, compiled: CompiledCall, source: Any, result: Result | None, x: Any) -> PreparedCall:
+        """Make a Ready for a call that writes into `result`; None means this rank gets no result."""
+        if result is None:
+            return cls(compiled, source, source, _nothing, True, x)
+        return cls(compiled, source, result.flat, lambda _: result.deliver(), not result.staged, x)
+
+    def run(self) -> Any:
+        """Run the call now and return its result."""
+        return self.deliver(self.compiled.now(self.source, self.target))
+
+    def start(self) -> Work:
+        """Start the call and return its work."""
+        if self.known:
+            return self.compiled.start(self.source, self.target, value=self.deliver(None))
+        return self.compiled.start(self.source, self.target, deliver=self.deliver)
+
+    def plan(self, verb: str) -> Plan:
+        """Bind the call to its arrays. Raises UsageError if it works on a copy, which would not see later changes."""
+        check_bound(self.source, self.x, verb)
+        check_bound(self.target, self.target, verb)
+        if not self.known and self.target is not self.source:
+            raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy would not see later changes of them")
+        if self.known:
+            return self.compiled.bind(self.source, self.target, value=self.deliver(None))
+        return self.compiled.bind(self.source, self.target, deliver=self.deliver)
+
+
+def check_bound(array: Any, given: Any, verb: str) -> None:
+    """Raise UsageError if `array`, which a plan uses, is a copy of the array that the user gave."""
+    given = array if given is None else as_view(given, f"plan_{verb}")
+    if not is_contiguous(given):
+        raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy would not see later changes of them")
+    if array.size and not overlap(array, given):
+        raise UsageError(f"plan_{verb}: x and out overlap: pass the same array twice, or arrays that share no memory")
+
+
+def return_value(value: Any) -> Any:
+    """Return the value unchanged: the verb returns the call's value."""
+    return value
+
+
+def _nothing(value: Any) -> None:
+    pass

@@ -1,0 +1,150 @@
+"""Group status: whether a group still runs calls on this rank, and the notice to other ranks if it does not."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import NoReturn, Protocol
+
+from commlib.errors import CommlibError, MismatchError, ShutdownError
+from commlib.group.call_check import StallCheck
+from commlib.node.board import LEFT, NodeBoard
+from commlib.process import forks
+from commlib.runtime.process import PARTING
+
+log = logging.getLogger("commlib")
+
+
+class GroupPart(Protocol):
+    """A part of a group that ends with it."""
+
+    def leave(self, reason: str) -> None:
+        """End on this rank: the group has failed, with a reason, or this rank leaves."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+    def halt(self) -> None:
+        """Stop in a forked child."""
+        ...
+
+
+class GroupStatus:
+    """One rank's status in a group.
+
+    stall_check: notifies ranks by messages, if the group has one. is_seen: whether a parent's board shows this rank's
+    end to the ranks of its node. one_node: whether these are all ranks of the group.
+    """
+
+    def __init__(self, name: str, rank: int, stall_check: StallCheck | None, *, one_node: bool, is_seen: bool) -> None:
+        self._name, self._rank, self._stall_check = name, rank, stall_check
+        self._one_node, self._is_seen = one_node, is_seen
+        self._attached: list[GroupPart] = []
+        self.board: NodeBoard | None = None
+        self.is_open = False  # all ranks are on the board
+        self.failure: CommlibError | None = None  # once set, the group's ranks are out of step
+        self.is_told = False
+        """Whether the group's speaker reports a failure to the other ranks, by `leave` (see `Group.speak_for`)."""
+
+    def attach(self, part: GroupPart) -> None:
+        """Attach a part, such as the group's channels, that must end with the group."""
+        self._attached.append(part)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all messages between this rank and the others have been or will be received."""
+        return self.failure is None and (self._stall_check is None or not self._stall_check.has_spoken)
+
+    # Failures
+
+    def note(self, text: str, error: BaseException, *, out_of_step: bool) -> None:
+        """Fail the group with an exception of the call `text`. out_of_step: a mismatch fails it too."""
+        if not isinstance(error, CommlibError):
+            self.abandon(text, error)
+        elif out_of_step or not isinstance(error, MismatchError):
+            self._fail(error)
+
+    def abandon(self, text: str, error: BaseException) -> None:
+        """Mark the group as failed: `error`, not a commlib error, may have interrupted the call `text`.
+
+        A signal handler can raise at any instruction, so it is not certain that the call was incomplete.
+        """
+        if self.failure is not None or isinstance(error, CommlibError):
+            return
+        what = f"{self._name}: {text}: rank {self._rank}: ended half-way by {type(error).__name__}"
+        self._fail(ShutdownError(f"{what}; the group runs no more calls"))
+        if not self.is_told:
+            error.add_note(
+                f"commlib: {what}; the other ranks are notified, and the group runs no more calls: "
+                "make a new group on all ranks (commlib.shutdown and commlib.init, or split)"
+            )
+
+    def fail(self, error: CommlibError) -> None:
+        """Fail the group with an error outside its calls. Idempotent."""
+        if self.failure is None:
+            self._fail(error)
+
+    def raise_failure(self, text: str) -> NoReturn:
+        """Raise the group's failure again, with a note that the call `text` does not run because of it."""
+        failure = self.failure
+        assert failure is not None
+        error = type(failure)(str(failure))  # a new object: else each raise adds its traceback to the same one
+        error.missing = failure.missing
+        error.add_note(
+            f"commlib: {self._name}: {text}: not run on rank {self._rank}: an earlier call of the group failed"
+        )
+        raise error
+
+    def _fail(self, error: CommlibError) -> None:
+        """Refuse all further calls of this group, and notify the other ranks: the ranks are out of step."""
+        self.failure = error
+        for part in self._attached:
+            part.leave(f"has given up this group ({type(error).__name__}: {error})")
+        if self.board is not None:
+            self.board.fail()
+        if isinstance(error, MismatchError):
+            if self._stall_check is not None:
+                self._stall_check.tell()
+        elif not self.is_told:
+            self.leave(f"has given up this group ({type(error).__name__}: {error})")
+
+    # The end
+
+    def leave(self, reason: str = "", deadline: float | None = None, *, history: int = -1) -> str:
+        """Announce the end, and wait for ranks that leave too: see `Group.leave`."""
+        self.announce(reason, history=history)
+        if self._stall_check is None:
+            return ""
+        odd = self._stall_check.part(monotonic() + PARTING if deadline is None else deadline)
+        if not odd:
+            return ""
+        text = (
+            f"{self._name}: rank {self._rank} and {odd} made different calls, which caused no error until now: "
+            "results may be wrong; COMMLIB_CHECK=always finds the different call"
+        )
+        log.error("%s", text)
+        return text
+
+    def announce(self, reason: str = "", *, history: int = -1) -> None:
+        """Tell the other ranks that this rank makes no more calls. history: a hash of its calls."""
+        for part in self._attached:
+            part.leave(reason)
+        if self.board is not None:
+            self.board.leave(reason or LEFT)
+        seen = self.is_open or (self._is_seen and not reason)
+        if self._stall_check is not None and not (self._one_node and seen):
+            finished = not reason and self.failure is None
+            self._stall_check.leave(reason or LEFT, finished=finished, history=history if finished else -1)
+
+    def halt(self) -> None:
+        """Disable the group in a forked child."""
+        self.failure = forks.refusal(self._name)
+        for part in self._attached:
+            part.halt()
+
+    def close(self) -> None:
+        """Close the attached parts."""
+        for part in self._attached:
+            part.close()

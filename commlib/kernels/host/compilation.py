@@ -1,0 +1,170 @@
+"""Kernel decorators: compile functions with numba, and cache the code with `cache`.
+
+numba's own cache has four problems. It keeps one index per function without locking, so two processes that change it at
+once may load each other's code. It considers code fresh even if a module that the function includes has changed. It
+runs files from folders that others can write to. A damaged file ends the job. This module therefore only uses numba's
+serialization of compiled code, through the three methods that its dispatchers call.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import functools
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba as nb
+from numba.core import sigutils
+from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
+
+from commlib.kernels.host import cache
+from commlib.kernels.host.compile_lock import lock_compilation
+
+
+def kernel(**options: Any) -> Callable[[Any], Any]:
+    """Compile a function as `numba.njit(**options)` does, once per type of CPU: later processes load the code.
+
+    The function's closure may contain only strings, numbers and types, because they are part of the file name.
+    """
+
+    def decorate(function: Any) -> Any:
+        dispatcher = nb.njit(**options)(function)
+        dispatcher._cache = kept = _DiskCache(function)
+        compile_here = dispatcher.compile
+
+        @functools.wraps(compile_here)
+        def compile_once(signature: Any) -> Any:
+            if tuple(sigutils.normalize_signature(signature)[0]) in dispatcher.overloads:
+                return compile_here(signature)
+            return run_shielded(in_turn, signature)
+
+        def in_turn(signature: Any) -> Any:
+            with global_compiler_lock, kept.turn(signature, dispatcher.targetctx):
+                return compile_here(signature)  # which returns the code if another thread has compiled it
+
+        dispatcher.compile = compile_once
+        return dispatcher
+
+    return decorate
+
+
+def callback(signature: Any, **options: Any) -> Callable[[Any], Any]:
+    """Compile a function as `numba.cfunc(signature, **options)` does, once per type of CPU, as `kernel` does."""
+
+    def decorate(function: Any) -> Any:
+        compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
+        compiled._cache = kept = _DiskCache(function)
+
+        def in_turn() -> None:
+            with global_compiler_lock, kept.turn(compiled._sig, compiled._targetdescr.target_context):
+                compiled.compile()
+
+        run_shielded(in_turn)
+        return compiled
+
+    return decorate
+
+
+def run_shielded(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, shielded from exceptions of signal handlers.
+
+    Python runs signal handlers in the main thread, so another thread does the work. If the main thread is interrupted,
+    the work continues: a numba compilation that stopped half-way would prevent all later ones.
+    """
+    if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
+        return work(*arguments)  # locked: this thread is compiling a caller of this kernel
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    running = threading.Lock()  # the only primitive of `threading` that survives an interrupt at any instruction
+    running.acquire()
+
+    def run() -> None:
+        try:
+            results.append(work(*arguments))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            running.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # Python is shutting down, or cannot start a thread
+        return work(*arguments)
+    with running:
+        pass
+    for error in errors:
+        raise error
+    return results[0]
+
+
+@atexit.register
+def _await_compilation() -> None:
+    """Wait for the compilation of an interrupted call, because LLVM must not be unloaded during it."""
+    with global_compiler_lock:
+        pass
+
+
+class _DiskCache(NullCache):  # type: ignore[misc]
+    """The cache interface of numba's dispatchers for one function."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def turn(self, signature: Any, context: Any) -> AbstractContextManager[None]:
+        name = self._name(signature, context.codegen())
+        return lock_compilation(name, lambda: cache.read(name) is not None)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        name = self._name(signature, context.codegen())
+        if (data := cache.read(name)) is None:
+            return None
+        try:
+            needed, parts = pickle.loads(data)
+            provide(needed, context)
+            return CompileResult._rebuild(context, *parts)
+        except Exception as error:  # complete, but from another numba with the same version
+            cache.discard(name, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if not result.library.has_dynamic_globals:  # these are addresses of this process
+            parts = (_missing_symbols(result.library), result._reduce())
+            cache.write(self._name(signature, result.library.codegen), dumps(parts))
+
+    def _name(self, signature: Any, codegen: Any) -> str:
+        """Return the file name of one specialization, from its argument types, its closure and the type of CPU."""
+        function = self._function
+        arguments, result = sigutils.normalize_signature(signature)
+        cells = [str(cell.cell_contents) for cell in function.__closure__ or ()]
+        line = str(function.__code__.co_firstlineno)
+        texts = (line, str(arguments), str(result), *map(str, codegen.magic_tuple()), *cells)
+        module = function.__module__.rpartition(".")[2]
+        return f"{module}.{function.__name__}-{cache.digest(*map(str.encode, texts))}"
+
+
+def _missing_symbols(library: Any) -> list[str]:
+    """Return the undefined symbols of compiled code. Code that runs without one of them ends the process."""
+    module = library._final_module
+    there = (symbol for symbols in (module.functions, module.global_variables) for symbol in symbols)
+    return [symbol.name for symbol in there if symbol.is_declaration and not symbol.name.startswith("llvm.")]
+
+
+def provide(needed: list[str], context: Any) -> None:
+    """Load the symbols that code needs before it is loaded: numba's run time, for most code.
+
+    numba's compiler takes 0.4 s to import, and is imported only for symbols without another source.
+    """
+    for bring_in in (lambda: rtsys.initialize(context), context.refresh):
+        if all(map(llvm.address_of_symbol, needed)):
+            return
+        bring_in()

@@ -1,0 +1,123 @@
+"""Compile locks: let one process of a node compile a kernel, while the others wait until they can load it.
+
+The locks are bytes of one file in a node-local folder, one byte per name. The system releases them when a process ends
+for any reason. The file is not in the folder of kernels, which may be on a network file system, where locks may be
+missing, slow or unanswered, and contended by all nodes. No lock is taken for a kernel that is already compiled. There
+is no deadlock: a process that holds the lock of one kernel and waits for another is compiling a caller of the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+
+from commlib import folders
+from commlib.kernels.host.cache import folder, node_folders, open_own, shared_log_level
+
+log = logging.getLogger("commlib")
+
+LONGEST_WAIT = 120.0  # seconds; a kernel compiles in 0.2 to 5 s, and a stopped process must not stop all
+SILENT = 1.0  # total seconds of compiling and waiting before they are logged
+POLL = 0.05  # seconds between two checks for the other process's result
+_BUSY = (errno.EACCES, errno.EAGAIN)
+
+
+@contextmanager
+def lock_compilation(name: str, is_there: Callable[[], bool]) -> Iterator[None]:
+    """Enter with the lock of a name, to compile its kernel, or as soon as another process has compiled it.
+
+    Enters without the lock if the node has no locks, or if the other process takes longer than `LONGEST_WAIT`.
+    """
+    if is_there():
+        yield
+        return
+    with delay().counted():
+        locks = lock_file()
+        held = locks is not None and _wait(locks, name, is_there)
+        try:
+            yield
+        finally:
+            if locks is not None and held:
+                with suppress(OSError):  # if the file system is gone, the lock is, too
+                    fcntl.lockf(locks, fcntl.LOCK_UN, 1, _byte(name))
+
+
+def _wait(locks: int, name: str, is_there: Callable[[], bool]) -> bool:
+    """Return True with the lock; False if the kernel was compiled meanwhile, or if the lock is unavailable."""
+    start = time.monotonic()
+    while True:
+        try:
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(name))
+            return True
+        except OSError as error:
+            if error.errno not in _BUSY:
+                log.info("no locks on this node (%s): every process compiles for itself", error.strerror)
+                return False
+        if is_there():
+            return False
+        delay().say()
+        if (waited := time.monotonic() - start) > LONGEST_WAIT:
+            log.warning("another process has been compiling %s for %d s: now this process does, too", name, waited)
+            return False
+        time.sleep(POLL)
+
+
+def _byte(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{folder()}/{name}".encode()).digest()[:7], "big")
+
+
+@cache
+def lock_file() -> int | None:
+    """Return the open file of locks. It stays open: closing a file releases all locks that a process has in it."""
+    if folder() is None:
+        return None  # code that another process compiles could not be loaded
+    for place in node_folders():
+        with suppress(OSError), folders.open_private(place, create=True) as here:
+            return open_own("locks", here)
+    return None
+
+
+@dataclass(slots=True)
+class _Delay:
+    """The time that kernels have delayed this process, and whether it was logged. Used under numba's compiler lock."""
+
+    before: float = 0.0
+    start: float = 0.0
+    depth: int = 0  # kernels within kernels
+    said: bool = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        if not self.depth:
+            self.start = time.monotonic()
+        self.say()
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.say()  # a process that compiles alone never waits, and its last kernel may take longest
+                self.before += time.monotonic() - self.start
+
+    def say(self) -> None:
+        """Log the reason for a long delay, once."""
+        if self.said or self.before + time.monotonic() - self.start < SILENT:
+            return
+        self.said = True
+        where = folder()
+        how_often = f"once: 5 to 30 s in total (stored in {where})" if where else "5 to 30 s at each start"
+        log.log(shared_log_level(), "compiling kernels for this kind of CPU, %s", how_often)
+
+
+@cache
+def delay() -> _Delay:
+    """Return the delay of this process, a single object."""
+    return _Delay()

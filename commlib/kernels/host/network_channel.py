@@ -1,0 +1,200 @@
+"""Messages of a channel between nodes: put, take and release a message in one compiled call each, without the GIL.
+
+Messages are persistent requests of a library (see `requests`). Compiled code handles a message that fits its slot and
+has the shape of the slot's previous message. Python handles all others, after OTHER, which means that nothing was done,
+except that a message may have arrived. Fields, and rows of slots, are the constants below; the first fields are those
+of a channel within a node. Python also takes BUSY before it tests a request, because MPI lets one thread at a time do
+so (see `p2p.turn`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+
+from commlib.kernels.host import arrays, channel, requests
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import int32, table
+from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, SLOT, SPEC, enter, is_as_agreed, leave
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.waiting import SAMPLE, count_late_polls, now
+
+PYTHONS = 2  # value of BUSY while Python holds it
+LAGS = 1  # a status in addition to `channel.DONE`, `OTHER` and slots: a message was put but not sent yet
+LARGE_BYTES = 32 << 10  # from this size on, a message may need its receiver's progress to arrive
+
+# Further fields of an end. POSTED counts the pending receives, the next one in the slot RING[FIRST].
+(
+    START,  # addresses of functions
+    TEST,
+    FLAG,  # address of an int32
+    STATUS,  # address of memory for a status
+    ROWS,  # address of the first slot's row
+    RING,
+    FIRST,
+    POSTED,
+    POLLS,
+    POSTED_FIELDS,
+) = range(channel.END_FIELDS, channel.END_FIELDS + 10)
+
+# Fields of a slot's row. KNOWN: from WHAT on, the header of the slot's last message, whose payload of NBYTES began at
+# DATA. LIKE is false if Python handles messages like it. HELD: the number of a received message that was not released,
+# or 0. LENGTH: the bytes of the arriving payload, once Python has seen it, else -1.
+HANDLE, HEAD, DATA, NBYTES, ROOM, LIKE, HELD, LENGTH, KNOWN = range(9)
+
+# The header of a message: its number, its kind (0: an array) times KIND plus its dimensions, and its length in each
+# dimension. The payload follows directly: a network sends a few bytes faster.
+NUMBER, WHAT, LENGTHS = range(3)
+KIND, MOST_DIMENSIONS = 256, 12
+HEAD_FIELDS = LENGTHS + MOST_DIMENSIONS
+ROW_FIELDS = KNOWN + HEAD_FIELDS - WHAT
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _row(end: Any, slot: int) -> Any:
+    return table(end[ROWS] + 8 * ROW_FIELDS * slot, ROW_FIELDS)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _start(end: Any, row: Any) -> Any:
+    """Start a slot's message; return False if the library fails."""
+    return requests.start(end[START], 1, row[HANDLE]) == 0
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _is_idle(end: Any, row: Any) -> Any:
+    """Return whether a slot's message is complete. If the library fails, Python tests it again."""
+    code = requests.test(end[TEST], 1, row[HANDLE], end[FLAG], end[STATUS])
+    return code == 0 and int32(end[FLAG]) != 0
+
+
+@kernel(nogil=True)
+def put(address: int, array: int) -> int:
+    """Send a numpy array, given by its `id`: DONE, LAGS or OTHER."""
+    end = table(address, POSTED_FIELDS)
+    if end[HALTED] != 0 or not enter(address):
+        return channel.OTHER
+    row = _row(end, end[SLOT])
+    status = channel.OTHER
+    if row[LIKE] == end[SPEC] and is_as_agreed(end, array) and _is_idle(end, row):
+        source = ins.load_acquire(array + arrays.DATA)
+        if source != row[DATA]:
+            ins.memcpy(row[DATA], source, end[channel.NBYTES])
+        head = table(row[HEAD], HEAD_FIELDS)
+        before = head[NUMBER]
+        head[NUMBER] = end[COUNT] + 1
+        if _start(end, row):
+            end[COUNT] += 1
+            end[SLOT] = 0 if end[SLOT] + 1 == end[DEPTH] else end[SLOT] + 1
+            status = channel.DONE if _is_idle(end, row) else LAGS
+        else:
+            head[NUMBER] = before
+    leave(address)
+    return status
+
+
+@kernel(nogil=True)
+def free_slot(address: int) -> int:
+    """Return the slot of the next message if it is free and fits the slot's previous message; else OTHER."""
+    end = table(address, POSTED_FIELDS)
+    if end[HALTED] != 0 or not enter(address):
+        return channel.OTHER
+    row = _row(end, end[SLOT])
+    status = end[SLOT] if row[LIKE] == end[SPEC] and _is_idle(end, row) else channel.OTHER
+    leave(address)
+    return status
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _is_expected(end: Any, row: Any) -> Any:
+    """Return whether the arrived message is the next one, and is like the previous one in its slot."""
+    head = table(row[HEAD], HEAD_FIELDS)
+    if head[NUMBER] != end[COUNT] + 1 or head[WHAT] > MOST_DIMENSIONS:
+        return False
+    for field in range(WHAT, LENGTHS + head[WHAT]):  # noqa: SIM110  numba has no generators
+        if head[field] != row[KNOWN + field - WHAT]:
+            return False
+    return True
+
+
+@kernel(nogil=True)
+def take(address: int) -> int:
+    """Take the next message if it arrives soon, and return its slot, plus DEPTH if it is large; else OTHER."""
+    end = table(address, POSTED_FIELDS)
+    if end[HALTED] != 0 or end[POSTED] == 0 or not enter(address):
+        return channel.OTHER
+    slot = table(end[RING], end[DEPTH])[end[FIRST]]
+    row = _row(end, slot)
+    has_arrived, polls = False, 0
+    while row[LIKE] != 0 and not has_arrived and polls <= end[POLLS]:
+        if polls % SAMPLE:
+            has_arrived = _is_idle(end, row)
+        else:
+            began = now()
+            has_arrived = _is_idle(end, row)
+            polls += SAMPLE * count_late_polls(began)
+        polls += 1
+    status = channel.OTHER
+    if has_arrived and _is_expected(end, row):
+        end[FIRST] = 0 if end[FIRST] + 1 == end[DEPTH] else end[FIRST] + 1
+        end[POSTED] -= 1
+        end[COUNT] += 1
+        row[HELD] = end[COUNT]
+        status = slot if row[NBYTES] < LARGE_BYTES else slot + end[DEPTH]
+    leave(address)
+    return status
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _post(end: Any, slot: int) -> Any:
+    """Post a receive for a slot again; return False if the library fails."""
+    row = _row(end, slot)
+    if not _start(end, row):
+        return False
+    row[HELD], row[LENGTH] = 0, -1
+    table(end[RING], end[DEPTH])[(end[FIRST] + end[POSTED]) % end[DEPTH]] = slot
+    end[POSTED] += 1
+    return True
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _longest_held(end: Any) -> Any:
+    """Return the held slot that was taken first; -1 if none is held."""
+    found, least = -1, 0
+    for slot in range(end[DEPTH]):
+        held = _row(end, slot)[HELD]
+        if held != 0 and (found < 0 or held < least):
+            found, least = slot, held
+    return found
+
+
+@kernel(nogil=True)
+def release(address: int, array: int) -> int:
+    """Release the slot that contains a numpy array, given by its `id`; 0 releases all held slots. DONE or OTHER."""
+    end = table(address, POSTED_FIELDS)
+    if end[HALTED] != 0 or not enter(address):
+        return channel.OTHER
+    status = channel.OTHER
+    if array == 0:
+        status = channel.DONE
+        slot = _longest_held(end)
+        while slot >= 0 and status == channel.DONE:
+            if not _post(end, slot):
+                status = channel.OTHER
+            slot = _longest_held(end)
+    else:
+        data = ins.load_acquire(array + arrays.DATA)
+        for slot in range(end[DEPTH]):
+            row = _row(end, slot)
+            if row[HELD] != 0 and row[HEAD] <= data < row[HEAD] + row[ROOM] and _post(end, slot):
+                status = channel.DONE
+                break
+    leave(address)
+    return status
+
+
+@kernel(nogil=True)
+def take_turn(address: int) -> int:
+    """Take BUSY for Python; return 0 if a compiled function holds it. Python may hold it already."""
+    return 1 if arrays.exchange_if(address + 8 * channel.BUSY, 0, PYTHONS) in (0, PYTHONS) else 0

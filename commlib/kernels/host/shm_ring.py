@@ -1,0 +1,152 @@
+"""ShmRing: messages from one rank to another on a node, in a ring of shared memory. Its layout and its ends.
+
+The ring consists of units of 64 bytes. A message takes consecutive units: a header of 32 bytes, then its payload. A
+long message has only a header in the ring, and its payload takes another path. The sender writes the MARK of the header
+last, with release order; the receiver reads it with acquire order, and then the rest. Every free unit begins with 0,
+which means that there is no message. The receiver clears units before it publishes how many it has freed. A small
+message is thus one cache line, which one rank writes and the other reads.
+
+A full ring is followed by a larger one in new memory, which the first ring names. A sender therefore never waits for a
+busy receiver, and keeps no unsent data.
+
+The arguments of a kernel are in one int64 array, the *end* of its rank, whose fields are the constants below. `BUSY` is
+taken atomically, for no longer than the copy of a message. Threads, and signal handlers, which run only between two
+calls, therefore never see a partial message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+
+from commlib.kernels.host import arrays
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.waiting import pause
+
+# Status codes: done; long wait; the end is halted; Python must handle it; no space.
+DONE, WAITING, STOPPED, OTHER, FULL = 0, -1, -2, -3, -4
+
+# A ring's memory: number of units that the receiver has freed; whether another ring follows; whether the receiver has
+# found it; a text with the location of the next ring. Each has one writer, and a separate cache line.
+FREED_AT, NEXT_AT, FOUND_AT, LINK_AT, LINK_BYTES, RING_AT = 0, 128, 256, 512, 1024, 4096
+
+UNIT = 64
+
+# A message's header: its mark, tag and bytes, and the number of a message that takes another path.
+MARK, MESSAGE_TAG, NBYTES, WAY_NUMBER, HEAD_FIELDS = range(5)
+HEAD_BYTES = 8 * HEAD_FIELDS
+HERE, ELSEWHERE, NOTHING = 1, 2, 3  # marks: the payload follows; it takes another path; no message, but NBYTES units
+
+MOST_TAGS = 32768
+
+# Number of consecutive calls, identified by their arrays, that record whether they have moved their message.
+NOTES = 64
+
+# Fields of an end.
+(
+    MEMORY,  # address of the ring's memory
+    UNITS,  # in the ring
+    POSITION,  # number of units that this end has written, or freed
+    SEEN,  # sender only: units that the receiver had freed at the last check
+    RING,  # number of the ring, from 1; 0 before the first ring
+    BUSY,
+    HALTED,
+    SPINS,  # polls before the first yield
+    YIELDS,  # yields before the first nap
+    NAPS,  # naps before WAITING is returned
+    NAP_MICROSECONDS,
+    DTYPES,  # see `arrays.plain_bytes`
+    LONGEST,  # sender only: bytes of the longest message for the ring
+    ELSEWHERE_SENT,  # sender only: number of messages that took another path
+    ASIDE,  # receiver only: see `lane_aside`
+    ASIDE_UNITS,
+    ASIDE_FIRST,
+    ASIDE_LAST,
+    ASIDE_NUMBER,
+    POSTS,  # receiver only: see `lane_posts`
+    POSTS_ROOM,
+    POSTS_HIGH,
+    POSTS_WAITING,
+    POSTED,
+    NOTE,  # the first of NOTES
+) = range(25)
+END_FIELDS = NOTE + NOTES
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def claim(at: int) -> None:
+    """Take BUSY, which is only held for a short time."""
+    while arrays.exchange(at + 8 * BUSY, 1) != 0:
+        ins.sched_yield()
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def let_go(at: int) -> None:
+    """Release BUSY."""
+    ins.store_release(at + 8 * BUSY, 0)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def units_of(nbytes: int) -> Any:
+    """Return the number of units of a message with `nbytes` bytes."""
+    return (HEAD_BYTES + nbytes + UNIT - 1) // UNIT
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def head_at(address: int) -> Any:
+    """Return the header of the message at an address."""
+    return table(address, HEAD_FIELDS)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def unit_at(end: Any, place: int) -> Any:
+    """Return the address of a unit of the ring."""
+    return end[MEMORY] + RING_AT + place * UNIT
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def note_at(end: Any, at: int, array: int) -> Any:
+    """Return the address of the note of a call with this array."""
+    return at + 8 * (NOTE + (array >> 5) % NOTES)
+
+
+@kernel(nogil=True)
+def pause_at(end: Any, polls: int) -> Any:
+    """Pause between two polls: see `waiting.pause`."""
+    return pause(polls, end[SPINS], end[YIELDS], end[NAPS], end[NAP_MICROSECONDS])
+
+
+@kernel(nogil=True)
+def follow_ring(at: int, ring: int, memory: int, units: int, link: int, nbytes: int) -> int:
+    """Switch from the ring with this number to the next one, and leave a text with its location. OTHER if already done.
+
+    Without a text: switch to the first ring if `ring` is 0; or, as a receiver, to the next one.
+    """
+    end = table(at, END_FIELDS)
+    claim(at)
+    status = OTHER
+    if end[RING] == ring:
+        before = end[MEMORY]
+        if nbytes > 0:
+            ins.memcpy(before + LINK_AT, link, nbytes)
+            ins.store_release(before + NEXT_AT, 1)
+        end[MEMORY], end[UNITS], end[POSITION], end[SEEN], end[RING] = memory, units, 0, 0, ring + 1
+        status = DONE
+    let_go(at)
+    return status
+
+
+@kernel(nogil=True)
+def has_moved(at: int, array: int) -> int:
+    """Return 1 if the last call with this array has moved a message, else 0. Must be called before any other call."""
+    return 1 if ins.load_acquire(note_at(table(at, END_FIELDS), at, array)) == array else 0
+
+
+@kernel(nogil=True)
+def halt(at: int, yes: int) -> int:
+    """Make `put` and `take` return STOPPED, or revoke that."""
+    ins.store_release(at + 8 * HALTED, yes)
+    return DONE

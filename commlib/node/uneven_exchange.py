@@ -1,0 +1,138 @@
+"""UnevenExchange: all_to_all_v among a node's ranks, compiled once for any arrays and counts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.dtypes import Array
+from commlib.errors import CommlibError, TransportError
+from commlib.kernels.host import node, uneven_exchange
+from commlib.node.collective import ARRAYS_ARE_WHERE_EXPECTED, yield_core
+from commlib.node.context import NodeContext
+from commlib.node.counts import make_counts_error, make_length_error
+from commlib.node.signature import signature
+from commlib.runtime.compiled_call import CompiledCall, Plan
+
+_run, _run_on_arrays = node.entry_point(uneven_exchange.run), node.entry_point(uneven_exchange.run_on_arrays, 3)
+
+SPLITS = uneven_exchange.SPLITS
+"""The index in a call's parts of the rows sent to each rank, followed by the rows received from each."""
+
+_WRONG = uneven_exchange.UNEQUAL, uneven_exchange.UNFIT, uneven_exchange.UNREADABLE
+
+
+class UnevenExchange(CompiledCall):
+    """A compiled all_to_all_v of a node's ranks. known: each rank gives the numbers of rows to receive.
+
+    It runs on an array and on a call's *parts*, an array of numbers that describe the call (see `kernels.host.uneven`).
+    Its value is the parts, or the result array if the call allocates one: rows of shape `row` with `row_bytes` each.
+    None means that the arguments are inconsistent and nothing was done.
+    """
+
+    __slots__ = ("_call", "_context", "_fields", "_group", "_known", "_out", "_peers", "_ranges", "_row", "_row_bytes")
+
+    def __init__(
+        self,
+        context: NodeContext,
+        group: str,
+        text: str,
+        row: tuple[int, ...],
+        row_bytes: int,
+        *,
+        known: bool,
+        counted: bool = True,
+    ) -> None:
+        super().__init__(context.progress, text)
+        board = context.board
+        self._context, self._group, self._known, self._row, self._row_bytes = context, group, known, row, row_bytes
+        self._out: Array | None = None
+        self._call = board.new_call()[np.newaxis]
+        self._call[0, [node.SIGNATURE, node.COUNTS]] = signature(text), counted
+        self._fields, self._ranges = np.zeros(uneven_exchange.FIELDS, np.int64), np.zeros(4, np.int64)
+        self._peers = np.zeros((board.size, uneven_exchange.PEER_FIELDS), np.int64)
+        for field, value in (
+            (uneven_exchange.CALL, address_of(self._call)),
+            (uneven_exchange.PLACES, context.places),
+            (uneven_exchange.ROW, row_bytes),
+            (uneven_exchange.KNOWN, known),
+            (uneven_exchange.READS, board.reads_peers),
+            (uneven_exchange.PROCESSES, address_of(board.processes)),
+            (uneven_exchange.PEERS, address_of(self._peers)),
+            (uneven_exchange.RANGES, address_of(self._ranges)),
+        ):
+            self._fields[field] = value
+        self._address = address_of(self._fields)
+        if ARRAYS_ARE_WHERE_EXPECTED:
+            self._step = _run_on_arrays
+
+    def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
+        return Plan(self._clone(), x, target, value, deliver)
+
+    def bind_to(self, x: Array, parts: Array, out: Array, value: Any) -> Plan:
+        """Return a plan of it on fixed arrays, with the result `value`; the parts hold the `id` of the result array."""
+        bound = self._clone()
+        bound._out = out
+        bound._place(x, parts)
+        return Plan(bound, x, parts, value, None, _run)
+
+    def _clone(self) -> UnevenExchange:
+        """Return another instance, which can run at the same time."""
+        return UnevenExchange(self._context, self._group, self.text, self._row, self._row_bytes, known=self._known)
+
+    def perform(self, x: Any, target: Any) -> Any:
+        self._place(x, target)
+        try:
+            if self._progress.in_background:
+                with yield_core(self._call):
+                    return self._end(_run(self._address), x, target)
+            return self._end(_run(self._address), x, target)
+        except BaseException as error:
+            self._context.abandon(self.text, error)
+            raise
+
+    def _place(self, x: Array, parts: Array) -> None:
+        out = int(parts[uneven_exchange.OUT])
+        target = address_of(ctypes.cast(out, ctypes.py_object).value) if out else 0
+        self._fields[[uneven_exchange.SOURCE, uneven_exchange.PARTS, uneven_exchange.TARGET]] = (
+            address_of(x),
+            address_of(parts),
+            target,
+        )
+
+    def _go_on(self, status: int, x: Any, target: Any) -> Any:
+        return self._end(status, x, target) if ARRAYS_ARE_WHERE_EXPECTED else self.perform(x, target)
+
+    def _end(self, status: int, x: Array, parts: Array) -> Any:
+        """Continue a kernel that returned `status` until it is done, and return the value of the call."""
+        value = parts
+        while status != node.DONE:
+            if status == uneven_exchange.SIZED:
+                value = np.empty((int(parts[uneven_exchange.OUT_ROWS]), *self._row), x.dtype)
+                self._fields[uneven_exchange.TARGET] = address_of(value)
+                status = _run(self._address)
+            elif status == uneven_exchange.REFUSED:
+                return None
+            elif status in _WRONG:
+                raise self._wrong(status, parts)
+            else:
+                status = self._context.complete(_run, self._address, self._call, status, self.text)
+        return value
+
+    def _wrong(self, status: int, parts: Array) -> CommlibError:
+        """Return the error that this rank has found in a finished call; other ranks may have found none."""
+        board, begin = self._context.board, uneven_exchange.SPLITS
+        splits, takes = parts[begin : begin + board.size].tolist(), parts[begin + board.size :].tolist()
+        if status == uneven_exchange.UNEQUAL:
+            received, expected = self._peers[:, [uneven_exchange.CAME, uneven_exchange.EXPECTS]].T.tolist()
+            return make_counts_error(self._group, board.rank, received, takes, splits, expected)
+        if status == uneven_exchange.UNFIT:
+            return make_length_error(self._group, board.rank, takes, int(parts[uneven_exchange.OUT_ROWS]))
+        return TransportError(
+            f"{self._group}: {self.text}: rank {board.rank} cannot read the memory of another rank any more: "
+            "set COMMLIB_PEER_READS=0"
+        )

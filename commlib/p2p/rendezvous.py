@@ -1,0 +1,174 @@
+"""Rendezvous: exchange control messages between two ranks about their channels and lanes, at their start and end.
+
+These control messages use a separate tag, above those of users' messages. The sender does not wait: the receiver may
+read one much later, or never.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from commlib.errors import CommlibError
+from commlib.runtime.poller import MessagePoller
+from commlib.transport.base import ProbedReceive, Request, Transport
+
+log = logging.getLogger("commlib")
+
+TAG = 0
+"""The first tag above those of users' messages."""
+
+_MOST_BYTES = 8192
+_LOST = 0.1  # seconds after which a round is assumed lost
+_PARTING = 0.2  # seconds for messages in flight when a group ends
+
+_left_behind: deque[list[tuple[Request, bytes]]] = deque()
+"""Sends of dropped rendezvous. A finalizer adds them, because it may run in any thread and must not call MPI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of a channel: peer, edge, and the number of earlier channels on that edge. A lane's edge is ""."""
+
+    peer: int
+    edge: int | str
+    instance: int
+
+
+class Rendezvous:
+    """All control messages of one rank in one group. Only `close` blocks, briefly.
+
+    Only the poller's thread receives, because an exception of a signal handler could lose a message or its posted
+    receive. Other threads request this (`expect`, `ask`) and read the received messages.
+
+    key: unique for each group. With MPICH, messages left over from a closed group can arrive in a later group, which
+    must ignore them.
+    """
+
+    def __init__(self, transport: Transport, poller: MessagePoller, owner: object, key: int = 0) -> None:
+        self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
+        self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
+        self._posted: list[tuple[Request, bytes]] = []
+        _test_dropped_sends()
+        weakref.finalize(self, _left_behind.append, self._posted).atexit = False
+        self._posting = threading.RLock()  # users' threads and the poller's thread send
+        self._come: dict[tuple[Address, str], dict[str, Any]] = {}
+        self._expected: dict[tuple[Address, str], None] = {}
+        self._asked: dict[int, None] = {}
+        self._is_watched = self._is_closed = False
+        self._taken_in = 0.0
+
+    def post(self, to: Address, kind: str, **content: Any) -> None:
+        """Send a message of a kind ("hello", "device", "bye") to the peer's end of a channel."""
+        data = json.dumps([self._key, to.edge, to.instance, kind, content]).encode()
+        assert len(data) <= _MOST_BYTES
+        with self._posting:
+            _test_dropped_sends()
+            self._posted[:] = [pair for pair in self._posted if not pair[0].test()]
+            self._posted.append((self.transport.send(to.peer, TAG, memoryview(data)), data))
+
+    def letter(self, of: Address, kind: str) -> dict[str, Any] | None:
+        """Return the received message of this kind, or None. Does not poll."""
+        return self._come.get((of, kind))
+
+    def expect(self, address: Address, kind: str = "hello") -> None:
+        """Poll until a message of this kind arrives."""
+        if (address, kind) not in self._come:
+            self._expected[address, kind] = None
+            self._watch(anew=True)
+
+    def ask(self, peer: int) -> None:
+        """Poll once, soon, for messages from a peer."""
+        self._asked[peer] = None
+        self._watch()
+
+    def _watch(self, *, anew: bool = False) -> None:
+        # An interrupted call may have set `_is_watched` without starting a round.
+        is_lost = time.monotonic() - self._taken_in > _LOST
+        if (anew or is_lost or not self._is_watched) and not self._is_closed:
+            self._is_watched, self._taken_in = True, time.monotonic()
+            self._poller.watch(_Round(self.receive_letters), self._owner(), awaited=False)
+
+    def receive_letters(self) -> bool:
+        """Receive messages, on the poller's thread; return whether this round is done."""
+        self._taken_in = time.monotonic()
+        self._is_watched = False  # from here on a request starts another round
+        asked, self._asked = self._asked, {}
+        try:
+            for peer in {*asked, *(address.peer for address, _ in list(self._expected))}:
+                self._look(peer)
+        except CommlibError as error:  # waiting threads notice the missing message
+            log.debug("rendezvous: %s", error)
+        for awaited in [known for known in list(self._expected) if known in self._come]:
+            self._expected.pop(awaited, None)
+        if not self._expected or self._is_closed or self._is_watched:
+            return True
+        self._is_watched = True
+        return False
+
+    def _look(self, peer: int) -> None:
+        while not self._is_closed:
+            if peer not in self._awaited:
+                memory = bytearray(_MOST_BYTES)
+                self._awaited[peer] = self.transport.recv_probed(peer, TAG, memoryview(memory)), memory
+            request, memory = self._awaited[peer]
+            if not request.test():
+                return
+            key, edge, instance, kind, content = json.loads(bytes(memory[: request.nbytes]))
+            if key == self._key:
+                self._come[Address(peer, edge, instance), kind] = content
+            del self._awaited[peer]
+
+    def forget(self, address: Address) -> None:
+        """Drop the messages of a channel that has ended."""
+        for kind in ("hello", "device", "bye"):
+            self._expected.pop((address, kind), None)
+            self._come.pop((address, kind), None)
+
+    def close(self) -> None:
+        """Stop receiving; wait briefly for sends in flight."""
+        self._is_closed = True
+        deadline = time.monotonic() + _PARTING
+        for request, _ in self._posted:
+            try:
+                while not request.test() and time.monotonic() < deadline:
+                    time.sleep(1e-4)
+                if not request.test():
+                    request.cancel()
+            except CommlibError:  # the message cannot be sent any more
+                pass
+        self._posted.clear()
+        for awaited, _ in self._awaited.values():
+            awaited.cancel()
+        self._awaited = {}
+
+
+def _test_dropped_sends() -> None:
+    """Test the sends of dropped rendezvous. MPI and this list keep each message until its send is complete."""
+    for _ in range(len(_left_behind)):
+        try:
+            posted = _left_behind.popleft()
+        except IndexError:  # another thread handles the rest
+            return
+        try:
+            left = [pair for pair in posted if not pair[0].test()]
+        except CommlibError:  # the messages cannot be sent any more
+            continue
+        if left:
+            _left_behind.append(left)
+
+
+class _Round:
+    """One round of polling. Each request makes a new one, so that no round ends another."""
+
+    __slots__ = ("description", "done")
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.description, self.done = "rendezvous", done
