@@ -49,7 +49,7 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any 
     target = as_writable(out, verb, "out")
     if device_of(target) is not device:
         raise UsageError(
-            f"{verb}: x is on {device.name} and out on {device_of(target).name}: pass arrays of one device"
+            f"{verb}: x is on {device.name} and out on {device_of(target).name}: pass arrays on one device"
         )
     if target.shape != shape or target.dtype != dtype:
         raise UsageError(

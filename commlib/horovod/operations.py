@@ -108,7 +108,7 @@ def start_compressed_allreduce(
         raise UsageError(f"{COMPRESSED} {name!r}: op is {operation.name.title()}; expected Average or Sum")
     for array in inputs:
         if name_of(array.dtype) not in FLOATS:
-            raise UsageError(f"{COMPRESSED} {name!r}: codecs are for {', '.join(FLOATS)}, got {name_of(array.dtype)}")
+            raise UsageError(f"{COMPRESSED} {name!r}: codecs take {', '.join(FLOATS)}, got {name_of(array.dtype)}")
     options = (
         *_reduction(COMPRESSED, name, inputs, operation, prescale_factor, postscale_factor, device),
         ("compression", compression),

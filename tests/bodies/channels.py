@@ -252,7 +252,7 @@ def wrong_arguments(comm, peer):
     refused("shape", peer, 0, (-3,))
     refused("at most 12 lengths", peer, 0, (1,) * 13)
     refused("dtype", peer, 0, (3,), "datetime64[s]")
-    refused("codecs are for", peer, 0, (3,), "int32", codec="int8")
+    refused("codecs take", peer, 0, (3,), "int32", codec="int8")
     refused("payloads of variable length", peer, 0, (3,), codec="topk:ratio=0.1")
     refused("unknown codec", peer, 0, (3,), codec="zip")
     with comm.channel(peer, 0, (3,)) as channel:

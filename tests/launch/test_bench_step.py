@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from commlib.bench.steps import run
-from commlib.bench.steps.contract import Sizes
+from commlib.bench.steps.contract import StepSizes
 
 framework, out = sys.argv[1], Path(sys.argv[2])
-sizes = Sizes(width=16, layers=2, heads=2, context=8, rows=4, microbatches=2, experts=4)
+sizes = StepSizes(width=16, layers=2, heads=2, context=8, rows=4, microbatches=2, experts=4)
 for kind in ("dp", "tp", "pp", "moe"):
     peer = (kind, framework) == ("dp", "torch")
     assert run.run(kind, framework, sizes, number=2, iters=1, peer=peer, out=out), kind

@@ -111,10 +111,10 @@ def test_a_changed_plan_a_case_that_ends_jobs_and_a_wrong_result(mpirun, tmp_pat
 # A broadcast that is wrong on one rank, and an all_gather that fails on all of them after the contenders are tried.
 BROKEN = """
 import sys
-from commlib.bench import ours
+from commlib.bench import commlib_contender
 from commlib.bench.session import Session
 
-right, contenders = ours.call, Session.contenders
+right, contenders = commlib_contender.call, Session.contenders
 
 def broken(comm, case, **options):
     call = right(comm, case, **options)
@@ -129,7 +129,7 @@ def unlucky(self, case):
         raise ValueError("no such luck")
     return contenders(self, case)
 
-ours.call, Session.contenders = broken, unlucky
+commlib_contender.call, Session.contenders = broken, unlucky
 sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
 from commlib.cli import main
 main()

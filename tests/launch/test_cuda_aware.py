@@ -51,7 +51,7 @@ START = """
 import sys
 sys.path.insert(0, {folder!r})
 import commlib
-from commlib import mpi_on_gpus
+from commlib import cuda_aware_mpi
 from commlib.transport import cuda_aware
 from mpi4py import MPI
 
@@ -59,7 +59,7 @@ claim = {claim}
 if claim is not ...:
     cuda_aware.ask_loaded = lambda MPI: cuda_aware.Answer(claim, "MPI X")
 if MPI.COMM_WORLD.rank > 0:
-    mpi_on_gpus.may_have_gpu = lambda: True
+    cuda_aware_mpi.may_have_gpu = lambda: True
 print("takes it:", commlib.init().group.transport.accepts("cuda"), flush=True)
 """
 

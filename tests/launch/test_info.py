@@ -124,9 +124,9 @@ def test_a_rank_that_is_stopped(mpirun):
     """MPI waits for it for ever: rank 0 tells what it knows, and ends the job."""
     program = """
 import os, runpy, signal, sys
-from commlib.diagnosis import look
+from commlib.diagnosis import collection
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-    look.mpi_library.try_neighbour = lambda MPI: os.kill(os.getpid(), signal.SIGSTOP)
+    collection.mpi_library.try_neighbour = lambda MPI: os.kill(os.getpid(), signal.SIGSTOP)
 sys.argv = ["commlib", "info", "--timeout", "2"]
 runpy.run_module("commlib", run_name="__main__")
 """

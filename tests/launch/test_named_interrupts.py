@@ -113,7 +113,7 @@ def test_a_signal_at_any_moment(mpirun, node_path):
         2,
         HEAD
         + """
-from commlib.coordinator import Coordinator, Request
+from commlib.coordinator import Coordinator, OpRequest
 
 rng = random.Random(rank)
 world = commlib.world()
@@ -125,7 +125,7 @@ for trial in range(12):
         x, y = np.full(3, float(step + rank)), np.full(500, 1.0)
         try:  # an alarm after both are done is told to the next that is submitted
             work, other = [
-                coordinator.submit(Request("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
+                coordinator.submit(OpRequest("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
                 for name, a in (("x", x), (f"y{step % 3}", y))
             ]
             try:

@@ -22,7 +22,7 @@ import signal, sys, time
 import commlib
 with commlib.Preemption((signal.SIGUSR1, signal.SIGTERM)) as preemption:
     import numpy as np
-    from commlib.checkpoint.checkpoint import Checkpoint, Part
+    from commlib.checkpoint.checkpoint import Checkpoint, CheckpointPart
     comm = commlib.init()
     x = np.full(5, comm.rank, np.int64)
     slow = "slow" in sys.argv
@@ -36,7 +36,7 @@ with commlib.Preemption((signal.SIGUSR1, signal.SIGTERM)) as preemption:
     def load(saved):
         x[:] = saved.array()
 
-    checkpoint = Checkpoint("run", {{"x": Part(state, load)}})
+    checkpoint = Checkpoint("run", {{"x": CheckpointPart(state, load)}})
     done = checkpoint.resume()
     print("from", done, flush=True)
     if done == 0 and "wait" in sys.argv:

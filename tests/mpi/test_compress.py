@@ -108,7 +108,7 @@ def test_by_name_ranks_must_give_the_same_compression():
     )
     with pytest.raises(MismatchError, match="compression is int4 on rank 0 but int8 on rank"):
         pending.wait()
-    with pytest.raises(UsageError, match="codecs are for float16"):
+    with pytest.raises(UsageError, match="codecs take float16"):
         hvd.start_compressed_allreduce([np.zeros(3, np.int64)], [x], "integers", compression="int8")
 
 

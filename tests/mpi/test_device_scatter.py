@@ -129,7 +129,7 @@ def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
     x, part = parts(comm, 300)
     last = comm.rank == comm.size - 1
     if last and when == "never":
-        monkeypatch.setattr("commlib.devices.arrays.named", lambda name: None)
+        monkeypatch.setattr("commlib.devices.arrays.find_named", lambda name: None)
         with pytest.raises(UsageError, match="'late', but this rank has none"):
             comm.scatter()
     elif last:

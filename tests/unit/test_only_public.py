@@ -15,7 +15,7 @@ ADAPTERS = ("torch_adapter", "tensorflow_adapter")
 # What their tests may use as well: modules of an adapter, whose public names they test there, and what frameworks keep
 # private: counts of writes to a tensor, and of steps; how a tensor is faked; a legacy loss scale.
 OF_ADAPTERS = re.compile(
-    r"(commlib_torch|commlib_tensorflow|ct)(\.keras)?\._[a-z]\w*(\.[A-Za-z]\w*)?"
+    r"(commlib_torch|commlib_tensorflow|ct)(\.keras|\.pipelines)?\._[a-z]\w*(\.[A-Za-z]\w*)?"
     r"|\w+\._(version|iterations|loss_scale)|torch\._subclasses\.fake_tensor\.FakeTensorMode"
 )
 

@@ -86,7 +86,7 @@ class CodedFormat:
                 f"channel: codec {codec.name} has payloads of variable length: use a codec with a fixed payload length"
             )
         if name_of(dtype) not in FLOATS:
-            raise UsageError(f"channel: codecs are for {', '.join(FLOATS)}, got {name_of(dtype)}")
+            raise UsageError(f"channel: codecs take {', '.join(FLOATS)}, got {name_of(dtype)}")
         self.name, self._codec, self._dtype = codec.name, codec, dtype
 
     def nbytes(self, shape: Shape) -> int:

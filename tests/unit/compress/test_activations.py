@@ -47,7 +47,7 @@ def test_tokens_are_exchanged(row):
 
 def test_integers_and_wrong_splits_are_refused():
     def refuse(comm):
-        with pytest.raises(UsageError, match="codecs are for float16"):
+        with pytest.raises(UsageError, match="codecs take float16"):
             activations.send(comm, Exact(), np.arange(3), 0)
         with pytest.raises(UsageError, match="must be 1 lengths"):
             activations.all_to_all_v(comm, Exact(), np.zeros(3, np.float32), [2])

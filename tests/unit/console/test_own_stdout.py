@@ -12,9 +12,9 @@ from commlib.console.reserved_stdout import reserve_stdout
 
 PROGRAM = """
 import atexit, os
-from commlib.console.reserved_stdout import own_stdout
+from commlib.console.reserved_stdout import reserve_stdout
 print("before")
-own_stdout()
+reserve_stdout()
 atexit.register(os.write, 1, b"noise at the end\\n")
 os.write(1, b"noise\\n")
 print("für Programme")

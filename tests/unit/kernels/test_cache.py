@@ -23,12 +23,12 @@ from commlib.kernels.host import cache, compilation
 PROGRAM = """
 import sys
 import numpy as np
-from commlib.execution.reduce_function import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 from commlib.kernels.host import cache
 
 for dtype in sys.argv[2:]:
     first, second = np.full(100, int(sys.argv[1]), dtype), np.full(100, 1, dtype)
-    ReduceOp(dtype, "sum").combine([first, second], second)
+    ReduceFunction(dtype, "sum").combine([first, second], second)
     assert (second == int(sys.argv[1]) + 1).all(), second
 print(cache.folder())
 """

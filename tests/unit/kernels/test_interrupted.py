@@ -16,7 +16,7 @@ PROGRAM = """
 import itertools
 import signal
 import numpy as np
-from commlib.execution.reduce_function import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 
 def ring(*_):
     raise InterruptedError("alarm")
@@ -34,7 +34,7 @@ def insist(call):
 
 signal.signal(signal.SIGALRM, ring)
 x = np.ones(100)
-interrupted = insist(lambda: ReduceOp("float64", "sum").combine([x, x.copy()], x))
+interrupted = insist(lambda: ReduceFunction("float64", "sum").combine([x, x.copy()], x))
 assert (x == 2).all(), x
 print(interrupted)
 """

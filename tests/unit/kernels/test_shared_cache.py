@@ -43,9 +43,9 @@ print("read", found)
 COMPILES = """
 import sys
 import numpy as np
-from commlib.execution.reduce_function import ReduceOp
+from commlib.execution.reduce_function import ReduceFunction
 x = np.full(100, 2, "int32")
-ReduceOp("int32", "sum").combine([x, x], x)
+ReduceFunction("int32", "sum").combine([x, x], x)
 assert (x == 4).all()
 """
 

@@ -21,8 +21,8 @@ from commlib.kernels.host import cache, compile_lock
 
 HOLDER = """
 import time
-from commlib.kernels.host import turns
-with turns.turn("kernel", lambda: False):
+from commlib.kernels.host import compile_lock
+with compile_lock.lock_compilation("kernel", lambda: False):
     print("compiling", flush=True)
     time.sleep(600)
 """
