@@ -1,6 +1,6 @@
 # A script written for Horovod. One line of it was changed:
 #
-#     import horovod.tensorflow as hvd    ->    import commlib_tensorflow as hvd
+#     import horovod.tensorflow as hvd    ->    import commlib_tensorflow.horovod as hvd
 #
 #     mpirun -n 2 python examples/horovod_tensorflow.py
 #
@@ -15,7 +15,7 @@ import tempfile
 import tensorflow as tf
 from digits import load_digits
 
-import commlib_tensorflow as hvd
+import commlib_tensorflow.horovod as hvd
 
 hvd.init()
 

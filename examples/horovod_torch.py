@@ -1,6 +1,6 @@
 """A training script written for Horovod, on handwritten digits. One line was changed to run it with commlib:
 
-    import horovod.torch as hvd        ->        import commlib_torch as hvd
+    import horovod.torch as hvd        ->        import commlib_torch.horovod as hvd
 
     mpirun -n 2 python examples/horovod_torch.py
 
@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import commlib_torch as hvd  # was: import horovod.torch as hvd
+import commlib_torch.horovod as hvd  # was: import horovod.torch as hvd
 
 parser = argparse.ArgumentParser(description="digits with Horovod's API")
 parser.add_argument("--batch-size", type=int, default=16, help="per rank")

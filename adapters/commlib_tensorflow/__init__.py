@@ -1,40 +1,29 @@
-"""commlib for TensorFlow and Keras 3: Horovod's API, and collective verbs on tensors.
+"""commlib for TensorFlow and Keras: verbs on tensors, data parallelism, and Horovod's API.
 
-    import commlib_tensorflow as hvd
+import commlib_tensorflow as ct
 
-    hvd.init()
-    hvd.broadcast_variables(model.variables, root_rank=0)
-    with tf.GradientTape() as tape:
-        ...
-    tape = hvd.DistributedGradientTape(tape)
+ct.init()
+ct.broadcast_variables(model.variables, root_rank=0)
+with tf.GradientTape() as tape:
+    ...
+tape = ct.DistributedGradientTape(tape)
 
-Verbs with MPI spelling (`all_reduce`) run in call order, which must be the same on all ranks. Verbs with Horovod
-spelling (`allreduce`) have names and run in any order.
+Ordered verbs are spelled as in MPI (`all_reduce`, a sum by default): all ranks must call them in the same order. Verbs
+that are spelled as in Horovod (`allreduce`, a mean by default) have names and run in any order. They are those of
+`commlib_tensorflow.horovod`, and also here, so that a script of `horovod.tensorflow` runs with a changed import.
 """
 
-from commlib import __version__
-from commlib import horovod as _horovod
 from commlib.expert import Experts
-from commlib.horovod import *
 from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Vocabulary
-from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
+from commlib_tensorflow import horovod as _horovod
 from commlib_tensorflow import tensor
-from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.checkpoint import Checkpoint
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
-from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, rebalance_experts, save_experts
-from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from commlib_tensorflow.horovod import elastic
-from commlib_tensorflow.horovod import operations as _operations
-from commlib_tensorflow.horovod import queries as _queries
-from commlib_tensorflow.horovod.operations import *
-from commlib_tensorflow.horovod.queries import *
-from commlib_tensorflow.optimizer import DistributedOptimizer
+from commlib_tensorflow.horovod import *
 from commlib_tensorflow.pipelines.pipeline import Pipeline, pipeline
-from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 from commlib_tensorflow.tensor import (
     ParallelAttention,
     ParallelMLP,
@@ -48,28 +37,21 @@ from commlib_tensorflow.tensor import (
 )
 
 __all__ = [
-    "__version__",
     "Checkpoint",
     "Column",
-    "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
     "Experts",
     "MoE",
     "ParallelAttention",
     "ParallelMLP",
     "PerRank",
-    "PartialDistributedGradientTape",
     "Pipeline",
     "Replicate",
     "Row",
     "Sequence",
-    "SyncBatchNormalization",
     "Vocabulary",
     "VocabularyCrossEntropy",
     "clip_by_global_norm",
     "context",
-    "elastic",
     "expert_stats",
     "expertize",
     "gather_model",
@@ -83,8 +65,5 @@ __all__ = [
     "tensor",
     "vocabulary_cross_entropy",
 ]
-__all__ += _horovod.__all__
-__all__ += _broadcast.__all__
 __all__ += _collectives.__all__
-__all__ += _operations.__all__
-__all__ += _queries.__all__
+__all__ += _horovod.__all__

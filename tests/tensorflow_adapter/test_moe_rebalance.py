@@ -17,8 +17,8 @@ from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
 from commlib_tensorflow import Checkpoint, gather_weights
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.elastic import TensorFlowKerasState
 from commlib_tensorflow.expert import MoE, expertize, rebalance_experts
-from commlib_tensorflow.horovod.elastic import TensorFlowKerasState
 
 pytestmark = pytest.mark.ranks(min=2)
 O = keras.optimizers  # noqa: E741

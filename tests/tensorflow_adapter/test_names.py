@@ -3,6 +3,7 @@
 from typing import Any
 
 import commlib_tensorflow as tf_hvd
+import commlib_tensorflow.horovod
 import commlib_tensorflow.keras as keras_hvd
 
 HOROVOD = {
@@ -62,6 +63,12 @@ def exported(module: Any) -> set[str]:
 def test_exported_names() -> None:
     assert exported(tf_hvd) == HOROVOD | ORDERED | OWN | DIVIDED | EXPERTS | INTERRUPTED
     assert exported(keras_hvd) == HOROVOD | KERAS
+
+
+def test_horovod_has_a_module_of_its_own() -> None:
+    module = commlib_tensorflow.horovod
+    assert exported(module) == HOROVOD | OWN - {"Pipeline", "clip_by_global_norm", "pipeline"}
+    assert all(getattr(module, name) is getattr(tf_hvd, name) for name in module.__all__)
 
 
 def test_names_are_not_modules_of_the_same_name() -> None:

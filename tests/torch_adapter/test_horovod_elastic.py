@@ -9,7 +9,7 @@ from torch import nn
 
 import commlib_torch as hvd
 from commlib.errors import MismatchError, UsageError
-from commlib_torch.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, TorchState, run, run_fn
+from commlib_torch.elastic import ElasticSampler, HostsUpdatedInterrupt, TorchState, run, run_fn
 
 from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
 

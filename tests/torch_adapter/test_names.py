@@ -4,6 +4,7 @@ from typing import Any
 
 import commlib.horovod
 import commlib_torch as hvd
+import commlib_torch.horovod
 
 HOROVOD = {
     "Adasum", "Average", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt",
@@ -59,6 +60,21 @@ def exported(module: Any) -> set[str]:
 def test_exported_names() -> None:
     assert exported(hvd) == HOROVOD | ORDERED | OWN | DIVIDED | EXPERTS | INTERRUPTED
     assert set(commlib.horovod.__all__) == HOROVOD
+
+
+def test_horovod_has_a_module_of_its_own() -> None:
+    """`allreduce` is a mean and `all_reduce` a sum: a program that imports this module cannot mix them up."""
+    ours = {
+        "DataParallel",
+        "OneBitAdam",
+        "OneBitLAMB",
+        "Pipeline",
+        "clip_grad_norm_",
+        "convert_sync_batchnorm",
+        "pipeline",
+    }
+    assert exported(commlib_torch.horovod) == HOROVOD | OWN - ours
+    assert all(getattr(commlib_torch.horovod, name) is getattr(hvd, name) for name in commlib_torch.horovod.__all__)
 
 
 def test_names_are_not_modules_of_the_same_name() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib_tensorflow.horovod.elastic import HostsUpdatedInterrupt, TensorFlowKerasState, run, run_fn
+from commlib_tensorflow.elastic import HostsUpdatedInterrupt, TensorFlowKerasState, run, run_fn
 from commlib_tensorflow.keras.callbacks import _made
 
 CommitStateCallback = _made.CommitStateCallback

@@ -1,0 +1,34 @@
+"""Horovod's API on TensorFlow's tensors: `import commlib_tensorflow.horovod as hvd` replaces `horovod.tensorflow`.
+
+Operations have names, and ranks may call them in any order. `allreduce` averages, as Horovod's does;
+`commlib_tensorflow.all_reduce` sums. For Keras see `commlib_tensorflow.keras`.
+"""
+
+from commlib import __version__
+from commlib import horovod as _core
+from commlib.horovod import *
+from commlib_tensorflow import broadcast as _broadcast
+from commlib_tensorflow import elastic
+from commlib_tensorflow.broadcast import *
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from commlib_tensorflow.named import operations as _operations
+from commlib_tensorflow.named import queries as _queries
+from commlib_tensorflow.named.operations import *
+from commlib_tensorflow.named.queries import *
+from commlib_tensorflow.optimizer import DistributedOptimizer
+from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
+
+__all__ = [
+    "__version__",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
+    "elastic",
+]
+__all__ += _core.__all__
+__all__ += _broadcast.__all__
+__all__ += _operations.__all__
+__all__ += _queries.__all__

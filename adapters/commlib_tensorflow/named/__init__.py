@@ -1,0 +1,1 @@
+"""Named operations on TensorFlow's tensors: ranks may call them in any order."""

@@ -1,0 +1,1 @@
+"""Named operations on torch tensors: ranks may call them in any order."""
