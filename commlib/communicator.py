@@ -162,7 +162,7 @@ class Communicator:
     # Reductions
 
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Combine `x` of all ranks element by element; every rank gets the result, the same to the last bit.
+        """Return the sum over all ranks by default (Horovod's `allreduce` averages), the same bits on every rank.
 
         op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). Sums and products of integers
         wrap around, as in MPI. The mean of integers is exact even where their sum overflows, and truncates toward zero.

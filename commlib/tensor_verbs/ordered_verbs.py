@@ -32,7 +32,7 @@ class OrderedVerbs(Generic[T]):
         self._room = bridge.room or np.empty_like
 
     def all_reduce(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
-        """Return a new tensor: `tensor` of all ranks combined element by element, the same bits on every rank.
+        """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
         op: sum, mean, min, max or prod.
         """
@@ -141,7 +141,7 @@ class WritingVerbs(Generic[T]):
         self._bridge, self._place = bridge, place
 
     def all_reduce_(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
-        """Combine `tensor` of all ranks in place, and return it."""
+        """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it."""
         place = self._place(tensor)
         x = place.array
         return TensorCall(

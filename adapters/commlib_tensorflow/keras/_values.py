@@ -25,7 +25,7 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: Any = core.global_process_set,
 ) -> Any:
-    """Return the tensor-like `value` reduced over all ranks, by default averaged."""
+    """Return the mean of the tensor-like `value` over all ranks by default (`commlib_tensorflow.all_reduce` sums)."""
     _require_eager("allreduce")
     return operations.allreduce(
         tf.convert_to_tensor(value),

@@ -80,7 +80,7 @@ def allreduce(
     process_set: core.ProcessSet | None = None,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Return a new tensor: `tensor` of all ranks reduced element by element, by default averaged. Differentiable.
+    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable.
 
     tf.IndexedSlices are gathered from all ranks, and their values divided for an average, so that their dense sum is
     the reduced one; only Sum and Average exist for them, and no scale factors (NotImplementedError).
