@@ -54,7 +54,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> Tensor:
-    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable for Average and Sum."""
+    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable: Average and Sum."""
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
 
