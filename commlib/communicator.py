@@ -521,10 +521,6 @@ class Communicator:
         """
         return self.runtime.recording.counters().stats(self.group.name)
 
-    def statistics(self) -> Stats:
-        """Return the same as `stats`."""
-        return self.stats()
-
     def close(self) -> None:
         """Release all resources. Collective; call it when no rank uses the communicator any more."""
         forks.check(f"close of {self.name}")

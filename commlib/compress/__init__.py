@@ -19,9 +19,6 @@ from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
 from commlib.compress.schemes.power_sgd import PowerSGD
 
-edges = activations  # the names until 2026-11
-Exchanged, Gathered = AllToAll, AllGather
-
 __all__ = [
     "CODECS",
     "DGC",
@@ -34,9 +31,7 @@ __all__ = [
     "Cast",
     "Codec",
     "Compression",
-    "Exchanged",
     "Float8",
-    "Gathered",
     "GradientCompression",
     "BucketPart",
     "PowerSGD",
@@ -47,6 +42,5 @@ __all__ = [
     "TopK",
     "activations",
     "codec_of",
-    "edges",
     "scheme_of",
 ]

@@ -20,7 +20,7 @@ def test_settings_record_from_the_start(mpirun, tmp_path):
         + """
 comm = commlib.init()
 comm.all_reduce(np.ones(3))
-assert comm.statistics()["all_reduce"].calls == 1 and len(commlib.recorded()) <= 50
+assert comm.stats()["all_reduce"].calls == 1 and len(commlib.recorded()) <= 50
 commlib.shutdown()
 print("fine")
 """,

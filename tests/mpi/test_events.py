@@ -33,7 +33,7 @@ def recorded_calls(comm: Any) -> None:
         commlib.stop_recording()
         seen = commlib.recorded()
         check_one_call(comm, seen, verb, way, number)
-        assert comm.statistics()[verb].calls == 1 == commlib.statistics()[comm.group.name, verb].calls
+        assert comm.stats()[verb].calls == 1 == commlib.statistics()[comm.group.name, verb].calls
         call()
         assert commlib.recorded() == seen
 

@@ -49,7 +49,7 @@ def test_what_was_called_is_counted_once_it_is_wanted(comm):
     count = stats["all_reduce"]
     assert (count.calls, count.failed, count.nbytes) == (2, 0, 40) and 0 < count.seconds == count.exposed
     assert stats.as_dict()["all_reduce"] == count.as_dict() and count.as_dict()["nbytes"] == 40
-    assert comm.statistics() == stats and commlib.statistics()["world", "all_reduce"] == count
+    assert commlib.statistics()["world", "all_reduce"] == count
     with pytest.raises(AttributeError):
         stats.counts = {}
 

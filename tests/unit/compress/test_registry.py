@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from commlib import compress
 from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.codecs.sparse import TopK
 from commlib.compress.registry import CODECS, SCHEMES, codec_of, scheme_of
@@ -14,10 +13,6 @@ from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
-
-
-def test_the_names_until_2026_11_go_on_working():
-    assert (compress.Exchanged, compress.Gathered, compress.edges) == (AllToAll, AllGather, compress.activations)
 
 
 @pytest.mark.parametrize("name", [*CODECS, *SCHEMES])

@@ -37,7 +37,7 @@ def test_every_verb_in_every_way(nodes):
             recording.stop()
             seen = recording.events()
             check_one_call(comm, seen, verb, way, number)
-            assert comm.statistics()[verb].calls == 1
+            assert comm.stats()[verb].calls == 1
             call()
             assert recording.events() == seen
 
@@ -113,7 +113,7 @@ def test_errors_are_in_the_last_event():
         ends = [event for event in comm.runtime.recording.events() if event.phase is Phase.END]
         assert [bool(event.detail) for event in ends] == [True, True, comm.rank == 0, False], ends
         assert all(event.detail.startswith("MismatchError: ") for event in ends if event.detail)
-        assert comm.statistics()["all_reduce"].failed == 2
+        assert comm.stats()["all_reduce"].failed == 2
 
     run(2, work)
 
@@ -271,7 +271,7 @@ def test_off_nothing_is_there():
             call()
         assert comm.runtime.recording.events() == []
         with pytest.raises(UsageError, match="COMMLIB_EVENTS"):
-            comm.statistics()
+            comm.stats()
 
     run(2, work)
 
