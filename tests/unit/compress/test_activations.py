@@ -49,7 +49,7 @@ def test_integers_and_wrong_splits_are_refused():
     def refuse(comm):
         with pytest.raises(UsageError, match="codecs take float16"):
             activations.send(comm, Exact(), np.arange(3), 0)
-        with pytest.raises(UsageError, match="must be 1 lengths"):
+        with pytest.raises(UsageError, match="must be 1 non-negative lengths"):
             activations.all_to_all_v(comm, Exact(), np.zeros(3, np.float32), [2])
         with pytest.raises(UsageError, match="no fixed length"):
             activations.send(comm, Exact(fixed=False), np.zeros(3, np.float32), 0)
