@@ -45,7 +45,7 @@ from commlib_tensorflow.tensor._operations import (
 from commlib_tensorflow.tensor._shard_trial import try_on_shards
 from commlib_tensorflow.tensor._weights import override_shapes
 
-_OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
+_OPAQUE = ((moves, "redistribute"), (context, "ring_attention"), (context, "attention_by_heads"))
 """Functions between ranks that a model may call itself, and the modules where they are looked up."""
 
 _OURS = Path(__file__).parent.parent

@@ -458,4 +458,4 @@ def _raise_no_room() -> None:
 
 
 def _has_arrived(end: Any) -> bool:
-    return hasattr(end, "has_come") and end.has_arrived()
+    return hasattr(end, "has_arrived") and end.has_arrived()
