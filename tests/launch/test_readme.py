@@ -16,7 +16,7 @@ COMMANDS = re.findall(r"^\$ mpirun -n (\d+) python (\w+\.py)\n((?:[^$\n].*\n)+)"
 
 
 def test_every_program_is_started_once() -> None:
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     assert sorted(name for _, name, _ in COMMANDS) == sorted(PROGRAMS)
     assert CONSOLE.count("$ ") == len(COMMANDS)
 
