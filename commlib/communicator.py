@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from numpy import empty, ndarray
 
@@ -77,6 +77,14 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Close it, unless an exception leaves the `with` block: then the other ranks may not close it."""
+        if kind is None:
+            self.close()
 
     @property
     def topology(self) -> Topology:

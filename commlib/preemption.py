@@ -59,6 +59,10 @@ class Preemption:
         self._calls = 0
         self._is_agreed = self._stops = False
 
+    def __repr__(self) -> str:
+        signals = ", ".join(number.name for number in self._signals)
+        return f"<Preemption on {signals}: {'requested' if self._is_agreed else 'not requested'}>"
+
     def __enter__(self) -> Self:
         try:
             for number in self._signals:

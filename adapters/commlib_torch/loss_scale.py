@@ -31,6 +31,9 @@ class GradScaler(torch.amp.GradScaler):
         self.comm: Communicator = comm or (mesh.comm if mesh is not None else core.require_world())
         """The ranks that agree."""
 
+    def __repr__(self) -> str:
+        return f"<GradScaler of {self.comm.size} ranks, scale {self.get_scale():g}>"
+
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
         worst = torch.zeros(())

@@ -58,6 +58,9 @@ class Checkpoint:
         self._comm = comm
         self._damaged: set[int] = set()
 
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {', '.join(sorted(self.parts))} in {self.folder}, the last {self.keep}>"
+
     def save(self, step: int) -> Path:
         """Save all parts as the checkpoint of a step, and return its folder. Collective.
 

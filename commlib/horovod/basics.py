@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import commlib
+from commlib.communicator import Communicator
 from commlib.errors import TransportError, UsageError
 from commlib.horovod import environment
 from commlib.horovod.process_sets import ProcessSet, global_process_set, registry, require_world
@@ -17,7 +18,7 @@ from commlib.launch.mpi_start import load_mpi
 log = logging.getLogger("commlib")
 
 
-def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Communicator:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
     comm: the ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an mpi4py
@@ -45,7 +46,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     return world
 
 
-def _start(comm: Any) -> Any:
+def _start(comm: Any) -> Communicator:
     variables = environment.read(os.environ)
     world = commlib.init(_native(comm), defaults=variables.settings)
     try:

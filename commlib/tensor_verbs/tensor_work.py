@@ -29,6 +29,9 @@ class TensorWork(Generic[R]):
         self._work, self._finish, self._in_order = work, finish, in_order
         self._result: list[R] = []
 
+    def __repr__(self) -> str:
+        return f"<Work on tensors: {'done' if self.done() else 'running'}>"
+
     def done(self) -> bool:
         """Return whether the operation has ended, successfully or not. Never blocks."""
         return bool(self._work.done())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, NUMPY, kernel_operation
-from commlib.errors import UsageError
+from commlib.errors import ShutdownError, UsageError
 from commlib.kernels.host.reduce import reduce_function
 from commlib.schedule import algorithms
 from tests.bodies import checks
@@ -219,3 +220,19 @@ def test_any_shape_root_and_split(nodes, shape, case, data):
         checks.send_recv(comm, dtype, shape)
 
     run(size, check, nodes=nodes, config=CONFIG)
+
+
+ONE = np.ones(1)
+
+
+def test_a_communicator_in_a_with_block_is_closed_at_its_end() -> None:
+    def rank(comm: Any) -> None:
+        with comm.split(0) as group:
+            assert group.all_reduce(ONE) == comm.size
+        with pytest.raises(ShutdownError):
+            group.all_reduce(ONE)
+        with pytest.raises(ValueError, match="mine"), comm.split(0) as group:
+            raise ValueError("mine")
+        assert group.all_reduce(ONE) == comm.size  # the others may not have closed it
+
+    run(2, rank)

@@ -128,3 +128,7 @@ def test_without_scontrol_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv("PATH", "/nowhere")
     assert not requeue("7")
     assert "scontrol requeue 7 failed (" in caplog.text
+
+
+def test_a_preemption_prints_its_signals_and_state() -> None:
+    assert repr(Preemption(signals=(USR1, TERM))) == "<Preemption on SIGUSR1, SIGTERM: not requested>"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -568,6 +568,13 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule. Not collective."""
         return self.pipe.picture(width=width)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Close this rank's part, after an exception too."""
+        self.close()
 
     def close(self) -> None:
         """Close this rank's part, and notify the other ranks."""

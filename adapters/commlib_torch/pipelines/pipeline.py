@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -360,6 +360,13 @@ class Pipeline(StageModule):
         a parameter, or if parameters of one group had different settings.
         """
         load_optimizer_state(optimizer, self._by_all_names(), state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Close this rank's part, after an exception too."""
+        self.close()
 
     def close(self) -> None:
         """Close this rank's part of the pipeline, and notify the other ranks."""

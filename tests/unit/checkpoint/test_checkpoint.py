@@ -242,3 +242,8 @@ def test_a_job_that_saves_what_it_will_not_resume_is_warned(tmp_path: Path, capl
     saved(tmp_path, 2, 3)
     assert f"checkpoint of step 3 in {tmp_path}: jobs resume from the newer checkpoint of step 50" in caplog.text
     assert resumed(tmp_path, 2)[0][0] == 50
+
+
+def test_a_checkpoint_prints_its_parts_and_folder(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {"own": Cell(1).part(), "alike": Cell(2).part()}, keep=3)
+    assert repr(checkpoint) == f"<Checkpoint of alike, own in {tmp_path}, the last 3>"
