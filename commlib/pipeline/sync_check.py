@@ -21,7 +21,7 @@ def check_synchronized(comm: Communicator, layers: Mapping[str, Collection[int]]
         together = sorted(set(group) & set(ranks))
         if len(together) > 1:
             own = (
-                f"pipeline: {what} computes statistics over ranks {sorted(group)}, but {together} run different "
+                f"pipeline: {what} computes statistics over ranks {sorted(group)}, but ranks {together} run different "
                 f"stages of this pipeline: one of them would wait for the others forever. Pass process_set= with the "
                 "ranks that run the same stage (those along dp), or use a batch norm that does not communicate"
             )

@@ -134,9 +134,9 @@ def test_values_of_whose_rows_nobody_could_give_a_microbatch_its_own(comm: Any) 
     whole = copy.deepcopy(layers())
     pipe = pipeline(layers(), comm, microbatches=2, loss=loss)
     for x_given, y_given, what, text in (
-        (x, (y, weights, 0.5), "y", r"a numpy array of shape \(6,\), .*give torch\.as_tensor\(array\)"),
+        (x, (y, weights, 0.5), "y", r"a numpy array of shape \(6,\), .*pass torch\.as_tensor\(array\)"),
         (x.numpy(), (y, 1, 0.5), "x", r"a numpy array of shape \(8, 6\)"),
-        (x.to_sparse(), (y, 1, 0.5), "x", r"a tensor of layout torch\.sparse_coo, .*give tensor\.to_dense\(\)"),
+        (x.to_sparse(), (y, 1, 0.5), "x", r"a tensor of layout torch\.sparse_coo, .*pass tensor\.to_dense\(\)"),
         (torch.nested.nested_tensor(list(x)), (y, 1, 0.5), "x", "a nested tensor"),
     ):
         where = pipe.pipe.first if what == "x" else pipe.pipe.last
@@ -431,9 +431,9 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     x, y, is_first = random(8, WIDTH), random(8, WIDTH, seed=2), comm.rank == 0
-    with pytest.raises(UsageError, match="given different y, so x and y are not of the same rows"):
+    with pytest.raises(UsageError, match="got different y, so x and y are not of the same rows"):
         pipe.step(x, y if is_first else y.flip(0))
-    with pytest.raises(UsageError, match="given different x, so x and y are not of the same rows"):
+    with pytest.raises(UsageError, match="got different x, so x and y are not of the same rows"):
         pipe.step(x if is_first else x.flip(0), None if is_first else y)
     pipe.zero_grad()
     # x that is augmented anew on each rank is of the same rows
@@ -459,6 +459,6 @@ def test_dicts_are_compared_by_their_keys(comm: Any) -> None:
     x, pairs = random(8, WIDTH), [("near", random(8, WIDTH, seed=2)), ("far", random(8, WIDTH, seed=3))]
     close(pipe.step(x, dict(pairs[:: -1 if comm.rank else 1])), loss(whole(x), dict(pairs)).detach())
     others = [("near", pairs[1][1]), ("far", pairs[0][1])]
-    with pytest.raises(UsageError, match="given different y"):
+    with pytest.raises(UsageError, match="got different y"):
         pipe.step(x, dict(others if comm.rank else pairs))
     pipe.close()

@@ -300,7 +300,9 @@ def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any, kind: str,
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
     try:
         model = normed(comm, SyncBatchNorm if kind == "commlib" else nn.SyncBatchNorm)
-        with pytest.raises(UsageError, match=r"layer '0\.1' \(SyncBatchNorm\) takes .*over ranks \[0, 1.*process_set="):
+        with pytest.raises(
+            UsageError, match=r"layer '0\.1' \(SyncBatchNorm\) computes statistics over ranks \[0, 1.*process_set="
+        ):
             pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     finally:
         if kind == "torch":
@@ -366,10 +368,14 @@ def test_models_that_are_not_ready_are_refused_with_what_to_do(comm: Any) -> Non
     text = r"layer 1\.lazy \(LazyLinear\) is lazy: its weight and bias .*run the model once"
     refused(comm, [nn.Identity(), nn.Sequential(OrderedDict(lazy=nn.LazyLinear(WIDTH))), *layers], text)
     refused(comm, nn.Sequential(*layers, nn.LazyBatchNorm1d()), rf"layer {comm.size} \(LazyBatchNorm1d\) is lazy")
-    text = r"the model is a compiled Sequential .*give the Sequential itself.*layer\.compile\(\)"
+    text = r"the model is a compiled Sequential .*pass the original Sequential.*layer\.compile\(\)"
     refused(comm, torch.compile(nn.Sequential(*layers), backend="eager"), text)
     script = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-    refused(comm, torch.jit.script(nn.Sequential(*layers)), r"the model is a script of a Sequential .*give the Sequ")
+    refused(
+        comm,
+        torch.jit.script(nn.Sequential(*layers)),
+        r"the model is a script of a Sequential .*pass the original Sequ",
+    )
     refused(comm, nn.Sequential(*layers, nn.Sequential(script)), rf"layer {comm.size}\.0 is a script of a Linear")
     refused(comm, [torch.jit.trace(layers[0], torch.ones(2, WIDTH)), *layers], r"layer 0 is a script of a Linear")
     refused(comm, Twice(comm.size), r"layer first \(Embedding\) has sparse gradients.* set sparse=False")

@@ -291,7 +291,7 @@ def test_codec(comm: Any) -> None:
     [
         ({"up": Column(), "dwn": Row()}, UsageError, "no layer is called 'dwn'; there are down"),
         ({"up": Column(parts=2)}, UsageError, "up: parts=2, but 11 outputs cannot be split into as many equal parts"),
-        ({"up": Column(units=3)}, UsageError, "a part of length 11 has no 3 equal units"),
+        ({"up": Column(units=3)}, UsageError, "a part of length 11 cannot be split into 3 equal units"),
         ({"": Column()}, UsageError, "is a MLP, but Column is for"),
     ],
 )

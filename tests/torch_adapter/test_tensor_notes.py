@@ -232,7 +232,7 @@ def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None
     path = tmp_path / f"{comm.rank}.safetensors"
     if comm.size > 1:
         for state in (model.state_dict(), dict(model.named_parameters())):
-            with pytest.raises(UsageError, match=r"0.weight on rank \d of .* part of \[8, 6\].*gather_state_dict"):
+            with pytest.raises(UsageError, match=r"0.weight on rank \d of .* shard of \[8, 6\].*gather_state_dict"):
                 files.save_file(state, path)
         with pytest.warns(UserWarning, match=f"rank {comm.rank} of .* saves its own shards"):
             torch.save(model.state_dict(), path)

@@ -273,14 +273,14 @@ class TestPlans:
                 return self.b(y.transpose(1, 2).flatten(2))
 
         plan: Plan = {"a": Column(), "b": Row()}
-        with pytest.raises(UsageError, match=r"reshape in the model.*no other, but.*say -1"):
+        with pytest.raises(UsageError, match=r"reshape in the model.* unsharded, but \[2, 5, 6, .*use -1"):
             parallelize(made(Mixing), tp, plan, example=rows())
         alone = parallelize(made(Mixing), tp, plan)
         if tp.size == 3:  # 8 features are no 6 heads
             with pytest.raises(UsageError, match=r"reshape in the model.*cannot become \[2, 5, 6, -1\]"):
                 alone(rows())
         else:
-            with pytest.raises(UsageError, match=r"reshape in the model.*no other, but.*say -1"):
+            with pytest.raises(UsageError, match=r"reshape in the model.* unsharded, but \[2, 5, 6, .*use -1"):
                 alone(rows())  # which warned, with the proof, and went on
 
 
@@ -376,7 +376,7 @@ class TestVerify:
     @pytest.mark.ranks(min=2)
     def test_a_model_that_fails_when_divided_is_told(self, tp):
         model = Fails(nn.Linear(8, 12), nn.Linear(12, 8))
-        with pytest.raises(UsageError, match=r"view in the model.*cannot become \[3, 2, 6\] on this rank.*say -1"):
+        with pytest.raises(UsageError, match=r"view in the model.*cannot become \[3, 2, 6\] on this rank.*use -1"):
             parallelize(copy.deepcopy(model), tp, {"0": Column(), "1": Row()}, example=torch.rand(3, 8))
         with pytest.raises(UsageError, match=r"view in the model"):
             parallelize(model, tp, {"0": Column(), "1": Row()})(torch.rand(3, 8))

@@ -229,7 +229,7 @@ class TestAllOrNothing:
         tied[1].weight = tied[0].weight
         self.refused(comm, tied, {"0": Column(), "1": Row()}, "tied weights need one style")
         again = parallelize(nn.Sequential(first, nn.Linear(6, 4)), comm, {"0": Column(), "1": Row()})
-        with pytest.raises(UsageError, match="is divided already"):
+        with pytest.raises(UsageError, match="is sharded already"):
             parallelize(again, comm, {"1": Replicate(into_sharded=True)})
 
     def test_ranks_that_hold_other_values(self, comm):

@@ -52,7 +52,7 @@ def _report_wrapper(module: nn.Module, name: str, layer: Any) -> None:
     if check is not None:
         check.note_late_layer(f"the {type(module).__name__} around {layer.layer_name}")
     elif module in _WITHIN and (within := _WITHIN[module]()) is not None:
-        within.note_late_layer(f"the {type(layer).__name__} added as {name} to a {type(module).__name__}")
+        within.note_late_layer(f"the {type(layer).__name__} that is {name} of a {type(module).__name__}")
 
 
 def _report_addition(module: nn.Module, name: str, parameter: Any) -> None:

@@ -25,7 +25,7 @@ def compare(whole: ModelTrace, local: ModelTrace, checked: CheckedPlan) -> bool:
             state = checked.states[value]
             expected, came = whole.shapes.get(value, ()), local.shapes.get(part, ())
             if state.name in ("whole", "features", "sequence") and not _fits(state, expected, came):
-                said = f"its result is {list(expected)} unsharded, {state}, but {list(came)} on this rank"
+                said = f"its result, {state}, has shape {list(expected)} unsharded, but {list(came)} on this rank"
                 todo = "use -1, or the length of a tensor, instead of a number in the model's reshapes"
                 raise PlanError(own, "shape", said, todo, state)
     return True
