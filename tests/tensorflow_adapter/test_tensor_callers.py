@@ -137,7 +137,7 @@ def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nest
     inner.add(L.Softmax())
     inner.add(last)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"takes all features|needs all"):
+        with pytest.raises(UsageError, match=r"takes all features|needs a full dimension"):
             model(x)
     for _ in range(2):
         inner.pop()
