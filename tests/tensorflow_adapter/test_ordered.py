@@ -313,7 +313,7 @@ def test_errors_of_work_are_tensorflows_too(comm: Any) -> None:
 def test_what_traced_functions_cannot_have(comm: Any) -> None:
     for call, text in (
         (lambda: ct.all_reduce_async(tf.ones(2)), "call all_reduce instead"),
-        (lambda: ct.barrier_async(), "call barrier there"),
+        (lambda: ct.barrier_async(), "call barrier instead"),
         (lambda: ct.all_gather_object(1), "tensors only"),
         (lambda: ct.broadcast_object(1, comm=comm), "tensors only"),
         (lambda: ct.scatter(None), "every rank passes a tensor"),

@@ -375,7 +375,9 @@ def normed(comm: Any, norm: Any) -> keras.Sequential:
 @pytest.mark.ranks(min=2)
 def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any) -> None:
     """With its default group, all ranks, the first step was waited in for ever."""
-    with pytest.raises(UsageError, match=r"\(SyncBatchNormalization\) takes .*over ranks \[0, 1.*process_set="):
+    with pytest.raises(
+        UsageError, match=r"\(SyncBatchNormalization\) computes statistics over ranks \[0, 1.*process_set="
+    ):
         pipeline(normed(comm, SyncBatchNormalization), comm, microbatches=2, loss="mse")
     sets = [commlib_tensorflow.add_process_set([rank]) for rank in range(comm.size)]
     model = normed(comm, lambda: SyncBatchNormalization(process_set=sets[comm.rank]))

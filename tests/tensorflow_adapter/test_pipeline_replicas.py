@@ -300,7 +300,7 @@ def test_what_makes_no_sense(comm: Any) -> None:
     mesh, flat, half = Mesh(pp=2, dp=2), Mesh(pp=4), comm.split(comm.rank // 2)
     part = Mesh(comm=half, dp=2)
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("by its axis dp", {"mesh": flat}),
+        (r"reduces over its axes dp and cp, but .* has neither", {"mesh": flat}),
         ("leave out process_set=", {"mesh": mesh, "process_set": ct.ProcessSet([0, 1])}),
         ("over 2 of 4 ranks", {"mesh": part}),
     ]

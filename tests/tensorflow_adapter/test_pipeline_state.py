@@ -212,7 +212,7 @@ def test_weights_of_a_rank_and_of_the_whole_model(comm: Any) -> None:
     pipe.set_weights(own)
     assert_weights(pipe, layers(4))
     with pytest.raises(
-        UsageError, match=r"set_weights: got 3 values; expected .* \(get_weights\), or 8, .*gather_weights"
+        UsageError, match=r"set_weights: got 3 values; expected .* \(get_weights\), or 8 for the .* \(gather_weights\)"
     ):
         pipe.set_weights(own[:1] * 3)
     with pytest.raises(UsageError, match=r"value 0 has shape \(4,\), expected \(4, 4\)"):

@@ -43,7 +43,7 @@ def test_ranks_stop_together(comm: Any) -> None:
     assert len(history.history["loss"]) == 2
     callbacks = keras.callbacks.CallbackList([Stop(0, within=False)], model=pipe, add_history=True, epochs=4)
     assert len(pipe.fit(x, y, epochs=4, callbacks=callbacks, **OPTIONS).history["loss"]) == 2
-    with pytest.raises(MismatchError, match=r"rank 0 has ended its epoch of fit, but rank 1 trains on a batch"):
+    with pytest.raises(MismatchError, match=r"rank 0 has finished its epoch of fit, but rank 1 trains on a batch"):
         pipe.fit(x, y, callbacks=[Stop(0, within=True)], **OPTIONS)
     with pytest.raises(MismatchError, match=r"rank 0 evaluates a batch, but rank 1 predicts a batch"):
         if comm.rank:
@@ -148,7 +148,7 @@ def test_what_is_computed_again_is_the_same(comm: Any, how: str, eager: bool) ->
     options: dict[str, Any] = {"optimizer": "sgd", "loss": "mse", "run_eagerly": eager}
     pipe = pipeline([keras.Input((WIDTH,)), *drawing], comm, microbatches=2, checkpoint="full")
     pipe.compile(**options)
-    said = "again" if comm.rank == comm.size - 1 else None  # the others may hear of it first
+    said = "when a backward recomputes" if comm.rank == comm.size - 1 else None  # the others may hear of it first
     with pytest.raises((UsageError, PeerError), match=said):
         pipe.step(*batch(4))
     pipe.close()

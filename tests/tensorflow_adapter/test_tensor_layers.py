@@ -199,5 +199,5 @@ def test_a_call_of_its_own(comm: Any) -> None:
     attention = keras.layers.MultiHeadAttention(comm.size, 2, name="heads")
     model = keras.Model(x, attention(x, x))
     attention.query_dense.call = attention.query_dense.call
-    with pytest.raises(UsageError, match="heads, or query within it, has a call of its own"):
+    with pytest.raises(UsageError, match="heads, or query within it, has its call replaced on the instance"):
         parallelize(model, comm, {"heads": Column()})

@@ -96,7 +96,7 @@ def test_misuse(comm: Any) -> None:
             parallelize(sequential(*block, shape=(5,)), comm, plan)
 
     refused("use only one kind", {"up": Column(), "down/kernel": ROW})
-    refused("norm/gamma cannot be divided", {"norm/gamma": ("tp",)})
+    refused("norm/gamma cannot be sharded", {"norm/gamma": ("tp",)})
     refused("is sharded along 0, but .*down/kernel is not", {"down/kernel": ROW, "down/bias": ("tp",)})
     given = keras.Input((4, 5))
     model = keras.Model(given, L.MultiHeadAttention(4, 3, name="a")(given, given))

@@ -265,7 +265,7 @@ def test_misuse(comm: Any) -> None:
     refused(twice, "2 layers are called up", {"up": Column()})
     divided = plain()
     parallelize(divided, comm, PLAN)
-    refused(divided, "is divided already")
+    refused(divided, "is sharded already")
     with pytest.raises(UsageError, match="jit_compile=True"):
         divided.compile(optimizer="sgd", loss="mse", jit_compile=True)
 

@@ -76,10 +76,10 @@ def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) 
     divided = parallelize(make(), comm, PLAN)
     with pytest.raises(UsageError, match=r"expected \(6, 9\), the shape in the unsharded model"):
         set_weights(divided, divided.get_weights())
-    with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
+    with pytest.raises(UsageError, match=r"has a shard of this model: save gather_model\(model\)"):
         divided.save_weights(folder / f"{comm.rank}.weights.h5")
     for export in (divided.export, lambda path: tf.saved_model.save(divided, path)):
-        with pytest.raises(UsageError, match=r"has a part of this model: save gather_model\(model\)"):
+        with pytest.raises(UsageError, match=r"has a shard of this model: save gather_model\(model\)"):
             export(str(folder / f"served{comm.rank}"))
 
 
