@@ -24,7 +24,7 @@ from commlib_tensorflow._local_shards import reduce_local as reduced_apart
 from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import GradientsByName, scale_gradient
-from commlib_tensorflow.named.operations import allreduce
+from commlib_tensorflow.named_verbs.operations import allreduce
 
 
 class DistributedMixin(Reporting):

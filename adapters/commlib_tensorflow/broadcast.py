@@ -19,7 +19,7 @@ from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_n
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.collectives import run, verbs
-from commlib_tensorflow.named._autograd import broadcast_tensors
+from commlib_tensorflow.named_verbs._autograd import broadcast_tensors
 
 __all__ = (
     "BroadcastGlobalVariablesHook", "allgather_object", "broadcast_global_variables", "broadcast_object",

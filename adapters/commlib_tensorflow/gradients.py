@@ -44,7 +44,7 @@ from commlib_tensorflow._placement import DevicePlace, fits, place_of
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.devices import settle, tensors_over, use_device_stream
-from commlib_tensorflow.named.operations import grouped_allreduce
+from commlib_tensorflow.named_verbs.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
 

@@ -12,10 +12,10 @@ from commlib_tensorflow import elastic
 from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from commlib_tensorflow.named import operations as _operations
-from commlib_tensorflow.named import queries as _queries
-from commlib_tensorflow.named.operations import *
-from commlib_tensorflow.named.queries import *
+from commlib_tensorflow.named_verbs import operations as _operations
+from commlib_tensorflow.named_verbs import queries as _queries
+from commlib_tensorflow.named_verbs.operations import *
+from commlib_tensorflow.named_verbs.queries import *
 from commlib_tensorflow.optimizer import DistributedOptimizer
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 

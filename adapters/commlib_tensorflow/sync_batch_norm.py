@@ -21,7 +21,7 @@ from commlib_tensorflow._host_calls import (
     refuse_vectorized,
     result_empty,
 )
-from commlib_tensorflow.named.operations import allreduce
+from commlib_tensorflow.named_verbs.operations import allreduce
 
 
 @keras.saving.register_keras_serializable(package="commlib_tensorflow")

@@ -13,7 +13,7 @@ from commlib import horovod as core
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod.wrapping import PlainPickling
-from commlib_torch.named._named_operations import ProcessSets, Reduction, start_allreduce
+from commlib_torch.named_verbs._named_operations import ProcessSets, Reduction, start_allreduce
 
 
 class AdasumMixin(PlainPickling):

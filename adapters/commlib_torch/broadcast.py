@@ -24,7 +24,7 @@ from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_torch._bridge import array_of, check_dense, to_host
 from commlib_torch._call import OutputTensor
 from commlib_torch._shards import shard_of
-from commlib_torch.named._named_operations import ProcessSets
+from commlib_torch.named_verbs._named_operations import ProcessSets
 
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 

@@ -11,11 +11,11 @@ from commlib_torch import elastic
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.compression import Compression
 from commlib_torch.gradients import join
-from commlib_torch.named import movement as _movement
-from commlib_torch.named import reductions as _reductions
-from commlib_torch.named.movement import *
-from commlib_torch.named.reductions import *
-from commlib_torch.named.sparse import sparse_allreduce_async
+from commlib_torch.named_verbs import movement as _movement
+from commlib_torch.named_verbs import reductions as _reductions
+from commlib_torch.named_verbs.movement import *
+from commlib_torch.named_verbs.reductions import *
+from commlib_torch.named_verbs.sparse import sparse_allreduce_async
 from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.sync_batch_norm import SyncBatchNorm
 

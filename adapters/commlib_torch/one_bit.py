@@ -25,7 +25,7 @@ from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib.sharding.shards import check_same_shard, world_ranks
 from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
 from commlib_torch._shards import shard_of
-from commlib_torch.named._named_operations import ProcessSets
+from commlib_torch.named_verbs._named_operations import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OWN = "one_bit"  # the key in `state_dict()["state"]` of values that belong to no parameter

@@ -39,7 +39,7 @@ from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
 from commlib_torch.devices import use_device_streams
 from commlib_torch.gradients import AutogradReducer, Groups, comm_of_marks, ranks_of, trainable_parameters
-from commlib_torch.named._named_operations import ProcessSets
+from commlib_torch.named_verbs._named_operations import ProcessSets
 
 KEY = "commlib"
 """The key of the compression state in a `state_dict`; plain optimizers ignore it."""

@@ -19,7 +19,7 @@ from commlib.horovod.batch_norm import check_several, compare_layer, gather_stat
 from commlib_torch._bridge import device_kind, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch._shards import shards_of
-from commlib_torch.named._named_operations import ProcessSets, Reduction, first, start_allreduce
+from commlib_torch.named_verbs._named_operations import ProcessSets, Reduction, first, start_allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -141,7 +141,7 @@ def test_updates_while_the_pipeline_runs_are_of_all_replicas(comm: Any, name: st
 def test_a_mesh_without_replicas_is_refused(comm: Any) -> None:
     mesh = Mesh(pp=4)
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="reduces over its axes dp and cp, but Mesh\(pp=4\) has neither"):
+    with pytest.raises(UsageError, match=r"reduces over its axes dp and cp, but Mesh\(pp=4\) has neither"):
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), mesh=mesh)
     mesh.close()
 

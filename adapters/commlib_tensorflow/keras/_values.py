@@ -10,7 +10,7 @@ from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib_tensorflow.broadcast import broadcast_global_variables
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.named import operations
+from commlib_tensorflow.named_verbs import operations
 
 __all__ = ("allgather", "allreduce", "broadcast", "broadcast_global_variables", "reducescatter")
 

@@ -38,7 +38,7 @@ from commlib_tensorflow._host_calls import (
 )
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.named._autograd import (
+from commlib_tensorflow.named_verbs._autograd import (
     allgather_tensors,
     allreduce_tensors,
     alltoall_tensor,

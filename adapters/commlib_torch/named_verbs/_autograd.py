@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
-from commlib_torch.named._named_operations import (
+from commlib_torch.named_verbs._named_operations import (
     ProcessSets,
     Splits,
     first,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib_torch.named._named_operations import ProcessSets, start_allgather
+from commlib_torch.named_verbs._named_operations import ProcessSets, start_allgather
 
 
 def sparse_allreduce_async(

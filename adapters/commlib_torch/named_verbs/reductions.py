@@ -25,8 +25,8 @@ from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
 from commlib_torch._call import verb_maker
 from commlib_torch.compression import Compression
-from commlib_torch.named import _autograd
-from commlib_torch.named._named_operations import (
+from commlib_torch.named_verbs import _autograd
+from commlib_torch.named_verbs._named_operations import (
     NamedAllreduce,
     NamedOperation,
     ProcessSets,

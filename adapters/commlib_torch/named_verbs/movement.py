@@ -19,8 +19,8 @@ from commlib.errors import UsageError
 from commlib.tensor_verbs import Startable, check_ordered, choose_root
 from commlib_torch._call import Work, verb_maker
 from commlib_torch.collectives import ordered, writing
-from commlib_torch.named import _autograd
-from commlib_torch.named._named_operations import (
+from commlib_torch.named_verbs import _autograd
+from commlib_torch.named_verbs._named_operations import (
     NamedOperation,
     ProcessSets,
     Splits,
