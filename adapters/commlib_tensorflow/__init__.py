@@ -13,17 +13,28 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_tensorflow.horovod`, and also here, so that a script of `horovod.tensorflow` runs with a changed import.
 """
 
+from commlib import __version__
+from commlib import horovod as _horovod
 from commlib.expert import Experts
+from commlib.horovod import *
 from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Vocabulary
+from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
-from commlib_tensorflow import horovod as _horovod
-from commlib_tensorflow import tensor
+from commlib_tensorflow import elastic, tensor
+from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.checkpoint import Checkpoint
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
+from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, rebalance_experts, save_experts
-from commlib_tensorflow.horovod import *
+from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from commlib_tensorflow.named_verbs import operations as _operations
+from commlib_tensorflow.named_verbs import queries as _queries
+from commlib_tensorflow.named_verbs.operations import *
+from commlib_tensorflow.named_verbs.queries import *
+from commlib_tensorflow.optimizer import DistributedOptimizer
 from commlib_tensorflow.pipelines.pipeline import Pipeline, pipeline
+from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 from commlib_tensorflow.tensor import (
     ParallelAttention,
     ParallelMLP,
@@ -37,6 +48,13 @@ from commlib_tensorflow.tensor import (
 )
 
 __all__ = [
+    "__version__",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
+    "elastic",
     "Checkpoint",
     "Column",
     "Experts",
@@ -65,5 +83,8 @@ __all__ = [
     "tensor",
     "vocabulary_cross_entropy",
 ]
-__all__ += _collectives.__all__
 __all__ += _horovod.__all__
+__all__ += _broadcast.__all__
+__all__ += _collectives.__all__
+__all__ += _operations.__all__
+__all__ += _queries.__all__

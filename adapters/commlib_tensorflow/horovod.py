@@ -7,9 +7,9 @@ Operations have names, and ranks may call them in any order. `allreduce` average
 from commlib import __version__
 from commlib import horovod as _core
 from commlib.horovod import *
-from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import elastic
 from commlib_tensorflow.broadcast import *
+from commlib_tensorflow.broadcast import __all__ as _broadcast_names
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from commlib_tensorflow.named_verbs import operations as _operations
@@ -29,6 +29,6 @@ __all__ = [
     "elastic",
 ]
 __all__ += _core.__all__
-__all__ += _broadcast.__all__
+__all__ += _broadcast_names
 __all__ += _operations.__all__
 __all__ += _queries.__all__

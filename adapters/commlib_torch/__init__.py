@@ -12,15 +12,19 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_torch.horovod`, and also here, so that a script of `horovod.torch` runs with a changed import.
 """
 
+from commlib import __version__
+from commlib import horovod as _horovod
 from commlib.expert import Experts
+from commlib.horovod import *
 from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch import collectives as _collectives
-from commlib_torch import horovod as _horovod
-from commlib_torch import tensor
+from commlib_torch import elastic, tensor
 from commlib_torch._graph_breaks import leave_uncompiled
+from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.checkpoint import Checkpoint
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
+from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
 from commlib_torch.expert import (
     MoE,
@@ -31,11 +35,17 @@ from commlib_torch.expert import (
     rebalance_experts,
     save_experts,
 )
-from commlib_torch.horovod import *
+from commlib_torch.gradients import join
 from commlib_torch.loss_scale import GradScaler
+from commlib_torch.named_verbs import movement as _movement
+from commlib_torch.named_verbs import reductions as _reductions
+from commlib_torch.named_verbs.movement import *
+from commlib_torch.named_verbs.reductions import *
+from commlib_torch.named_verbs.sparse import sparse_allreduce_async
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
+from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.pipelines.pipeline import Pipeline, pipeline
-from commlib_torch.sync_batch_norm import convert_sync_batchnorm
+from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from commlib_torch.tensor import (
     ParallelAttention,
     ParallelMLP,
@@ -49,6 +59,15 @@ from commlib_torch.tensor import (
 )
 
 __all__ = [
+    "__version__",
+    "Compression",
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "elastic",
+    "join",
+    "sparse_allreduce_async",
     "Checkpoint",
     "Column",
     "DataParallel",
@@ -84,8 +103,10 @@ __all__ = [
     "tensor",
     "vocabulary_cross_entropy",
 ]
-__all__ += _collectives.__all__
 __all__ += _horovod.__all__
+__all__ += _collectives.__all__
+__all__ += _movement.__all__
+__all__ += _reductions.__all__
 
 # All modules except layers, whose computations a compiler may trace.
 leave_uncompiled(
