@@ -1,4 +1,4 @@
-"""The ordered verbs on TensorFlow's tensors: see `commlib.tensor_verbs.is_ordered`. They return new tensors.
+"""The ordered verbs on TensorFlow's tensors: see `commlib.tensor_verbs.ordered_verbs`. They return new tensors.
 
 They take tensors, variables and anything else that `tf.convert_to_tensor` takes, eagerly and in traced functions. In a
 traced function they run when it runs, in trace order; graphs of TensorFlow 1 have no order (UsageError). GPU tensors
