@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from numpy import empty, ndarray
 
-from commlib.buffers.plain_arrays import are_plain
+from commlib.buffers.views import are_plain
 from commlib.collectives.call_table import Calls
 from commlib.collectives.host import objects
 from commlib.collectives.verbs.all_gather import all_gather

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import csv_rows, table
+from commlib.bench import table
 from commlib.bench.cases import Case
 from commlib.bench.formats.base import Format
 from commlib.bench.options import BenchSettings
-from commlib.bench.rows import BenchRow, mistakes
+from commlib.bench.rows import CSV_TITLE, BenchRow, csv_lines, mistakes
 
 
 class Report:
@@ -90,11 +90,11 @@ class Report:
             return
         csv = self._settings.csv
         if not self._has_title:
-            for title in [csv_rows.TITLE] if csv else self._table.titles():
+            for title in [CSV_TITLE] if csv else self._table.titles():
                 self._print_row(title, "bold")
             self._has_title = True
         is_wrong = mistakes(rows) > 0
-        for text in csv_rows.lines(rows) if csv else [self._table.line(*rows)]:
+        for text in csv_lines(rows) if csv else [self._table.line(*rows)]:
             self._print_row(text, "red" if is_wrong else "")
 
     def end(self) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from commlib.bench import csv_rows, measure
+from commlib.bench import measure
 from commlib.bench import run as measuring
 from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.report import Report
-from commlib.bench.rows import percentiles
+from commlib.bench.rows import CSV_TITLE, csv_lines, percentiles
 from commlib.bench.table import BenchTable
 from commlib.bench.verbs import VERBS
 from commlib.cli import main
@@ -129,7 +129,7 @@ def test_comma_separated_values():
         row("broadcast", root=2, op="", wrong=None, bound_seconds=[], seconds={"commlib": [1e-3]}),
         row("barrier", size=0, count=0, dtype="", op="", seconds={"commlib": [1e-6]}),
     ]
-    read = list(csv.DictReader([csv_rows.TITLE, *csv_rows.lines(rows)]))
+    read = list(csv.DictReader([CSV_TITLE, *csv_lines(rows)]))
     assert [one["contender"] for one in read] == ["commlib", "mpi", "commlib", "commlib"]
     ours, mpi, broadcast, barrier = read
     assert (ours["in_place"], ours["size_bytes"], ours["type"], ours["redop"]) == ("1", "1048576", "float32", "sum")
