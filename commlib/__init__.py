@@ -10,6 +10,7 @@ Importing it loads neither MPI nor a framework; `init` does.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from commlib.observing import (
     stop_timeline,
     timeline,
 )
+from commlib.suggestions import missing_attribute, nearest
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
@@ -88,4 +90,18 @@ def __getattr__(name: str) -> Any:
         return import_module("commlib.metrics")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'commlib' has no attribute {name!r}")
+    raise _missing(name)
+
+
+def _missing(name: str) -> AttributeError:
+    if name.startswith("__") or any(map(os.path.exists, (f"{__path__[0]}/{name}{end}" for end in ("", ".py")))):
+        # Python asks before it imports a submodule.
+        return missing_attribute("module 'commlib'", name, ())
+    from commlib.schedule.registry import verbs
+
+    if verb := nearest(name, verbs()):
+        return AttributeError(
+            f"module 'commlib' has no attribute {name!r}: the verbs are methods of the communicator, "
+            f"commlib.init().{verb}(...)"
+        )
+    return missing_attribute("module 'commlib'", name, (*__all__, "metrics"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 _ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
 
@@ -85,8 +86,9 @@ class Experts:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            if getattr(self, name) not in words:
-                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected one of {', '.join(words)}")
+            if (value := getattr(self, name)) not in words:
+                hint = suggest(value, words)
+                raise UsageError(f"Experts: {name} is {value!r}, expected one of {', '.join(words)}{hint}")
         for name, least in (
             ("count", 1),
             ("top_k", 1),

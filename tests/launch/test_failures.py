@@ -371,7 +371,7 @@ import commlib
 
 
 SETTINGS = {
-    "unknown": ({"COMMLIB_TIMEOUTS": "3"}, r"UsageError: unknown setting COMMLIB_TIMEOUTS; known are .*_TIMEOUT\b"),
+    "unknown": ({"COMMLIB_TIMEOUTS": "3"}, r"UsageError: unknown setting COMMLIB_TIMEOUTS \(did you mean COMMLIB_TIMEOUT\?\)"),
     "range": ({"COMMLIB_SLOT_KIB": "0"}, r"UsageError: .*COMMLIB_SLOT_KIB"),
 }
 

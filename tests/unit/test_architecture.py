@@ -69,6 +69,7 @@ PURE = (
     "commlib.slurm.script",
     "commlib.slurm.states",
     "commlib.cost.records",
+    "commlib.suggestions",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
     "commlib.cost.table",  # so does this
     "commlib.cost.chooser",
@@ -82,7 +83,7 @@ IMPURE_STANDARD_LIBRARY = {
 LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.extras", "commlib.folders", "commlib.process.forks",
      "commlib.launch.launchers", "commlib.launch.library_name", "commlib.node.signature", "commlib.protocols",
-     "commlib.group.arguments", "commlib.dtypes", "commlib.topology"),
+     "commlib.group.arguments", "commlib.dtypes", "commlib.topology", "commlib.suggestions"),
     ("commlib.snapshot",),
     ("commlib.mesh",),
     ("commlib.schedule",),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.bench.options import BenchOptionsError
+from commlib.suggestions import suggest
 
 KINDS = ("dp", "tp", "pp", "moe")
 FRAMEWORKS = ("torch", "tensorflow")
@@ -57,9 +58,10 @@ class Contenders:
 def check(kind: str, framework: str, sizes: StepSizes, ranks: int) -> None:
     """Raise Refused for unknown names, and for sizes that are not divisible by the number of ranks."""
     if kind not in KINDS:
-        raise BenchOptionsError(f"step {kind!r} is unknown; known are {', '.join(KINDS)}")
+        raise BenchOptionsError(f"step {kind!r} is unknown; known are {', '.join(KINDS)}{suggest(kind, KINDS)}")
     if framework not in FRAMEWORKS:
-        raise BenchOptionsError(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}")
+        hint = suggest(framework, FRAMEWORKS)
+        raise BenchOptionsError(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}{hint}")
     for name in sizes.__slots__:
         if getattr(sizes, name) < 1:
             raise BenchOptionsError(f"--{name.replace('_', '-')} is {getattr(sizes, name)}: expected at least 1")
