@@ -10,7 +10,16 @@ from commlib.bench.rows import OURS, PERCENTILES, BenchRow
 
 _COLUMNS = (
     *("verb", "ranks", "contender", "in_place", "size_bytes", "count", "type", "redop", "root"),
-    *("time_us", *(f"p{share}_us" for share in PERCENTILES), "algbw_GBps", "busbw_GBps", "of_bound", "wrong"),
+    *(
+        "time_us",
+        "min_us",
+        "max_us",
+        *(f"p{share}_us" for share in PERCENTILES),
+        "algbw_GBps",
+        "busbw_GBps",
+        "of_bound",
+        "wrong",
+    ),
 )
 
 
@@ -39,7 +48,8 @@ def _cells(row: BenchRow, name: str) -> list[object]:
     return [
         *(row.verb, row.ranks, name, in_place, row.size, row.count, row.dtype, row.op),
         "" if row.root is None else row.root,
-        *(f"{row.time(name) * 1e6:.3f}", *figures, *speed),
+        *(f"{seconds * 1e6:.3f}" for seconds in (row.time(name), *row.spread(name))),
+        *(*figures, *speed),
         "" if share is None else f"{share:.4f}",
         "" if row.wrong is None else row.wrong[name],
     ]

@@ -41,6 +41,10 @@ class BenchRow:
         """Return the median of the rounds, in seconds."""
         return statistics.median(self.seconds[contender])
 
+    def spread(self, contender: str = OURS) -> tuple[float, float]:
+        """Return the shortest and the longest round, in seconds."""
+        return min(self.seconds[contender]), max(self.seconds[contender])
+
     def ratio(self, peer: str) -> float:
         """Return the peer's time divided by commlib's."""
         return self.time(peer) / self.time()

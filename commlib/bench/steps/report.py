@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from commlib.bench.load import busy_text
 from commlib.bench.table import console
 from commlib.console.text import seconds_text
 
@@ -27,6 +28,8 @@ def show(line: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     kind, framework = line["kind_of_step"], line["framework"]
     heading = f"# {kind} with {framework}, {line['ranks']} ranks, {facts['mpi']}"
     model = f"# {line['model']}, {line['parameters'] / 1e6:.2f} M parameters"
+    if warning := busy_text(facts):
+        model = f"# {warning}\n{model}"
     for text in (heading, model, *(f"{name:>14}  {text}" for name, text in rows)):
         out.print(text, markup=False, soft_wrap=True)
 
