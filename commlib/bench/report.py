@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from commlib.bench import table
 from commlib.bench.cases import Case
 from commlib.bench.formats.base import Format
+from commlib.bench.load import busy_text
 from commlib.bench.options import BenchSettings
 from commlib.bench.rows import CSV_TITLE, BenchRow, csv_lines, mistakes
 
@@ -62,6 +63,8 @@ class Report:
         ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
         self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
         self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+        if warning := busy_text(facts):
+            self._print(f"# {warning}", "bold red")
         if job := facts.get("slurm"):
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))

@@ -43,6 +43,10 @@ class BenchRow:
         """Return the median of the rounds, in seconds."""
         return statistics.median(self.seconds[contender])
 
+    def spread(self, contender: str = OURS) -> tuple[float, float]:
+        """Return the shortest and the longest round, in seconds."""
+        return min(self.seconds[contender]), max(self.seconds[contender])
+
     def ratio(self, peer: str) -> float:
         """Return the peer's time divided by commlib's."""
         return self.time(peer) / self.time()
@@ -87,7 +91,8 @@ def mistakes(rows: Iterable[BenchRow]) -> int:
 # One line per contender, with the same columns for every verb.
 _CSV_COLUMNS = (
     *("verb", "ranks", "contender", "in_place", "size_bytes", "count", "type", "redop", "root"),
-    *("time_us", *(f"p{share}_us" for share in PERCENTILES), "algbw_GBps", "busbw_GBps", "of_bound", "wrong"),
+    *("time_us", "min_us", "max_us", *(f"p{share}_us" for share in PERCENTILES)),
+    *("algbw_GBps", "busbw_GBps", "of_bound", "wrong"),
 )
 
 
@@ -116,7 +121,8 @@ def _csv_cells(row: BenchRow, name: str) -> list[object]:
     return [
         *(row.verb, row.ranks, name, in_place, row.size, row.count, row.dtype, row.op),
         "" if row.root is None else row.root,
-        *(f"{row.time(name) * 1e6:.3f}", *figures, *speed),
+        *(f"{seconds * 1e6:.3f}" for seconds in (row.time(name), *row.spread(name))),
+        *(*figures, *speed),
         "" if share is None else f"{share:.4f}",
         "" if row.wrong is None else row.wrong[name],
     ]

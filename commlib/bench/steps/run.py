@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 import commlib
 from commlib.bench import gloo_peer
+from commlib.bench.load import busy_text
 from commlib.bench.measure import burst_of, rounds
 from commlib.bench.options import BenchOptionsError
 from commlib.bench.session import agree
@@ -167,6 +168,8 @@ def show(line: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     kind, framework = line["kind_of_step"], line["framework"]
     heading = f"# {kind} with {framework}, {line['ranks']} ranks, {facts['mpi']}"
     model = f"# {line['model']}, {line['parameters'] / 1e6:.2f} M parameters"
+    if warning := busy_text(facts):
+        model = f"# {warning}\n{model}"
     for text in (heading, model, *(f"{name:>14}  {text}" for name, text in rows)):
         out.print(text, markup=False, soft_wrap=True)
 
