@@ -98,7 +98,7 @@ def number_of_rows(tensors: Iterable[tuple[Any, Sequence[int]]], what: str, none
 def check_parts(parts: Any, microbatches: int, what: str) -> None:
     """Raise UsageError if microbatches that a user has cut are not a list, or too many."""
     if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
-        got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
+        got = f"{len(parts)} microbatches" if isinstance(parts, list | tuple) else type(parts).__name__
         raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
 
 

@@ -86,8 +86,8 @@ def test_microbatches_of_a_user_are_padded_at_the_end() -> None:
     assert pad_microbatches(["ab", ""], 2, "x", count) == (["ab", ""], [2, 0])
     for parts, said in [
         ("ab", "expected a list of at most 3 microbatches, got str"),
-        ([], "got 0 of them"),
-        (["a"] * 4, "got 4 of them"),
+        ([], "got 0 microbatches"),
+        (["a"] * 4, "got 4 microbatches"),
         (["a", "", "b"], "without rows must be the last ones, got \\[1, 0, 1\\] rows"),
     ]:
         with pytest.raises(UsageError, match=said):
