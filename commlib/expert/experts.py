@@ -155,6 +155,19 @@ class Experts:
         """Whether the router has losses in training."""
         return (self.balance != "none" and self.balance_weight > 0) or self.z_weight > 0
 
+    def mlp_features(self, times: int) -> int:
+        """Return the features within the built-in MLP of so many experts. Raises UsageError if `hidden` is None."""
+        if self.hidden is None:
+            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return times * self.hidden
+
+    def check_conversion(self, what: str) -> None:
+        """Raise UsageError for settings that a dense MLP cannot become. what: the MLP, for errors."""
+        if self.shared and self.hidden is None:
+            raise UsageError(f"{what}: shared experts are built-in MLPs: pass hidden=, their features")
+        if self.copy and self.hidden is not None:
+            raise UsageError(f"{what}: copies of a dense MLP have its size: pass copy=True or hidden=")
+
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return the maximum number of tokens, of `tokens` in all, that an expert takes; None: all."""
         factor = self.capacity_factor

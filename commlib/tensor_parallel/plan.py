@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -51,6 +51,14 @@ def resolve(
         for name in matched:
             given[name].append((pattern, style))
     return {name: _one(name, found) for name, found in given.items() if found}
+
+
+def no_layer(name: str, plain: type, style: Style, layers: Iterable[tuple[type, type[Style]]]) -> UsageError:
+    """Return the error for a layer that a style cannot shard. layers: the (plain layer, style) that can be."""
+    able = sorted({kind.__name__ for kind, one in layers if isinstance(style, one)})
+    return UsageError(
+        f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
+    )
 
 
 def _one(name: str, found: list[tuple[str, S]]) -> S:

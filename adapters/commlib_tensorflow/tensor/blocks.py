@@ -11,6 +11,7 @@ import tensorflow as tf
 from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
+from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration
 from commlib_tensorflow.tensor._sharded_layer import is_elementwise
@@ -43,12 +44,8 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared, units = axis_of(axis), kv_heads or heads
-        if width % heads or heads % units:
-            raise UsageError(
-                f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: width must be a multiple of "
-                "heads, and heads a multiple of kv_heads"
-            )
+        shared, units = axis_of(axis), heads if kv_heads is None else kv_heads
+        check_attention("ParallelAttention", width, heads, units, dropout)
         self.supports_jit = False
         self.width, self.features, self.groups = width, width // heads, heads // units
         self.causal, self.dropout = causal, dropout
@@ -147,7 +144,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         self.supports_jit = False
         self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
         if not is_elementwise(self.activation):
-            raise UsageError(f"ParallelMLP: activation {activation!r} depends on all hidden units, which are sharded")
+            raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")
         common = {"use_bias": bias, "dtype": self.dtype_policy}
         style = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnDense(hidden * (2 if gated else 1), shared, style=style, name="up", **common)

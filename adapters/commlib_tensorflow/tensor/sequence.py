@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
+from commlib.tensor_parallel.features import check_norm
 from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._comparison import note_input
@@ -153,8 +154,4 @@ def _check_features(what: str, features: Any, dim: int, dims: int | None = None)
     given = features if isinstance(features, list | tuple) else [features]
     if dims is not None:
         dim, given = dim % dims, [one % dims for one in given]
-    if dim in given:
-        raise UsageError(
-            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(given)}, of which it "
-            "would see only a shard: gather the features first"
-        )
+    check_norm(what, dim, given)

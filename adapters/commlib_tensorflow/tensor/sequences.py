@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import SequenceSpec
+from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
@@ -29,7 +29,7 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
     The gradient is that of this rank's tokens, zeros elsewhere.
     """
     x, over = as_tensor(x), axis_of(axis)
-    dim = _dim("shard_sequence", x, dim)
+    dim = dimension("shard_sequence", _shape(x), dim)
     if x.shape[dim] is None:
         raise UsageError(
             f"shard_sequence: dimension {dim} of shape {x.shape} must be known: shard batches before the graph"
@@ -50,12 +50,9 @@ def unshard_sequence(
     tokens do not match the layout, MismatchError if ranks call it with different arguments.
     """
     x, over = as_tensor(x), axis_of(axis)
-    dim = _dim("unshard_sequence", x, dim)
-    rest = {
-        "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
-        "partial": partial,
-    }  # fmt: skip
-    divided, x, _ = agree_on_sequence(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x, dim)
+    dim = dimension("unshard_sequence", _shape(x), dim)
+    terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
+    divided, x, _ = agree_on_sequence(over, terms, x, dim)
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
@@ -80,11 +77,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
     that of one process.
     """
     loss_sum = as_tensor(loss_sum)
-    if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
-        raise UsageError(
-            f"loss_mean: loss_sum has shape {loss_sum.shape} and dtype {dtype_name(loss_sum.dtype)}, expected a "
-            "scalar float: the sum over this rank's tokens"
-        )
+    check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
     over = ParallelAxis(axis_of(axis).comm, empty=result_empty)
@@ -104,7 +97,5 @@ class SequenceLoader(sequence_loader.SequenceLoader):
         super().__init__(batches, axis_of(axis), from_array=to_tensor, **options)
 
 
-def _dim(what: str, x: tf.Tensor, dim: int) -> int:
-    if x.shape.rank is None or not -x.shape.rank <= dim < x.shape.rank:
-        raise UsageError(f"{what}: a tensor of shape {x.shape} has no dimension {dim}")
-    return dim % int(x.shape.rank)
+def _shape(x: tf.Tensor) -> list[int | None] | None:
+    return None if x.shape.rank is None else x.shape.as_list()

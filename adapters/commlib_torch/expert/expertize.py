@@ -106,10 +106,7 @@ def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str,
             within = "" if mixture == name else f"within {mixture}, "
             raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
         width_of(name, module)
-        if experts.shared and experts.hidden is None:
-            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: pass hidden=, their features")
-        if experts.copy and experts.hidden is not None:
-            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: pass copy=True or hidden=")
+        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
             check_copies("expertize", name, module, model, going)

@@ -87,11 +87,9 @@ class MoE(ShardedModule, AuxiliaryLossModule):
 
     def _mlp(self, times: int) -> MLP:
         options = self.options
-        if options.hidden is None:
-            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
-            times * options.hidden,
+            options.mlp_features(times),
             gated=options.gated,
             activation=options.activation,
             bias=options.bias,

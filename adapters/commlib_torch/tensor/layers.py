@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from commlib.errors import UsageError
+from commlib.tensor_parallel.plan import no_layer
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_torch.tensor._embedding_trial import goes_on_with_rows, subclass_beneath
@@ -73,10 +74,7 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         return subclass_around(ShardwiseLayer, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and is_row_wise(module):
         return subclass_around(RowWiseNorm, plain)  # type: ignore[arg-type]
-    able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
-    raise UsageError(
-        f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
-    )
+    raise no_layer(name, plain, style, _LAYERS)
 
 
 def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._heads import attend
@@ -40,13 +41,7 @@ class ParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.axis, self.heads, self.kv_heads = axis_of(axis), heads, heads if kv_heads is None else kv_heads
-        if heads < 1 or width % heads or self.kv_heads < 1 or heads % self.kv_heads:
-            raise UsageError(
-                f"ParallelAttention: width {width}, {heads} heads, {self.kv_heads} of K and V: each must be a multiple "
-                "of the next"
-            )
-        if not 0 <= dropout < 1:
-            raise UsageError(f"ParallelAttention: dropout is {dropout}, expected at least 0, and less than 1")
+        check_attention("ParallelAttention", width, heads, self.kv_heads, dropout)
         self.causal, self.dropout, self.head_width = causal, dropout, width // heads
         parts = (width, *(self.kv_heads * self.head_width,) * 2)
         columns = Column(parts=parts, units=self.kv_heads, sequence=sequence)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.features import check_norm
 from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch._trial_run import preserve_model
@@ -188,11 +189,9 @@ def _copy_parameters(
 
 
 def _check_features(what: str, features: tuple[int, ...], dim: int, dims: int | None = None) -> None:
-    """Raise UsageError if the sharded dimension is one of those that a norm reduces over."""
-    if dim >= 0 and dims is None:
-        return  # unknown before the first input
-    if (dim if dims is None or dim < 0 else dim - dims) >= -len(features):
-        raise UsageError(
-            f"{what}: Sequence(dim={dim}), but this is a norm over the last {len(features)} dimensions, of which it "
-            "would get a part: gather the features first"
-        )
+    """Raise UsageError if the sharded dimension is one of those that a norm reduces over.
+
+    A dimension counted from the front is unknown before the first input, whose number of dimensions is `dims`.
+    """
+    place = dim if dims is None or dim < 0 else min(dim - dims, -1)
+    check_norm(what, place, range(-len(features), 0))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import SequenceSpec, settle
+from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
-from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -29,7 +28,7 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
     The gradient is that of this rank's tokens, and zeros for the others.
     """
     over = axis_of(axis)
-    dim = _dim("shard_sequence", x, dim)
+    dim = dimension("shard_sequence", x.shape, dim)
     divided = SequenceLayout(x.shape[dim], over.size, layout)
     note_layout(over.comm, layout)
     return take_ranges(x, divided.ranges(over.rank), dim)
@@ -45,12 +44,9 @@ def unshard_sequence(
     each rank, so its gradients are summed. Raises UsageError, on all ranks, if the ranks' tokens do not match the
     layout, MismatchError if ranks call it differently.
     """
-    over, dim = axis_of(axis), _dim("unshard_sequence", x, dim)
-    rest = {
-        "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
-        "partial": partial,
-    }  # fmt: skip
-    divided = settle(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x.shape[dim])
+    over, dim = axis_of(axis), dimension("unshard_sequence", x.shape, dim)
+    terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
+    divided = settle(over, terms, x.shape[dim])
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
@@ -72,11 +68,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     parameters' gradients over the axis, as by `DistributedOptimizer(mesh=)` over dp and cp, then equals the gradient of
     one process.
     """
-    if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
-        raise UsageError(
-            f"loss_mean: loss_sum has shape {list(loss_sum.shape)} and dtype {dtype_name(loss_sum.dtype)}, expected "
-            "one float: the sum over this rank's tokens (reduction='sum')"
-        )
+    check_loss_sum(loss_sum.shape, dtype_name(loss_sum.dtype))
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
@@ -101,9 +93,3 @@ def _array(value: Any) -> Any:
     if isinstance(value, np.ndarray):  # torch does not accept a read-only array, as of a file
         return value
     return host_array(torch.as_tensor(value))
-
-
-def _dim(what: str, x: Tensor, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"{what}: a tensor of shape {list(x.shape)} has no dimension {dim}")
-    return dim % x.ndim

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.streams import fold, seed_at
@@ -26,8 +25,6 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
 
     Returns this rank's seed. Pass the same number on every rank.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
     torch.manual_seed(found)
     return found

@@ -30,6 +30,10 @@ class StepSizes:
     experts: int = 8
     top_k: int = 2
 
+    def tokens(self, kind: str, ranks: int) -> int:
+        """Return the number of tokens in one step of all ranks, which have a batch each for dp and moe."""
+        return (ranks if kind in ("dp", "moe") else 1) * self.rows * self.context
+
     def text(self, kind: str) -> str:
         """Return a description of the model in one line."""
         more = {"pp": f", {self.microbatches} microbatches", "moe": f", {self.experts} experts, top {self.top_k}"}
@@ -43,13 +47,12 @@ class Contenders:
 
     ours: with commlib. alone: one rank's computation, without communication. whole: the unsharded model with the
     batches of all ranks, for the check. peer: another implementation of the same step, if there is one, and its name.
-    tokens: of one step, on all ranks. parameters: of the unsharded model.
+    parameters: of the unsharded model.
     """
 
     ours: Step
     alone: Step
     whole: Step
-    tokens: int
     parameters: int
     peer: Step | None = None
     peer_name: str = ""

@@ -100,7 +100,7 @@ def _line(
     difference: float,
     seconds: dict[str, list[float]],
 ) -> Line:
-    step = statistics.median(seconds[_OURS])
+    step, tokens = statistics.median(seconds[_OURS]), sizes.tokens(kind, facts["ranks"])
     beside = seconds.get(_PEER)
     is_right = math.isfinite(difference) and difference <= TOLERANCE
     return {
@@ -112,12 +112,12 @@ def _line(
         "sizes": asdict(sizes),
         "model": sizes.text(kind),
         "parameters": contenders.parameters,
-        "tokens": contenders.tokens,
+        "tokens": tokens,
         "status": "ok" if is_right else "wrong",
         "difference": difference if math.isfinite(difference) else None,
         "seconds": seconds,
         "step": step,
-        "tokens_per_second": contenders.tokens / step,
+        "tokens_per_second": tokens / step,
         "alone": statistics.median(seconds[_ALONE]),
         "exposed": statistics.median(a - b for a, b in zip(seconds[_OURS], seconds[_ALONE], strict=True)),
         "peer": contenders.peer_name,

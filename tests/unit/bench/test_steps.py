@@ -35,6 +35,17 @@ def test_what_cannot_be_is_refused(case):
         check(*given)
 
 
+def test_tokens_are_those_of_all_batches_of_a_step():
+    """Ranks have a batch each, or all have one."""
+    sizes = StepSizes(rows=4, context=8)
+    assert {kind: sizes.tokens(kind, 3) for kind in ("dp", "tp", "pp", "moe")} == {
+        "dp": 96,
+        "tp": 32,
+        "pp": 32,
+        "moe": 96,
+    }
+
+
 @pytest.mark.parametrize("kind", ["dp", "tp", "pp", "moe"])
 def test_the_defaults_can_be(kind):
     for ranks in (1, 2, 4):
