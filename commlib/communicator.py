@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -72,6 +73,7 @@ class Communicator:
         self._all_reduces = self._calls.all_reduces
         self._subgroups = Subgroups(self.group, _of_group)
         self._barrier_plan: Plan | None = None
+        self._labelled: dict[str, Communicator] = {}
         self.kept: dict[Any, Any] = {}
         """Objects that other parts of commlib cache for these ranks, by key."""
 
@@ -153,6 +155,21 @@ class Communicator:
         frees the memory, once the arrays of all ranks are gone.
         """
         return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
+
+    def labelled(self, label: str) -> Communicator:
+        """Return these ranks' communicator with a label in the text of each array collective, except barriers.
+
+        Not collective, and not another group: its calls keep their order with all others. A call with a label matches
+        only calls with the same label: MismatchError otherwise. The label is for purposes that must not mix, such as
+        the gradients of a backward.
+        """
+        found = self._labelled.get(label)
+        if found is None:
+            found = self._labelled[label] = copy.copy(self)
+            found._calls = self._calls.labelled(label)
+            found._all_reduces = found._calls.all_reduces
+            found._labelled, found.kept = {}, {}
+        return found
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
@@ -534,6 +551,8 @@ class Communicator:
         forks.check(f"close of {self.name}")
         self._subgroups.close()
         self._calls.clear()
+        for labelled in self._labelled.values():
+            labelled._calls.clear()
         self.group.close()
 
 

@@ -118,9 +118,9 @@ leave_uncompiled(
         *(
             f"{__name__}.{part}"
             for part in (
-                "_autograd", "_bridge", "_call", "_shards", "_slots", "_graph_breaks", "adasum", "broadcast", "clip",
-                "collectives", "devices", "gradients", "horovod", "named_verbs", "one_bit", "optimizer",
-                "pipelines.pipeline",
+                "_autograd", "_bridge", "_call", "_recorded_verbs", "_shards", "_slots", "_graph_breaks", "adasum",
+                "broadcast", "clip", "collectives", "devices", "gradients", "horovod", "named_verbs", "one_bit",
+                "optimizer", "pipelines.pipeline",
             )
         ),
     ]

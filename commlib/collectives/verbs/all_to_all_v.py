@@ -112,7 +112,8 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         target = result(None, (sum(taking), *array.shape[1:]), array.dtype, _NAME)
     deal = RowCounts(sending, taking, target)
     known = taking is not None
-    call = Call(_NAME, array[:0].shape, array.dtype, algorithm="", device=name_of_device(array))
+    device = name_of_device(array)
+    call = Call(_NAME, array[:0].shape, array.dtype, algorithm="", device=device, label=calls.label)
     kind = array.shape[1:], row * array.itemsize
     if type(array) is DeviceArray:
         direct = group.transport.accepts(call.device)

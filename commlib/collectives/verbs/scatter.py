@@ -41,7 +41,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
     steps = own_program(group, "scatter", "binomial_tree" if algorithm in ("auto", "node") else algorithm, root=root)
     at_root = group.rank == root
     array = _check_source(x, group.size) if at_root else _NOTHING
-    text = f"scatter, root={root}, algorithm={algorithm}"
+    text = ", ".join(["scatter", f"root={root}", f"algorithm={algorithm}", *filter(None, [calls.label])])
     current = streams()  # of the caller's thread; `move` may run in another
 
     def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:
