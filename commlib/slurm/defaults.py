@@ -1,4 +1,4 @@
-"""Here: the virtual environment and MPI of this command, as defaults for a job."""
+"""Defaults of a job: the virtual environment and MPI of this command."""
 
 from __future__ import annotations
 
