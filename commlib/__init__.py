@@ -15,16 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
-from commlib.observing import (
-    mark_step,
-    recorded,
-    start_recording,
-    start_timeline,
-    statistics,
-    stop_recording,
-    stop_timeline,
-    timeline,
-)
+from commlib.observing import mark_step, recorded, start_recording, statistics, stop_recording, timeline
 from commlib.suggestions import missing_attribute, nearest
 from commlib.world import init, is_initialized, shutdown, world
 
@@ -63,10 +54,8 @@ __all__ = [
     "recorded",
     "shutdown",
     "start_recording",
-    "start_timeline",
     "statistics",
     "stop_recording",
-    "stop_timeline",
     "timeline",
     "world",
 ]
