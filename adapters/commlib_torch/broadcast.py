@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.horovod.broadcast import BroadcastRanks, NamedRanks, broadcast_pack, name_values, plan_packs
 from commlib.horovod.process_sets import process_set_of

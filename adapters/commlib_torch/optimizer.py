@@ -13,18 +13,14 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing
-from commlib.data_parallel import (
-    BUCKET_CAP_MIB,
-    FIRST_BUCKET_MIB,
-    GradientReducer,
-    Options,
-    Reporting,
-    SingleRank,
-    load_compression,
-    save_compression,
-)
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
+from commlib.data_parallel.options import Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
+from commlib.group.single_rank import SingleRank
 from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PlainPickling, change_class
 from commlib.mesh_groups import Mesh

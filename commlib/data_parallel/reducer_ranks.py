@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from commlib.compress import GradientCompression, Scheme
+from commlib.compress import Scheme
+from commlib.compress.gradients import GradientCompression
 from commlib.data_parallel.bucket_reducer import BucketPlan, BucketRanks
 from commlib.data_parallel.buckets import Bucket
 from commlib.devices.arrays import device_named

@@ -371,7 +371,10 @@ import commlib
 
 
 SETTINGS = {
-    "unknown": ({"COMMLIB_TIMEOUTS": "3"}, r"UsageError: unknown setting COMMLIB_TIMEOUTS \(did you mean COMMLIB_TIMEOUT\?\)"),
+    "unknown": (
+        {"COMMLIB_TIMEOUTS": "3"},
+        r"UsageError: unknown setting COMMLIB_TIMEOUTS \(did you mean COMMLIB_TIMEOUT\?\)",
+    ),
     "range": ({"COMMLIB_SLOT_KIB": "0"}, r"UsageError: .*COMMLIB_SLOT_KIB"),
 }
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as ct
 from commlib import Mesh
-from commlib.data_parallel import GradientReducer
+from commlib.data_parallel.reducer import GradientReducer
 from commlib.errors import PeerError, UsageError
 from commlib.pipeline.schedule import table
 from commlib_tensorflow import DistributedOptimizer, pipeline

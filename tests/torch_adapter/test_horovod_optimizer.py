@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commlib_torch as hvd
-from commlib.data_parallel import Options
+from commlib.data_parallel.options import Options
 from commlib.errors import MismatchError, UsageError
 
 from .oracle import assert_close, assert_same_everywhere, batch, gradients_of, loss_of, mine, model, parameters_of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib import Mesh
-from commlib.data_parallel import GradientReducer
+from commlib.data_parallel.reducer import GradientReducer
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import table
 from commlib_torch import DataParallel, DistributedOptimizer, pipeline
