@@ -1,4 +1,4 @@
-"""For the examples that classify digits: 1797 images of 8 x 8 pixels, and why several ranks may be slower than one.
+"""Data of the examples that classify digits, 1797 images of 8 x 8 pixels, and why several ranks may be slower than one.
 
 The images are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI
 Machine Learning Repository, https://doi.org/10.24432/C50P49, under CC BY 4.0, in the order of the original.
