@@ -15,8 +15,7 @@ from commlib.data_parallel.groups import Groups, place_groups, read_groups
 from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.reducer import GradientReducer
 from commlib.data_parallel.reducer_ranks import OrderedRanks, ReducerRanks
-from commlib.data_parallel.report import Statistics, StepClock, StepReport
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting, Statistics, StepClock, StepReport
 from commlib.data_parallel.slots import Slots
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.data_parallel.tracker import Tracker
