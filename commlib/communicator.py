@@ -34,7 +34,7 @@ from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.registry import Channels
 from commlib.p2p.messenger import Messenger
-from commlib.p2p.rendezvous_owner import RendezvousOwner
+from commlib.p2p.rendezvous import RendezvousOwner
 from commlib.process import forks
 from commlib.runtime.compiled_call import Plan
 from commlib.runtime.process import Runtime

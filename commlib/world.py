@@ -73,7 +73,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         report = cuda_aware_mpi.report(settings)
 
     from commlib import bootstrap
-    from commlib.launch import mpi_memory
+    from commlib.launch import mpi_start
     from commlib.runtime.hang_watch import Answers, watch_for_hangs
     from commlib.runtime.recording import Recording
 
@@ -90,7 +90,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         transport.close(met=False)
         raise
     if over_mpi is not None:
-        mpi_memory.unlink_files()  # all ranks have called MPI_Init
+        mpi_start.unlink_memory_files()  # all ranks have called MPI_Init
     if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired

@@ -34,9 +34,8 @@ from commlib.coordinator.negotiation import (
     Restart,
 )
 from commlib.coordinator.op_request import OpRequest
-from commlib.coordinator.pending_op import PendingOp
+from commlib.coordinator.pending_op import PendingOp, StallInspector
 from commlib.coordinator.records import Records
-from commlib.coordinator.stall_inspector import StallInspector
 from commlib.coordinator.unnamed_ops import UnnamedOps
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
 from commlib.observe.flight_recorder import LAST

@@ -1,11 +1,13 @@
-"""Client: submit a batch script and query the state of its job, with Slurm's commands."""
+"""Client: submit a batch script, query the state of its job and wait for its end, with Slurm's commands."""
 
 from __future__ import annotations
 
 import subprocess
+import time
+from collections.abc import Callable
 
 from commlib.errors import CommlibError
-from commlib.slurm.states import DATABASE_FIELDS, JobTask, from_controller, from_database
+from commlib.slurm.states import DATABASE_FIELDS, JobTask, elapsed, from_controller, from_database, summary
 
 SECONDS = 60.0  # for one command; a loaded controller is slow
 
@@ -59,3 +61,38 @@ def _message(text: str) -> str:
     """Return the message of a Slurm command, without the command's name, in one line."""
     lines = (line.partition("error: ")[2] or line for line in text.strip().splitlines())
     return "; ".join(filter(None, lines))
+
+
+FIRST, LONGEST, GROWTH = 0.5, 10.0, 1.3
+"""Seconds between two polls, and their growth: sites dislike frequent ones. A controller keeps jobs for minutes."""
+PATIENCE = 900.0  # seconds without an answer before it gives up: a controller may be restarted meanwhile
+
+
+def wait_for_job(
+    job: str,
+    tell: Callable[[str, str], None],
+    *,
+    look: Callable[[str], list[JobTask]] = query_job,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[JobTask]:
+    """Return the tasks of a job when all have ended. tell: called at each poll, with the state and the run time.
+
+    A requeued job has not ended. Raises SlurmError if Slurm does not know the job, UnreachableError if it has
+    not answered for 900 s.
+    """
+    pause, silent = FIRST, 0.0
+    while True:
+        try:
+            tasks = look(job)
+        except UnreachableError as error:
+            if silent >= PATIENCE:
+                raise
+            tell(f"no answer: {error}", "")
+            silent += pause
+        else:
+            silent = 0.0
+            if tasks and all(task.ended for task in tasks):
+                return tasks
+            tell(summary(tasks), elapsed(tasks))
+        sleep(pause)
+        pause = min(LONGEST, pause * GROWTH)

@@ -27,8 +27,7 @@ from commlib.errors import UsageError
 from commlib.execution.streaming import Region
 from commlib.group.arguments import integer
 from commlib.group.group import Group
-from commlib.node.counts import make_counts_error, make_length_error
-from commlib.node.uneven_exchange import SPLITS, UnevenExchange
+from commlib.node.uneven_exchange import SPLITS, UnevenExchange, make_counts_error, make_length_error
 from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.runtime.work import Work
 from commlib.schedule.layout import uneven

@@ -21,8 +21,8 @@ from commlib.devices.registry import streams
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
-from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, ranges
 from commlib.schedule.layout import Layout, uneven
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.coordinator.stall_inspector import StallInspector
+from commlib.coordinator.pending_op import StallInspector
 
 
 def waiting(**waited: float) -> dict[str, Any]:
