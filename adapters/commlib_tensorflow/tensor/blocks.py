@@ -20,8 +20,28 @@ from commlib_tensorflow.tensor.moves import On, axis_of
 from commlib_tensorflow.tensor.streams import dropout
 
 
+class _ParallelBlock(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A block that is constructed sharded. width: of its inputs."""
+
+    width: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        """Raise UsageError: the layer needs an axis."""
+        raise refuse_configuration(cls.__name__)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the base configuration, without the axis that a clone would need."""
+        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
+        return found
+
+    def _check_width(self, shape: Any) -> None:
+        if shape[-1] != self.width:
+            raise UsageError(f"{type(self).__name__}: its input has {shape[-1]} features, expected width={self.width}")
+
+
 @keras.saving.register_keras_serializable("commlib")
-class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class ParallelAttention(_ParallelBlock):
     """Self-attention with sharded heads: one fused layer for Q, K and V, and one for the output.
 
     width: of inputs and outputs, (batch, sequence, width). kv_heads: the number of K and V heads, each shared by
@@ -73,7 +93,7 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
 
     def build(self, input_shape: Any) -> None:
         """Create the weights. Collective."""
-        _check_width(self, input_shape)
+        self._check_width(input_shape)
         self.qkv.build(input_shape)
         self.output_dense.build(input_shape)
         options = {"causal": self.causal, "dropout": self.dropout, "groups": self.groups}
@@ -103,23 +123,13 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
             wide = tf.where(tf.cast(mask, tf.bool)[:, :, tf.newaxis], wide, wide.dtype.min)
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
 
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: the layer needs an axis."""
-        raise refuse_configuration(cls.__name__)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the base configuration, without the axis that a clone would need."""
-        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
-        return found
-
     def compute_output_shape(self, inputs_shape: Any, attention_mask_shape: Any = None) -> Any:
         """Return the shape of unsharded outputs."""
         return inputs_shape
 
 
 @keras.saving.register_keras_serializable("commlib")
-class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class ParallelMLP(_ParallelBlock):
     """The MLP of a transformer with sharded hidden units: a column-sharded layer, then a row-sharded one.
 
     width: of inputs and outputs, (..., width). gated: activation(gate) * up, both in one fused layer. sequence: the
@@ -152,7 +162,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
 
     def build(self, input_shape: Any) -> None:
         """Create the weights. Collective."""
-        _check_width(self, input_shape)
+        self._check_width(input_shape)
         self.up.build(input_shape)
         self.down.build(input_shape)
         options = {"gated": self.gated, "activation": self.activation}
@@ -166,21 +176,6 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         gate, up = tf.split(x, 2, -1)
         return self.down(self.activation(gate) * up)
 
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: the layer needs an axis."""
-        raise refuse_configuration(cls.__name__)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the base configuration, without the axis that a clone would need."""
-        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
-        return found
-
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the shape of unsharded outputs."""
         return input_shape
-
-
-def _check_width(layer: Any, shape: Any) -> None:
-    if shape[-1] != layer.width:
-        raise UsageError(f"{type(layer).__name__}: its input has {shape[-1]} features, expected width={layer.width}")

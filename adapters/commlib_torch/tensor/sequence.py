@@ -24,8 +24,10 @@ _MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 """Layers, possibly without weights, whose outputs depend on several positions of a sequence."""
 
 
-class SequenceLayerNorm(nn.LayerNorm):
-    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+class _SequenceNorm(nn.Module):
+    """A norm on a sequence shard."""
+
+    normalized_shape: tuple[int, ...]
 
     def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
         """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""
@@ -35,6 +37,10 @@ class SequenceLayerNorm(nn.LayerNorm):
     def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
         """Replace a plain layer: it then takes sequence shards."""
         self.axis, self.style = axis, style
+
+
+class SequenceLayerNorm(_SequenceNorm, nn.LayerNorm):
+    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
@@ -43,17 +49,8 @@ class SequenceLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class SequenceRMSNorm(nn.RMSNorm):
+class SequenceRMSNorm(_SequenceNorm, nn.RMSNorm):
     """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
-
-    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
-        """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""
-        _check_features(what, self.normalized_shape, style.dim)
-        return {}
-
-    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
-        """Replace a plain layer: it then takes sequence shards."""
-        self.axis, self.style = axis, style
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
