@@ -25,7 +25,7 @@ from commlib.communicator import Communicator
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
-from commlib.tensor_verbs import check_ordered, choose_root
+from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
     FunctionT,
@@ -36,7 +36,7 @@ from commlib_tensorflow._host_calls import (
     operation_name,
     refuse_vectorized,
 )
-from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.named_verbs._autograd import (
     allgather_tensors,
@@ -167,17 +167,19 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     comm: Communicator | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
     The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
-    verb on that group, `root` is a rank of the group, and there is no gradient.
+    verb on that group: `root` is a rank of the group, and the root's gradient is the sum.
     """
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast(tensor, source, comm=comm))
+        return run(ordered.broadcast(tensor, source, algorithm=algorithm, comm=comm))
+    check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
@@ -296,7 +298,7 @@ def barrier(
     """
     if comm is not None:
         check_ordered(name, process_set)
-        return run(verbs.barrier(comm=comm))
+        return run(ordered.barrier(comm=comm))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 
