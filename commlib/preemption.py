@@ -37,14 +37,23 @@ _ASKING_SLURM = 60.0  # seconds; timeout of scontrol
 
 
 class Preemption:
-    """Record signals until all ranks can obey: `with commlib.Preemption() as preemption:` around training.
+    """Record signals until all ranks can obey them together.
 
-    signals: the signals to handle; SIGUSR1 by default. SIGTERM and SIGINT may be included: they end the job without a
-    restart. every: ranks synchronise in every `every`-th call of `requested`. comm: the ranks that synchronise; by
-    default all.
+    Before it is entered a signal ends the process, so enter it first, before slow imports.
 
-    Before it is entered a signal ends the process, so enter it first, before slow imports. Raises UsageError outside
-    the main thread, where Python cannot set signal handlers.
+    Args:
+        signals: The signals to handle; SIGTERM and SIGINT end the job without a restart.
+        every: Ranks synchronise in every `every`-th call of `requested`.
+        comm: The ranks that synchronise; None: all.
+
+    Raises:
+        UsageError: Outside the main thread, where Python cannot set signal handlers.
+
+    Examples:
+        >>> with commlib.Preemption() as preemption:
+        ...     for step in range(2):
+        ...         if preemption.requested():  # on all ranks at the same step
+        ...             preemption.leave()
     """
 
     def __init__(
@@ -81,6 +90,11 @@ class Preemption:
         """Return whether any rank was asked to leave; the same on all ranks. Call it at the end of each step.
 
         Every `every`-th call is collective, until it has returned True.
+
+        Examples:
+            >>> with commlib.Preemption() as preemption:
+            ...     preemption.requested()
+            False
         """
         self._calls += 1
         if self._is_agreed or self._calls % self._every:
@@ -103,8 +117,11 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End the program once all ranks have called this, after saving their state. Collective.
 
-        Under Slurm rank 0 requeues the job, unless it was asked to stop. Raises SystemExit with `TRY_AGAIN` (75), on
-        which a shell loop can restart the job without Slurm; or with `STOPPED` (143) if the job was asked to stop.
+        Under Slurm rank 0 requeues the job, unless it was asked to stop.
+
+        Raises:
+            SystemExit: With `TRY_AGAIN` (75), on which a shell loop can restart the job without Slurm; or with
+                `STOPPED` (143) if the job was asked to stop.
         """
         comm = self._ranks()
         comm.barrier()

@@ -30,12 +30,24 @@ def init(
 ) -> Communicator:
     """Join the other processes and return the Communicator of all of them. Idempotent.
 
-    Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. `transport` is this
-    rank's endpoint in a group of processes that connected without MPI (`commlib.transport.base.Transport`): commlib
-    then owns it and does not use MPI. Each setting comes from its COMMLIB_* environment variable, else from the file of
-    settings (`commlib.config.file`), else from `defaults`. Raises on all ranks: UsageError for a bad setting on any
-    of them, MismatchError for settings that differ. Raises TransportError if there is no usable MPI or if the launcher
-    belongs to another MPI; UsageError in a forked child.
+    Collective.
+
+    Args:
+        comm: An mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated.
+        transport: This rank's endpoint in a group of processes that connected without MPI
+            (`commlib.transport.base.Transport`); commlib then owns it and does not use MPI.
+        defaults: Settings by name, for those that neither a COMMLIB_* variable nor the file of settings
+            (`commlib.config.file`) gives.
+
+    Raises:
+        UsageError: For a bad setting on any rank, on all ranks; in a forked child.
+        MismatchError: For settings that differ, on all ranks.
+        TransportError: If there is no usable MPI, or if the launcher belongs to another MPI.
+
+    Examples:
+        >>> comm = commlib.init()
+        >>> comm.size
+        2
     """
     global _world, _joining
     forks.check("commlib.init")
@@ -115,23 +127,38 @@ def _over_mpi(comm: Any, settings: Config) -> MpiTransport:
 
 
 def world() -> Communicator:
-    """Return the Communicator that `init` made. Raises UsageError before `init` and after `shutdown`."""
+    """Return the Communicator that `init` made.
+
+    Raises:
+        UsageError: Before `init` and after `shutdown`.
+
+    Examples:
+        >>> commlib.world() is commlib.init()
+        True
+    """
     if _world is None:
         raise UsageError("commlib is not initialised: call commlib.init() first")
     return _world
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` not since."""
+    """Return whether `init` has been called, and `shutdown` not since.
+
+    Examples:
+        >>> commlib.is_initialized()
+        True
+    """
     return _world is not None
 
 
 def shutdown() -> None:
     """Finish work in flight and leave the other processes. Idempotent; `init` may be called again.
 
-    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. Work that has not ended by then raises ShutdownError
-    from its `wait`, and so does every later call. Once all work has ended, raises MismatchError if ranks made different
-    calls that caused no error before, such as a broadcast from two roots.
+    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight.
+
+    Raises:
+        ShutdownError: From the `wait` of work that has not ended by then, and from every later call.
+        MismatchError: If ranks made different calls that caused no error before, such as a broadcast from two roots.
     """
     global _world
     if _world is None:

@@ -38,13 +38,30 @@ class Work:
         return f"<Work {self.description}: {state}>"
 
     def done(self) -> bool:
-        """Return whether the operation has ended, successfully or not. Never blocks."""
+        """Return whether the operation has ended, successfully or not. Never blocks.
+
+        Examples:
+            >>> work = comm.barrier_async()
+            >>> work.wait()
+            >>> work.done()
+            True
+        """
         return self._done
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the operation has ended, at most `timeout` seconds, and return its result.
 
-        Raises the operation's exception; StallError after the timeout (the operation continues).
+        Args:
+            timeout: Seconds; None: without a limit.
+
+        Raises:
+            StallError: After the timeout; the operation continues.
+            Exception: The operation's own, if it failed.
+
+        Examples:
+            >>> work = comm.all_reduce_async(np.ones(2))
+            >>> work.wait()
+            array([2., 2.])
         """
         if not self._done:
             forks.check(self.description)
@@ -70,11 +87,24 @@ class Work:
         return self._result
 
     def result(self) -> Any:
-        """Wait without a timeout and return the result. Raises the operation's exception."""
+        """Wait without a timeout and return the result.
+
+        Raises:
+            Exception: The operation's own, if it failed.
+
+        Examples:
+            >>> comm.all_reduce_async(np.ones(1)).result()
+            array([2.])
+        """
         return self.wait()
 
     def exception(self) -> BaseException | None:
-        """Wait until the operation has ended and return its exception, or None."""
+        """Wait until the operation has ended and return its exception, or None.
+
+        Examples:
+            >>> comm.barrier_async().exception() is None
+            True
+        """
         try:
             self.wait()
         except BaseException as error:
