@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor._row_ranges import take_ranges
 from commlib_torch.tensor.moves import On, axis_of, redistribute
 
 
@@ -107,3 +106,11 @@ def _dim(what: str, x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise UsageError(f"{what}: a tensor of shape {list(x.shape)} has no dimension {dim}")
     return dim % x.ndim
+
+
+def take_ranges(x: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    parts = [x.narrow(dim, part.start, len(part)) for part in ranges]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
