@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,6 @@ from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._host_calls import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
-from commlib_tensorflow.tensor._row_ranges import take_ranges
 from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
 
 
@@ -99,3 +98,12 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
 def _shape(x: tf.Tensor) -> list[int | None] | None:
     return None if x.shape.rank is None else x.shape.as_list()
+
+
+def take_ranges(x: tf.Tensor, ranges: Sequence[range], dim: int) -> tf.Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    front = (slice(None),) * dim
+    parts = [x[(*front, slice(part.start, part.stop))] for part in ranges]
+    return tf.concat(parts, dim) if parts else x[(*front, slice(0, 0))]

@@ -21,7 +21,7 @@ from commlib_torch._shard_marks import mark_part
 from commlib_torch._shards import change_shard, shard_of, shards_of
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._optimizer_states import is_number, is_stack
-from commlib_torch.expert._steppers import keepers_of
+from commlib_torch.expert._step_hooks import keepers_of
 from commlib_torch.expert.moe import MoE
 
 

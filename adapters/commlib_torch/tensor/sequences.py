@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor._row_ranges import take_ranges
 from commlib_torch.tensor.moves import On, axis_of, redistribute
 
 
@@ -93,3 +92,11 @@ def _array(value: Any) -> Any:
     if isinstance(value, np.ndarray):  # torch does not accept a read-only array, as of a file
         return value
     return host_array(torch.as_tensor(value))
+
+
+def take_ranges(x: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    parts = [x.narrow(dim, part.start, len(part)) for part in ranges]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
