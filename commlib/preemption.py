@@ -21,6 +21,7 @@ from commlib.world import world
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.ranks import Ranks
 
 log = logging.getLogger("commlib")
 
@@ -40,20 +41,20 @@ class Preemption:
     """Record signals until all ranks can obey: `with commlib.Preemption() as preemption:` around training.
 
     signals: the signals to handle; SIGUSR1 by default. SIGTERM and SIGINT may be included: they end the job without a
-    restart. every: ranks synchronise in every `every`-th call of `requested`. comm: the ranks that synchronise; by
-    default all.
+    restart. every: ranks synchronise in every `every`-th call of `requested`. ranks: those that synchronise; by
+    default all. A mesh means all its ranks.
 
     Before it is entered a signal ends the process, so enter it first, before slow imports. Raises UsageError outside
     the main thread, where Python cannot set signal handlers.
     """
 
     def __init__(
-        self, signals: Iterable[int] = (signal.SIGUSR1,), *, every: int = 1, comm: Communicator | None = None
+        self, signals: Iterable[int] = (signal.SIGUSR1,), *, every: int = 1, ranks: Ranks | None = None
     ) -> None:
         self._signals = [signal.Signals(number) for number in signals]
         if not self._signals or every < 1:
             raise UsageError(f"Preemption: expected some signals and every >= 1, got {self._signals} and {every}")
-        self._every, self.comm = every, comm
+        self._every, self.comm = every, None if ranks is None else _communicator_of(ranks)
         self._before: dict[int, Any] = {}
         self._received: list[signal.Signals] = []  # the signals that this rank received
         self._calls = 0
@@ -156,3 +157,9 @@ def requeue(job: str) -> bool:
     if why:
         log.error("preemption: the job is not requeued: %s failed (%s)", " ".join(command), why)
     return not why
+
+
+def _communicator_of(ranks: Ranks) -> Communicator:
+    from commlib.ranks import communicator_of  # imports numpy, and a signal before __enter__ ends the process
+
+    return communicator_of(ranks, "Preemption", whole=True)
