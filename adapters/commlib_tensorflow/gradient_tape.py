@@ -156,11 +156,11 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: core.ProcessSet | None = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
     *,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
+    overlap: bool | None = None,
+    compress_within_node: bool = False,
 ) -> DistributedTape:
     """Return a tape that records like `gradtape`, and whose `gradient` is reduced over all ranks.
 

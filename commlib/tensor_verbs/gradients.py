@@ -125,22 +125,22 @@ class VerbGradients(Generic[T]):
         return self._run(call)
 
     def _all_reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.all_reduce(gradient, **recorded.options, comm=recorded.comm)
+        return self._verbs.all_reduce(gradient, **recorded.options, ranks=recorded.comm)
 
     def _reduce_scatter(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         even = form.length is not None and form.length % recorded.comm.size == 0
         gather = self._verbs.all_gather if even else self._verbs.all_gather_v
-        return gather(gradient, comm=recorded.comm)
+        return gather(gradient, ranks=recorded.comm)
 
     def _reduce_scatter_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.all_gather_v(gradient, comm=recorded.comm)
+        return self._verbs.all_gather_v(gradient, ranks=recorded.comm)
 
     def _all_gather(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.reduce_scatter(gradient, comm=recorded.comm)
+        return self._verbs.reduce_scatter(gradient, ranks=recorded.comm)
 
     def _all_gather_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        counts = self._run_backward(self._verbs.all_gather(form.rows(), comm=recorded.comm))
-        return self._verbs.reduce_scatter_v(gradient, counts, comm=recorded.comm)
+        counts = self._run_backward(self._verbs.all_gather(form.rows(), ranks=recorded.comm))
+        return self._verbs.reduce_scatter_v(gradient, counts, ranks=recorded.comm)
 
     def _broadcast(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         return self._to_root("reduce", recorded, form, gradient)
@@ -157,26 +157,26 @@ class VerbGradients(Generic[T]):
         )
 
     def _reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.broadcast(gradient, recorded.options["root"], comm=recorded.comm)
+        return self._verbs.broadcast(gradient, recorded.options["root"], ranks=recorded.comm)
 
     def _gather(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.scatter(gradient, recorded.options["root"], comm=recorded.comm)
+        return self._verbs.scatter(gradient, recorded.options["root"], ranks=recorded.comm)
 
     def _all_to_all(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        return self._verbs.all_to_all(gradient, **recorded.options, comm=recorded.comm)
+        return self._verbs.all_to_all(gradient, **recorded.options, ranks=recorded.comm)
 
     def _all_to_all_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         splits, received = recorded.options["splits"], recorded.received
-        return self._verbs.all_to_all_v(gradient, received, takes=splits, comm=recorded.comm)
+        return self._verbs.all_to_all_v(gradient, received, takes=splits, ranks=recorded.comm)
 
     def _send_back(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         peer, source, tag = (recorded.options[name] for name in ("peer", "source", "tag"))
-        return self._send_recv(gradient, source, form.zeros(), peer, tag, comm=recorded.comm)
+        return self._send_recv(gradient, source, form.zeros(), peer, tag, ranks=recorded.comm)
 
     def _scan(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         comm = recorded.comm
         if recorded.options.get("reverse"):
-            return self._verbs.scan(gradient, comm=comm)
+            return self._verbs.scan(gradient, ranks=comm)
         return TensorCall(
             self._bridge,
             comm,

@@ -1,7 +1,7 @@
 """Ordered verbs on tensors: they run in call order, which must be the same on all ranks.
 
 Every verb is collective unless it names a peer, takes any dtype that the core does (bfloat16 included), and works on
-`comm`, by default the communicator of all ranks. algorithm: as for the communicator's verb, see `Communicator`.
+`ranks`, by default all. algorithm: as for the communicator's verb, see `Communicator`.
 Errors of the core are raised: UsageError for a bad argument on this rank, MismatchError on every rank if ranks call
 different verbs, PeerError if a rank has left.
 
@@ -19,12 +19,11 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
-from commlib.horovod import require_world
 from commlib.p2p.lanes.staging import stage_to_host
-from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall
+from commlib.ranks import Ranks
+from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall, group_of
 
 T = TypeVar("T")
-Comm = Communicator | None
 
 
 class OrderedVerbs(Generic[T]):
@@ -34,7 +33,9 @@ class OrderedVerbs(Generic[T]):
         self._bridge = bridge
         self._room = bridge.room or np.empty_like
 
-    def all_reduce(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_reduce(
+        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
         op: sum, mean, min, max or prod. Sum and mean differentiate: the gradient is reduced in the same way.
@@ -42,7 +43,7 @@ class OrderedVerbs(Generic[T]):
         room = self._bridge.room
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "all_reduce",
             lambda verb, x: verb(x, op, out=None if room is None else room(x), algorithm=algorithm),
             (tensor,),
@@ -51,7 +52,7 @@ class OrderedVerbs(Generic[T]):
         )
 
     def reduce_scatter(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None
+        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return this rank's shard of the result along dimension 0.
 
@@ -60,7 +61,7 @@ class OrderedVerbs(Generic[T]):
         """
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "reduce_scatter",
             lambda verb, x: verb(x, op, algorithm=algorithm),
             (tensor,),
@@ -69,13 +70,19 @@ class OrderedVerbs(Generic[T]):
         )
 
     def reduce_scatter_v(
-        self, tensor: T, counts: Sequence[int] | T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None
+        self,
+        tensor: T,
+        counts: Sequence[int] | T,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        ranks: Ranks | None = None,
     ) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return `counts[rank]` rows of the result; all ranks give the same counts.
 
         Sum and mean differentiate: the gradients of the rows are gathered.
         """
-        group = comm or require_world()
+        group = group_of(ranks, "reduce_scatter_v")
         rows, asked = _count_inputs(self._bridge, group, "reduce_scatter_v", (counts,))
         return TensorCall(
             self._bridge,
@@ -88,37 +95,39 @@ class OrderedVerbs(Generic[T]):
         )
 
     def reduce(
-        self, tensor: T, op: str = "sum", root: int = 0, *, algorithm: str = "auto", comm: Comm = None
+        self, tensor: T, op: str = "sum", root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks; rank `root` gets the result, the others None. Does not differentiate."""
-        comm = comm or require_world()
+        comm = group_of(ranks, "reduce")
         result = SAME if comm.rank == root else NOTHING
         return TensorCall(
             self._bridge, comm, "reduce", lambda verb, x: verb(x, op, root, algorithm=algorithm), (tensor,), result
         )
 
-    def scan(self, tensor: T, op: str = "sum", *, comm: Comm = None) -> TensorCall[T]:
+    def scan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks up to and including this one.
 
         op: sum, min, max or prod. The sum differentiates: the gradients are summed from the last rank to this one.
         """
-        return TensorCall(self._bridge, comm, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, {"op": op})
+        return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, {"op": op})
 
-    def exscan(self, tensor: T, op: str = "sum", *, comm: Comm = None) -> TensorCall[T | None]:
+    def exscan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
 
         op: sum, min, max or prod.
         """
-        comm = comm or require_world()
+        comm = group_of(ranks, "exscan")
         result = SAME if comm.rank else NOTHING
-        return TensorCall(self._bridge, comm, "exscan", lambda verb, x: verb(x, op), (tensor,), result)
+        return TensorCall(self._bridge, ranks, "exscan", lambda verb, x: verb(x, op), (tensor,), result)
 
-    def broadcast(self, tensor: T, root: int = 0, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def broadcast(
+        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Return a new tensor with the values of rank `root`. All ranks pass the same shape and dtype.
 
         Differentiates: rank `root` gets the sum of the gradients, the others zeros.
         """
-        comm = comm or require_world()
+        comm = group_of(ranks, "broadcast")
         room, here = self._room, comm.rank == root
 
         def host(verb: Callable[..., Any], x: Any) -> Any:
@@ -129,32 +138,34 @@ class OrderedVerbs(Generic[T]):
 
         return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, {"root": root})
 
-    def all_gather(self, tensor: T, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_gather(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree.
 
         Differentiates: each rank gets the sum of the gradients of its rows.
         """
         return TensorCall(
-            self._bridge, comm, "all_gather", lambda verb, x: verb(x, algorithm=algorithm), (tensor,), ROWS
+            self._bridge, ranks, "all_gather", lambda verb, x: verb(x, algorithm=algorithm), (tensor,), ROWS
         )
 
-    def all_gather_v(self, tensor: T, *, comm: Comm = None) -> TensorCall[T]:
+    def all_gather_v(self, tensor: T, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ.
 
         Differentiates: each rank gets the sum of the gradients of its rows.
         """
-        return TensorCall(self._bridge, comm, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
+        return TensorCall(self._bridge, ranks, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
 
-    def gather(self, tensor: T, root: int = 0, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T | None]:
+    def gather(
+        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T | None]:
         """Like `all_gather`, but only rank `root` gets the result, the others None. Does not differentiate."""
-        comm = comm or require_world()
+        comm = group_of(ranks, "gather")
         result = ROWS if comm.rank == root else NOTHING
         return TensorCall(
             self._bridge, comm, "gather", lambda verb, x: verb(x, root, algorithm=algorithm), (tensor,), result
         )
 
     def scatter(
-        self, tensor: T | None = None, root: int = 0, *, algorithm: str = "auto", comm: Comm = None
+        self, tensor: T | None = None, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Return this rank's equal part of rank `root`'s `tensor` along dimension 0; other tensors are ignored.
 
@@ -163,7 +174,7 @@ class OrderedVerbs(Generic[T]):
         inputs = () if tensor is None else (tensor,)
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "scatter",
             lambda verb, *x: verb(*(x or (None,)), root, algorithm=algorithm),
             inputs,
@@ -171,14 +182,14 @@ class OrderedVerbs(Generic[T]):
             {"root": root},
         )
 
-    def all_to_all(self, tensor: T, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_to_all(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
         """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return the parts received.
 
         Differentiates: the gradients of the parts go back to where the parts are from.
         """
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "all_to_all",
             lambda verb, x: verb(x, algorithm=algorithm),
             (tensor,),
@@ -187,14 +198,19 @@ class OrderedVerbs(Generic[T]):
         )
 
     def all_to_all_v(
-        self, tensor: T, splits: Sequence[int] | T, *, takes: Sequence[int] | T | None = None, comm: Comm = None
+        self,
+        tensor: T,
+        splits: Sequence[int] | T,
+        *,
+        takes: Sequence[int] | T | None = None,
+        ranks: Ranks | None = None,
     ) -> TensorCall[tuple[T, T]]:
         """Send `splits[i]` rows of `tensor` to rank i; return (the rows received, int64 number of rows from each rank).
 
         takes: number of rows received from each rank, if all ranks know it. Differentiates: the gradients of the rows
         go back to where the rows are from.
         """
-        group = comm or require_world()
+        group = group_of(ranks, "all_to_all_v")
         rows, asked = _count_inputs(self._bridge, group, "all_to_all_v", (splits, takes))
 
         def host(verb: Callable[..., Any], x: Any, *arrays: Any) -> Any:
@@ -203,21 +219,21 @@ class OrderedVerbs(Generic[T]):
 
         return TensorCall(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, {"splits": splits})
 
-    def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[None]:
+    def send(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed. Does not differentiate."""
-        return TensorCall(self._bridge, comm, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
+        return TensorCall(self._bridge, ranks, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
 
-    def barrier(self, *, comm: Comm = None) -> TensorCall[None]:
+    def barrier(self, *, ranks: Ranks | None = None) -> TensorCall[None]:
         """Wait until all ranks have called this. The work of `barrier_async` is done when all ranks have called it."""
-        return TensorCall(self._bridge, comm, "barrier", lambda verb: verb(), (), NOTHING)
+        return TensorCall(self._bridge, ranks, "barrier", lambda verb: verb(), (), NOTHING)
 
-    def broadcast_object(self, value: Any, root: int = 0, *, comm: Comm = None) -> TensorCall[Any]:
+    def broadcast_object(self, value: Any, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[Any]:
         """Return rank `root`'s picklable object on all ranks."""
-        return TensorCall(self._bridge, comm, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
+        return TensorCall(self._bridge, ranks, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
 
-    def all_gather_object(self, value: Any, *, comm: Comm = None) -> TensorCall[list[Any]]:
+    def all_gather_object(self, value: Any, *, ranks: Ranks | None = None) -> TensorCall[list[Any]]:
         """Return the picklable objects of all ranks, in rank order."""
-        return TensorCall(self._bridge, comm, "all_gather_object", lambda verb: verb(value), (), OBJECT)
+        return TensorCall(self._bridge, ranks, "all_gather_object", lambda verb: verb(value), (), OBJECT)
 
 
 class WritingVerbs(Generic[T]):
@@ -226,7 +242,9 @@ class WritingVerbs(Generic[T]):
     def __init__(self, bridge: Bridge[T], place: Callable[[T], TargetTensor]) -> None:
         self._bridge, self._place = bridge, place
 
-    def all_reduce_(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_reduce_(
+        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it.
 
         Differentiates like `all_reduce`.
@@ -235,7 +253,7 @@ class WritingVerbs(Generic[T]):
         x = place.array
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "all_reduce",
             lambda verb: verb(x, op, out=x, algorithm=algorithm),
             (),
@@ -245,7 +263,9 @@ class WritingVerbs(Generic[T]):
             written=tensor,
         )
 
-    def broadcast_(self, tensor: T, root: int = 0, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def broadcast_(
+        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Overwrite `tensor` on every rank with the tensor of rank `root`, and return it.
 
         Differentiates like `broadcast`.
@@ -253,7 +273,7 @@ class WritingVerbs(Generic[T]):
         place = self._place(tensor)
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "broadcast",
             lambda verb: verb(place.array, root, algorithm=algorithm),
             (),
@@ -263,12 +283,12 @@ class WritingVerbs(Generic[T]):
             written=tensor,
         )
 
-    def recv(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def recv(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Receive the tensor that rank `peer` sends with this tag into `tensor`, and return it."""
         place = self._place(tensor)
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "recv",
             lambda verb: verb(place.array, peer, tag),
             (),
@@ -277,7 +297,9 @@ class WritingVerbs(Generic[T]):
             written=tensor,
         )
 
-    def send_recv(self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def send_recv(
+        self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Send `tensor` to rank `peer` while receiving into `out` from rank `source`; return `out`.
 
         Differentiates with respect to `tensor`: the gradient of `out` goes back to rank `source`.
@@ -285,7 +307,7 @@ class WritingVerbs(Generic[T]):
         place = self._place(out)
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "send_recv",
             lambda verb, x: verb(x, peer, place.array, source, tag),
             (tensor,),
@@ -303,15 +325,15 @@ class ReturningVerbs(Generic[T]):
         self._bridge = bridge
         self._room = bridge.room or np.empty_like
 
-    def recv(self, like: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def recv(self, like: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return the tensor that rank `peer` sends with this tag, as a new tensor of the shape and dtype of `like`."""
         room = self._room
         return TensorCall(
-            self._bridge, comm, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME, operands=()
+            self._bridge, ranks, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME, operands=()
         )
 
     def send_recv(
-        self, tensor: T, peer: int, like: T, source: int, tag: int = 0, *, comm: Comm = None
+        self, tensor: T, peer: int, like: T, source: int, tag: int = 0, *, ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Send `tensor` to rank `peer`; return the tensor that rank `source` sends, as a new tensor like `like`.
 
@@ -320,7 +342,7 @@ class ReturningVerbs(Generic[T]):
         room = self._room
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "send_recv",
             lambda verb, x, y: verb(x, peer, room(y), source, tag),
             (tensor, like),

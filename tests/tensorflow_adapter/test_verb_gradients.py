@@ -65,11 +65,11 @@ def test_gradients_are_those_of_one_process(comm: Any, name: str, form: Any) -> 
 
 def model(x: Any, comm: Any) -> Any:
     """A function of several verbs, each of whose results feeds another one."""
-    y = ct.all_gather(tf.sin(x), comm=comm)
-    z = ct.reduce_scatter(tf.square(y) * (comm.rank + 1.0), comm=comm)
-    mean = ct.all_reduce(tf.reduce_mean(z), "mean", comm=comm)
-    shared = ct.broadcast(tf.cos(z) * mean, root=comm.size - 1, comm=comm)
-    return tf.reduce_sum(ct.scan(shared * x, comm=comm) * z)
+    y = ct.all_gather(tf.sin(x), ranks=comm)
+    z = ct.reduce_scatter(tf.square(y) * (comm.rank + 1.0), ranks=comm)
+    mean = ct.all_reduce(tf.reduce_mean(z), "mean", ranks=comm)
+    shared = ct.broadcast(tf.cos(z) * mean, root=comm.size - 1, ranks=comm)
+    return tf.reduce_sum(ct.scan(shared * x, ranks=comm) * z)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
@@ -87,7 +87,7 @@ def test_finite_differences_across_ranks(comm: Any, traced: bool) -> None:
 def test_other_dtypes(comm: Any, dtype: Any) -> None:
     x = tf.Variable(tf.cast([1.0, 2.0], dtype))
     with tf.GradientTape() as tape:
-        y = tf.reduce_sum(ct.all_reduce(x, "mean", comm=comm) * tf.cast(comm.rank + 1, dtype))
+        y = tf.reduce_sum(ct.all_reduce(x, "mean", ranks=comm) * tf.cast(comm.rank + 1, dtype))
     gradient = tape.gradient(y, x)
     assert gradient.dtype == dtype
     np.testing.assert_array_equal(tf.cast(gradient, tf.float64).numpy(), [(comm.size + 1) / 2] * 2)
@@ -97,20 +97,20 @@ def test_gradients_of_some_rows(comm: Any) -> None:
     """The gradient of a gather of TensorFlow is tf.IndexedSlices."""
     x = tf.Variable([[1.0, 2.0]])
     with tf.GradientTape() as tape:
-        y = tf.reduce_sum(tf.gather(ct.all_gather(x, comm=comm), [comm.size - 1]))
+        y = tf.reduce_sum(tf.gather(ct.all_gather(x, ranks=comm), [comm.size - 1]))
     np.testing.assert_array_equal(
         tf.convert_to_tensor(tape.gradient(y, x)).numpy(), [[comm.size * (comm.rank == comm.size - 1)] * 2]
     )
 
 
 REFUSED = {
-    "reduce": (lambda x, comm: ct.reduce(x, comm=comm), "call all_reduce"),
-    "gather": (lambda x, comm: ct.gather(x, comm=comm), "call all_gather"),
-    "exscan": (lambda x, comm: ct.exscan(x, comm=comm), "call scan, and subtract"),
-    "send": (lambda x, comm: ct.send(x, comm.rank, comm=comm), "call send_recv"),
-    "all_reduce max": (lambda x, comm: ct.all_reduce(x, "max", comm=comm), "only sum and mean have one"),
-    "reduce_scatter prod": (lambda x, comm: ct.reduce_scatter(x, "prod", comm=comm), "only sum and mean have one"),
-    "scan min": (lambda x, comm: ct.scan(x, "min", comm=comm), "only sum has one"),
+    "reduce": (lambda x, comm: ct.reduce(x, ranks=comm), "call all_reduce"),
+    "gather": (lambda x, comm: ct.gather(x, ranks=comm), "call all_gather"),
+    "exscan": (lambda x, comm: ct.exscan(x, ranks=comm), "call scan, and subtract"),
+    "send": (lambda x, comm: ct.send(x, comm.rank, ranks=comm), "call send_recv"),
+    "all_reduce max": (lambda x, comm: ct.all_reduce(x, "max", ranks=comm), "only sum and mean have one"),
+    "reduce_scatter prod": (lambda x, comm: ct.reduce_scatter(x, "prod", ranks=comm), "only sum and mean have one"),
+    "scan min": (lambda x, comm: ct.scan(x, "min", ranks=comm), "only sum has one"),
 }
 
 
@@ -134,9 +134,9 @@ def test_verbs_without_a_backward_are_refused_before_anything_is_sent(comm: Any,
 @pytest.mark.ranks(min=2)
 def test_a_verb_without_a_backward_in_a_traced_function_with_a_tape_outside(comm: Any) -> None:
     for run, ranks in (
-        (lambda x: ct.all_reduce(x, "max", comm=comm), range(comm.size)),
-        (lambda x: ct.reduce(x, comm=comm), [0]),
-        (lambda x: ct.exscan(x, comm=comm), range(1, comm.size)),
+        (lambda x: ct.all_reduce(x, "max", ranks=comm), range(comm.size)),
+        (lambda x: ct.reduce(x, ranks=comm), [0]),
+        (lambda x: ct.exscan(x, ranks=comm), range(1, comm.size)),
     ):
         x = tf.ones(2)
         traced = tf.function(run)
@@ -158,12 +158,12 @@ def test_asynchronous_verbs_are_refused(comm: Any) -> None:
     with tf.GradientTape() as tape:
         for start in (ct.all_reduce_async, ct.all_gather_async, ct.scan_async, ct.broadcast_async):
             with pytest.raises(UsageError, match=r"_async, rank \d: the tensor requires a gradient.*tf.stop_gradient"):
-                start(x, comm=comm)
+                start(x, ranks=comm)
         with tape.stop_recording():
-            assert ct.all_reduce_async(x, comm=comm).wait().numpy().tolist() == [comm.size] * comm.size
-        assert ct.all_reduce_async(tf.stop_gradient(x), comm=comm).wait().shape == x.shape
-        assert ct.all_reduce_async(tf.ones(2), comm=comm).wait().shape == (2,)
-    assert ct.all_reduce_async(x, comm=comm).wait().shape == x.shape
+            assert ct.all_reduce_async(x, ranks=comm).wait().numpy().tolist() == [comm.size] * comm.size
+        assert ct.all_reduce_async(tf.stop_gradient(x), ranks=comm).wait().shape == x.shape
+        assert ct.all_reduce_async(tf.ones(2), ranks=comm).wait().shape == (2,)
+    assert ct.all_reduce_async(x, ranks=comm).wait().shape == x.shape
 
 
 @pytest.mark.ranks(min=2)
@@ -175,14 +175,14 @@ def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
         if comm.rank == 0:
             tape.watch(x)
         with pytest.raises(MismatchError, match="all_reduce of 3 x float32, op=sum, algorithm=auto, with gradient"):
-            ct.all_reduce(x, comm=group)
+            ct.all_reduce(x, ranks=group)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 def test_a_backward_on_some_ranks_only(comm: Any, traced: bool) -> None:
     group = comm.split(0)
-    run = tf.function(lambda x: ct.all_reduce(x, comm=group)) if traced else lambda x: ct.all_reduce(x, comm=group)
+    run = tf.function(lambda x: ct.all_reduce(x, ranks=group)) if traced else lambda x: ct.all_reduce(x, ranks=group)
     x = tf.Variable(tf.ones(3))
     with tf.GradientTape() as tape:
         y = run(x * 1.0)
@@ -190,7 +190,7 @@ def test_a_backward_on_some_ranks_only(comm: Any, traced: bool) -> None:
         if comm.rank == 0:
             tape.gradient(y, x)
         else:
-            ct.all_reduce(tf.ones(3), comm=group)
+            ct.all_reduce(tf.ones(3), ranks=group)
 
 
 def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
 
     class Shared(tf.keras.layers.Layer):  # type: ignore[misc]
         def call(self, x: Any) -> Any:
-            return ct.all_reduce(x, "mean", comm=comm)
+            return ct.all_reduce(x, "mean", ranks=comm)
 
     def trained(layers: list[Any], x: Any, y: Any) -> Any:
         model = tf.keras.Sequential([tf.keras.Input((2,)), *layers])

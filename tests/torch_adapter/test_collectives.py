@@ -203,8 +203,8 @@ def test_algorithms(comm: Any) -> None:
             (lambda how: ct.reduce(mine, root=root, algorithm=how), sums if comm.rank == root else None),
             (lambda how: ct.gather(mine, root, algorithm=how), torch.cat(parts) if comm.rank == root else None),
             (lambda how: ct.scatter(torch.cat(parts), root, algorithm=how), mine),
-            (lambda how: ct.broadcast(mine, root=root, algorithm=how, comm=comm), parts[root]),
-            (lambda how: ct.broadcast_(mine.clone(), root=root, algorithm=how, comm=comm), parts[root]),
+            (lambda how: ct.broadcast(mine, root=root, algorithm=how, ranks=comm), parts[root]),
+            (lambda how: ct.broadcast_(mine.clone(), root=root, algorithm=how, ranks=comm), parts[root]),
         ],
     }
     for algorithm, several in calls.items():
@@ -214,7 +214,7 @@ def test_algorithms(comm: Any) -> None:
                 check(got, expected)
             with pytest.raises(UsageError, match="no such algorithm"):
                 call("no such algorithm")
-    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give comm= too"):
+    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give ranks= too"):
         ct.broadcast(mine, root=0, algorithm="binomial_tree")
 
 
@@ -254,7 +254,7 @@ def test_objects_and_barrier(comm: Any) -> None:
 def test_a_group(comm: Any) -> None:
     group = comm.split(comm.rank % 2, comm.rank)
     ranks = range(comm.rank % 2, comm.size, 2)
-    check(ct.all_reduce(torch.tensor([comm.rank]), comm=group), torch.tensor([sum(ranks)]))
+    check(ct.all_reduce(torch.tensor([comm.rank]), ranks=group), torch.tensor([sum(ranks)]))
 
 
 def test_symmetric_memory_is_reduced_where_it_is(comm: Any) -> None:

@@ -154,7 +154,7 @@ def test_stages_under_autocast(comm: Any) -> None:
     whole = copy.deepcopy(layers)
     pipe = ct.pipeline(layers, comm, microbatches=2, loss=F.mse_loss)
     ours, theirs = sgd(pipe), sgd(whole)
-    scaler, single = ct.GradScaler(comm=comm, init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler, single = ct.GradScaler(ranks=comm, init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(STEPS):
         x, y = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step))
         ours.zero_grad()

@@ -35,11 +35,11 @@ def test_gradients_are_those_of_one_process(comm: Any, name: str) -> None:
 
 def model(x: Tensor, comm: Any) -> Tensor:
     """A function of several verbs, each of whose results feeds another one."""
-    y = ct.all_gather(x.sin(), comm=comm)
-    z = ct.reduce_scatter(y.square() * (comm.rank + 1), comm=comm)
-    mean = ct.all_reduce(z.mean(), "mean", comm=comm)
-    shared = ct.broadcast(z.cos() * mean, root=comm.size - 1, comm=comm)
-    return (ct.scan(shared * x, comm=comm) * z).sum()
+    y = ct.all_gather(x.sin(), ranks=comm)
+    z = ct.reduce_scatter(y.square() * (comm.rank + 1), ranks=comm)
+    mean = ct.all_reduce(z.mean(), "mean", ranks=comm)
+    shared = ct.broadcast(z.cos() * mean, root=comm.size - 1, ranks=comm)
+    return (ct.scan(shared * x, ranks=comm) * z).sum()
 
 
 def test_finite_differences_across_ranks(comm: Any) -> None:
@@ -59,7 +59,7 @@ def test_finite_differences_across_ranks(comm: Any) -> None:
 def test_other_dtypes_and_forms(comm: Any, dtype: torch.dtype) -> None:
     """Exact: small whole numbers. The tensors and their gradients are not contiguous."""
     base = (torch.arange(6).reshape(3, 2) + comm.rank).to(dtype).requires_grad_()
-    result = ct.all_gather(base.t(), comm=comm)
+    result = ct.all_gather(base.t(), ranks=comm)
     factor = torch.full((2 * comm.size, 1), comm.rank + 1).to(dtype)
     (result * factor).sum().real.backward()  # the gradient is expanded
     total = comm.size * (comm.size + 1) // 2
@@ -70,9 +70,9 @@ def test_other_dtypes_and_forms(comm: Any, dtype: torch.dtype) -> None:
 def test_in_place(comm: Any) -> None:
     x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
     y = x * 2
-    assert ct.all_reduce_(y, comm=comm) is y
+    assert ct.all_reduce_(y, ranks=comm) is y
     z = y * 3
-    assert ct.broadcast_(z, root=comm.size - 1, comm=comm) is z
+    assert ct.broadcast_(z, root=comm.size - 1, ranks=comm) is z
     (z * (comm.rank + 1)).sum().backward()
     # z is the root's on all ranks, so only its y has a gradient; y is a sum, which passes it to all ranks.
     assert x.grad is not None
@@ -82,7 +82,7 @@ def test_in_place(comm: Any) -> None:
 def test_a_part_of_a_tensor_in_place(comm: Any) -> None:
     x = torch.full((4,), comm.rank + 1.0, requires_grad=True)
     whole = x * 1
-    ct.all_reduce_(whole[1:3], comm=comm)
+    ct.all_reduce_(whole[1:3], ranks=comm)
     assert whole[1] == comm.size * (comm.size + 1) / 2 and whole[0] == comm.rank + 1
     whole.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1, comm.size, comm.size, 1]
@@ -91,30 +91,30 @@ def test_a_part_of_a_tensor_in_place(comm: Any) -> None:
 def test_in_place_on_leaves_is_refused_before_anything_is_sent(comm: Any) -> None:
     weight = torch.ones(4, requires_grad=True)
     for call in (
-        lambda: ct.all_reduce_(weight, comm=comm),
-        lambda: ct.broadcast_(weight, root=0, comm=comm),
-        lambda: ct.all_reduce_(weight[:2], comm=comm),
+        lambda: ct.all_reduce_(weight, ranks=comm),
+        lambda: ct.broadcast_(weight, root=0, ranks=comm),
+        lambda: ct.all_reduce_(weight[:2], ranks=comm),
     ):
         with pytest.raises(UsageError, match=r"leaf that requires a gradient.*rank|rank \d.*leaf that requires a grad"):
             call()
     with pytest.raises(UsageError, match="received into requires a gradient"):
-        ct.send_recv(torch.ones(4), comm.rank, weight * 1, comm.rank, comm=comm)
+        ct.send_recv(torch.ones(4), comm.rank, weight * 1, comm.rank, ranks=comm)
     with pytest.raises(UsageError, match=f"recv, rank {comm.rank}: no gradient flows.*receive into another tensor"):
-        ct.recv(weight, 0, comm=comm)
+        ct.recv(weight, 0, ranks=comm)
     with torch.no_grad():
-        assert ct.all_reduce_(weight, comm=comm) is weight
+        assert ct.all_reduce_(weight, ranks=comm) is weight
     assert weight.is_leaf and weight[0] == comm.size
 
 
 REFUSED = {
-    "reduce": (lambda x, comm: ct.reduce(x, comm=comm), "call all_reduce"),
-    "gather": (lambda x, comm: ct.gather(x, comm=comm), "call all_gather"),
-    "exscan": (lambda x, comm: ct.exscan(x, comm=comm), "call scan, and subtract"),
-    "send": (lambda x, comm: ct.send(x, comm.rank, comm=comm), "call send_recv"),
-    "all_reduce max": (lambda x, comm: ct.all_reduce(x, "max", comm=comm), "only sum and mean have one"),
-    "reduce_scatter prod": (lambda x, comm: ct.reduce_scatter(x, "prod", comm=comm), "only sum and mean have one"),
-    "scan min": (lambda x, comm: ct.scan(x, "min", comm=comm), "only sum has one"),
-    "all_reduce_ max": (lambda x, comm: ct.all_reduce_(x * 1, "max", comm=comm), "only sum and mean have one"),
+    "reduce": (lambda x, comm: ct.reduce(x, ranks=comm), "call all_reduce"),
+    "gather": (lambda x, comm: ct.gather(x, ranks=comm), "call all_gather"),
+    "exscan": (lambda x, comm: ct.exscan(x, ranks=comm), "call scan, and subtract"),
+    "send": (lambda x, comm: ct.send(x, comm.rank, ranks=comm), "call send_recv"),
+    "all_reduce max": (lambda x, comm: ct.all_reduce(x, "max", ranks=comm), "only sum and mean have one"),
+    "reduce_scatter prod": (lambda x, comm: ct.reduce_scatter(x, "prod", ranks=comm), "only sum and mean have one"),
+    "scan min": (lambda x, comm: ct.scan(x, "min", ranks=comm), "only sum has one"),
+    "all_reduce_ max": (lambda x, comm: ct.all_reduce_(x * 1, "max", ranks=comm), "only sum and mean have one"),
 }
 
 
@@ -135,21 +135,21 @@ def test_asynchronous_verbs_are_refused(comm: Any) -> None:
     for start in (ct.all_reduce_async, ct.all_reduce_async_, ct.all_gather_async, ct.scan_async, ct.send_async):
         given = (0,) if start is ct.send_async else ()
         with pytest.raises(UsageError, match=r"_async, rank \d: the tensor requires a gradient.*tensor.detach\(\)"):
-            start(x, *given, comm=comm)
+            start(x, *given, ranks=comm)
     with pytest.raises(UsageError, match="broadcast_async, rank"):
-        ct.broadcast_async(x, root=0, comm=comm)
+        ct.broadcast_async(x, root=0, ranks=comm)
     with torch.no_grad():
-        assert ct.all_reduce_async(x, comm=comm).wait().tolist() == [comm.size] * comm.size
+        assert ct.all_reduce_async(x, ranks=comm).wait().tolist() == [comm.size] * comm.size
 
 
 def test_without_a_gradient_nothing_is_recorded(comm: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        assert not ct.all_reduce(x, comm=comm).requires_grad
+        assert not ct.all_reduce(x, ranks=comm).requires_grad
     with torch.inference_mode():
-        assert not ct.all_gather(x, comm=comm).requires_grad
-    assert not ct.all_reduce(x.detach(), comm=comm).requires_grad
-    assert ct.all_reduce(x, comm=comm).requires_grad
+        assert not ct.all_gather(x, ranks=comm).requires_grad
+    assert not ct.all_reduce(x.detach(), ranks=comm).requires_grad
+    assert ct.all_reduce(x, ranks=comm).requires_grad
 
 
 @pytest.mark.ranks(min=2)
@@ -158,7 +158,7 @@ def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
     group = comm.split(0)
     x = torch.ones(3, requires_grad=comm.rank == 0)
     with pytest.raises(MismatchError, match="all_reduce of 3 x float32, op=sum, algorithm=auto, with gradient"):
-        ct.all_reduce(x, comm=group)
+        ct.all_reduce(x, ranks=group)
 
 
 @pytest.mark.ranks(min=2)
@@ -166,12 +166,12 @@ def test_a_backward_on_some_ranks_only(comm: Any) -> None:
     """A rank that does not use a result does not run its backward, but the next call, which looks the same."""
     group = comm.split(0)
     x = torch.ones(3, requires_grad=True)
-    y = ct.all_reduce(x, comm=group)
+    y = ct.all_reduce(x, ranks=group)
     with pytest.raises(MismatchError, match="of gradients"):
         if comm.rank == 0:
             y.sum().backward()
         else:
-            ct.all_reduce(torch.ones(3), comm=group)
+            ct.all_reduce(torch.ones(3), ranks=group)
 
 
 def test_backward_runs_the_verbs_in_reverse_order_whatever_else_is_in_the_graph(comm: Any) -> None:
@@ -179,9 +179,9 @@ def test_backward_runs_the_verbs_in_reverse_order_whatever_else_is_in_the_graph(
     group = comm.split(0)
     for turn in range(4):
         x = torch.full((2,), 1.0, requires_grad=True)
-        first = ct.all_reduce(x, comm=group)
+        first = ct.all_reduce(x, ranks=group)
         first = first.sin().exp() if (comm.rank + turn) % 2 else first * 1
-        second = ct.all_reduce(x * 1, comm=group)
+        second = ct.all_reduce(x * 1, ranks=group)
         for _ in range((comm.rank * turn) % 3):
             second = second + 1
         parts = [(first * 0).sum() if (comm.rank + turn) % 2 else first.sum(), (second * 10).sum()]
@@ -199,7 +199,7 @@ def test_verbs_within_recomputed_parts(comm: Any) -> None:
     x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
 
     def part(x: Tensor) -> Tensor:
-        return ct.all_reduce(x.square(), comm=comm).sin()
+        return ct.all_reduce(x.square(), ranks=comm).sin()
 
     (expected,) = torch.autograd.grad(part(x).sum(), x)
     (got,) = torch.autograd.grad(checkpoint(part, x, use_reentrant=False).sum(), x)
@@ -211,7 +211,7 @@ def test_within_a_compiled_function(comm: Any) -> None:
     x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
 
     def loss(x: Tensor) -> Tensor:
-        return (ct.all_reduce(x.square(), comm=comm) * 2).sum()
+        return (ct.all_reduce(x.square(), ranks=comm) * 2).sum()
 
     (expected,) = torch.autograd.grad(loss(x), x)
     torch._dynamo.reset()
@@ -221,7 +221,7 @@ def test_within_a_compiled_function(comm: Any) -> None:
 
 def test_function_transforms_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"torch.func.grad.* do not support ordered verbs"):
-        torch.func.grad(lambda x: ct.all_reduce(x, comm=comm).sum())(torch.ones(2))
+        torch.func.grad(lambda x: ct.all_reduce(x, ranks=comm).sum())(torch.ones(2))
 
 
 def test_inputs_are_not_kept_alive(comm: Any) -> None:
@@ -230,7 +230,7 @@ def test_inputs_are_not_kept_alive(comm: Any) -> None:
     x = torch.ones(1000, requires_grad=True)
     inner = x * 2
     seen = weakref.ref(inner)
-    y = ct.all_gather_v(inner, comm=comm)
+    y = ct.all_gather_v(inner, ranks=comm)
     del inner
     assert seen() is None
     y.sum().backward()

@@ -21,10 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
+from commlib.ranks import Ranks
 from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
@@ -168,17 +168,17 @@ def broadcast(
     *,
     root: int | None = None,
     algorithm: str = "auto",
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
-    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
-    verb on that group: `root` is a rank of the group, and the root's gradient is the sum.
+    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
+    ordered verb on those ranks: `root` is a rank among them, and the root's gradient is the sum.
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return run(ordered.broadcast(tensor, source, algorithm=algorithm, comm=comm))
+        return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
     check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -289,16 +289,14 @@ def join() -> Any:
 
 
 @no_autograph
-def barrier(
-    process_set: core.ProcessSet | None = None, name: str | None = None, *, comm: Communicator | None = None
-) -> Any:
-    """Wait until all ranks of the process set, or of `comm`, have called this. In a traced function, when it runs.
+def barrier(process_set: core.ProcessSet | None = None, name: str | None = None, *, ranks: Ranks | None = None) -> Any:
+    """Wait until all ranks of the process set, or of `ranks`, have called this. In a traced function, when it runs.
 
-    With `comm` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
+    With `ranks` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
     """
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return run(ordered.barrier(comm=comm))
+        return run(ordered.barrier(ranks=ranks))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 

@@ -11,12 +11,13 @@ import tensorflow as tf
 from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
+from commlib.sharding.axis import AxisRanks
 from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration
 from commlib_tensorflow.tensor._sharded_layer import is_elementwise
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.streams import dropout
 
 
@@ -54,7 +55,7 @@ class ParallelAttention(_ParallelBlock):
         self,
         width: int,
         heads: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         kv_heads: int | None = None,
         causal: bool = False,
@@ -64,7 +65,7 @@ class ParallelAttention(_ParallelBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared, units = axis_of(axis), heads if kv_heads is None else kv_heads
+        shared, units = axis_of(ranks, "ParallelAttention"), heads if kv_heads is None else kv_heads
         check_attention("ParallelAttention", width, heads, units, dropout)
         self.supports_jit = False
         self.width, self.features, self.groups = width, width // heads, heads // units
@@ -141,7 +142,7 @@ class ParallelMLP(_ParallelBlock):
         self,
         width: int,
         hidden: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         gated: bool = False,
         activation: Any = "gelu",
@@ -150,7 +151,7 @@ class ParallelMLP(_ParallelBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared = axis_of(axis)
+        shared = axis_of(ranks, "ParallelMLP")
         self.supports_jit = False
         self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
         if not is_elementwise(self.activation):

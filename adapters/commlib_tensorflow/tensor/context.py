@@ -23,7 +23,7 @@ from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import gather
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized, result_empty
@@ -31,7 +31,7 @@ from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
 from commlib_tensorflow.tensor._head_exchange import attention_by_heads
 from commlib_tensorflow.tensor._ring import RingCall, ring_attention
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
     loss_mean,
@@ -49,7 +49,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    axis: On,
+    ranks: AxisRanks,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -94,7 +94,7 @@ def attention(
     for invalid arguments, MismatchError on all ranks if arguments differ among ranks.
     """
     refuse_vectorized()
-    over = axis_of(axis)
+    over = axis_of(ranks, "attention")
     q, k, v = (as_tensor(x) for x in (q, k, v))
     mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.run.loss_checks import (
     ROWS,
@@ -27,14 +27,14 @@ from commlib.tensor_parallel.run.loss_checks import (
 )
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, refuse_vectorized
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @no_autograph
 def vocabulary_cross_entropy(
     logits: Any,
     target: Any,
-    axis: On,
+    ranks: AxisRanks,
     *,
     weight: Any = None,
     ignore_index: int | None = -100,
@@ -56,7 +56,7 @@ def vocabulary_cross_entropy(
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
-    shared = axis_of(axis.comm if isinstance(axis, ParallelAxis) else axis)  # a codec must not change sums
+    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, WHAT)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
     given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)
 
@@ -110,7 +110,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
 
     def __init__(
         self,
-        axis: On,
+        ranks: AxisRanks,
         *,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
@@ -121,7 +121,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         dtype: Any = None,
     ) -> None:
         super().__init__(name=name, reduction=reduction, dtype=dtype)
-        self.divided_axis, self.ignore_index = axis_of(axis), ignore_index
+        self.divided_axis, self.ignore_index = axis_of(ranks, "VocabularyCrossEntropy"), ignore_index
         self.label_smoothing, self.weight, self.vocabulary = label_smoothing, weight, vocabulary
 
     def call(self, y_true: Any, y_pred: Any) -> Any:

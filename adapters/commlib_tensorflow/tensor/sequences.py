@@ -12,22 +12,22 @@ from commlib.context_parallel import SequenceLayout, document_bounds, sequence_l
 from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._host_calls import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @no_autograph
-def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
+def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
     """
-    x, over = as_tensor(x), axis_of(axis)
+    x, over = as_tensor(x), axis_of(ranks, "shard_sequence")
     dim = dimension("shard_sequence", _shape(x), dim)
     if x.shape[dim] is None:
         raise UsageError(
@@ -40,7 +40,13 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
 
 @no_autograph
 def unshard_sequence(
-    x: Any, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
+    x: Any,
+    ranks: AxisRanks,
+    dim: int = 1,
+    *,
+    layout: str = "balanced",
+    length: int | None = None,
+    partial: bool = False,
 ) -> tf.Tensor:
     """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
 
@@ -48,7 +54,7 @@ def unshard_sequence(
     used in rank-dependent computation, so its gradients are summed. Raises UsageError, on all ranks, if the numbers of
     tokens do not match the layout, MismatchError if ranks call it with different arguments.
     """
-    x, over = as_tensor(x), axis_of(axis)
+    x, over = as_tensor(x), axis_of(ranks, "unshard_sequence")
     dim = dimension("unshard_sequence", _shape(x), dim)
     terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
     divided, x, _ = agree_on_sequence(over, terms, x, dim)
@@ -57,16 +63,16 @@ def unshard_sequence(
 
 
 def position_ids(
-    length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None
+    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
     """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64."""
-    over = axis_of(axis)
+    over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return tf.constant(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
 @no_autograph
-def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
+def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
     loss_sum: the sum of the losses of this rank's tokens, a scalar. n_tokens: the number of tokens in it, such as those
@@ -79,7 +85,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
     check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
-    over = ParallelAxis(axis_of(axis).comm, empty=result_empty)
+    over = ParallelAxis(axis_of(ranks, "loss_mean").comm, empty=result_empty)
     total, tokens = map(tf.stop_gradient, tf.unstack(redistribute(tf.stack(both), over, REDUCE)))
     own = over.size * both[0] / tokens
     mean = total / tokens + (own - tf.stop_gradient(own))
@@ -92,8 +98,8 @@ class SequenceLoader(sequence_loader.SequenceLoader):
     batches: any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
     """
 
-    def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:
-        super().__init__(batches, axis_of(axis), from_array=to_tensor, **options)
+    def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
+        super().__init__(batches, axis_of(ranks, "SequenceLoader"), from_array=to_tensor, **options)
 
 
 def _shape(x: tf.Tensor) -> list[int | None] | None:

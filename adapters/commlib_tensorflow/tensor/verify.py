@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from commlib.sharding.axis import AxisRanks
 from commlib.tensor_parallel.checks.trace_run import WHOLE, compare_runs, outputs_of
 from commlib_tensorflow.tensor._runs import run_model
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.names import layers_of
 from commlib_tensorflow.tensor.tracing import styles_in
 
 
-def verify(model: Any, reference: Any, axis: On, batch: Any, *, tolerance: float | None = None) -> None:
+def verify(model: Any, reference: Any, ranks: AxisRanks, batch: Any, *, tolerance: float | None = None) -> None:
     """Compare one forward and backward of a sharded model with those of the unsharded one.
 
     batch: the arguments of both, unsharded and the same on every rank. They run in evaluation mode. Compared are, in
@@ -22,7 +23,7 @@ def verify(model: Any, reference: Any, axis: On, batch: Any, *, tolerance: float
     Collective over the axis. Raises UsageError on all ranks, with the first difference, its size and its ranks. The
     models' variables do not change.
     """
-    on, layers = axis_of(axis), layers_of(model)
+    on, layers = axis_of(ranks, "verify"), layers_of(model)
     styles = styles_in(layers)
     theirs = dict(zip(layers, layers_of(reference).values(), strict=True))
     paths = [variable.path for variable in model.trainable_variables]

@@ -1,7 +1,7 @@
 """allgather, broadcast, alltoall, barrier and objects by name, with Horovod's arguments: see `reductions`.
 
-Verbs that also exist as ordered verbs in `collectives` accept `comm=`: with it they are the ordered verb among that
-group's ranks, and `root` is a rank of the group. Without it they are named operations, and `root_rank` is a global
+Verbs that also exist as ordered verbs in `collectives` accept `ranks=`: with it they are the ordered verb among those
+ranks, and `root` is a rank among them. Without it they are named operations, and `root_rank` is a global
 rank, for every process set.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.ranks import Ranks
 from commlib.tensor_verbs import Startable, check_named, check_ordered, choose_root
 from commlib_torch._call import Work
 from commlib_torch._recorded_verbs import ordered, ordered_verb_maker, writing
@@ -65,16 +65,16 @@ def _broadcast(
     *,
     root: int | None = None,
     algorithm: str = "auto",
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Return a new tensor with the values of rank `root_rank`.
 
-    Differentiable: the root gets the mean of the gradients by name, their sum with `comm`; the others get zeros.
+    Differentiable: the root gets the mean of the gradients by name, their sum with `ranks`; the others get zeros.
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast(tensor, source, algorithm=algorithm, comm=comm)
+        return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
     check_named(algorithm)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
@@ -90,13 +90,13 @@ def _broadcast_(
     *,
     root: int | None = None,
     algorithm: str = "auto",
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it."""
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return writing.broadcast_(tensor, source, algorithm=algorithm, comm=comm)
+        return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
     check_named(algorithm)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
@@ -123,11 +123,11 @@ broadcast_, broadcast_async_ = _verb(_broadcast_)
 alltoall, alltoall_async = _verb(_alltoall)
 
 
-def barrier(process_set: ProcessSets = None, *, comm: Communicator | None = None) -> None:
+def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> None:
     """Wait until all ranks have called this."""
-    if comm is not None:
+    if ranks is not None:
         check_ordered(None, process_set)
-        ordered.barrier(comm=comm).run()
+        ordered.barrier(ranks=ranks).run()
     else:
         core.start_barrier(process_set, blocking=True).wait()
 
@@ -139,13 +139,13 @@ def broadcast_object(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Return rank `root_rank`'s picklable object on all ranks."""
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast_object(obj, source, comm=comm).run()
+        return ordered.broadcast_object(obj, source, ranks=ranks).run()
     return core.broadcast_object(obj, source, name, process_set)
 
 

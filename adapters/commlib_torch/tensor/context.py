@@ -19,13 +19,13 @@ from torch import Tensor
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.moves import gather
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._head_exchange import attention_by_heads
 from commlib_torch.tensor._ring import RingCall, ring_attention
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 from commlib_torch.tensor.sequences import (
     SequenceLoader,
     loss_mean,
@@ -45,7 +45,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: On,
+    ranks: AxisRanks,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -87,7 +87,7 @@ def attention(
     Collective over the axis, and so is its backward, which each rank must run, including ranks without tokens. Raises
     UsageError for inconsistent arguments, MismatchError on all ranks if arguments differ among ranks.
     """
-    axis = _axis_of(axis)
+    axis = _axis_of(ranks)
     q, k, v = (_cast(x) for x in (q, k, v))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
 
@@ -120,10 +120,10 @@ def _describe_arguments(x: Tensor | None) -> TensorInfo:
     return TensorInfo(dtype_name(x.dtype), x.shape, torch.is_grad_enabled() and x.requires_grad)
 
 
-def _axis_of(axis: On) -> ParallelAxis:
-    if isinstance(axis, ParallelAxis):
-        return axis
-    found = axis_of(axis)
+def _axis_of(ranks: AxisRanks) -> ParallelAxis:
+    if isinstance(ranks, ParallelAxis):
+        return ranks
+    found = axis_of(ranks, WHAT)
     found.threads = torch.get_num_threads()
     return found
 

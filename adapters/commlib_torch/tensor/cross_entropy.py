@@ -11,7 +11,7 @@ from torch.autograd import Function
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.run.loss_checks import (
     ROWS,
     WHAT,
@@ -26,14 +26,13 @@ from commlib.tensor_parallel.run.loss_checks import (
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.collectives import writing
-from commlib_torch.tensor.moves import On, axis_of
 
 
 @disable_compile
 def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: On,
+    ranks: AxisRanks,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -53,7 +52,7 @@ def vocabulary_cross_entropy(
     for unsharded logits (equal on all ranks, which `vocabulary` rules out), and MismatchError if targets, weights or
     options differ among ranks.
     """
-    shared = axis_of(axis)
+    shared = axis_of(ranks, "vocabulary_cross_entropy")
     given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)
     make_or_refuse(
         shared.comm,
@@ -185,7 +184,7 @@ _FACTOR = 0x9E3779B97F4A7C1
 
 def _reduce(x: Tensor, axis: ParallelAxis, op: str) -> None:
     if axis.size > 1:
-        writing.all_reduce_(x, op, comm=axis.comm).run()
+        writing.all_reduce_(x, op, ranks=axis.comm).run()
 
 
 def _form_of(x: Tensor) -> TensorForm:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -19,7 +19,7 @@ from commlib_torch._shards import shards_of
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor.linear import gather_outputs, shape_error
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 
 
 class VocabularyEmbedding(ShardedLayer, nn.Embedding):
@@ -34,14 +34,14 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        axis: On,
+        ranks: AxisRanks,
         padding_idx: int | None = None,
         *,
         style: Vocabulary | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
-        self.become("VocabularyEmbedding", axis_of(axis), style or Vocabulary())
+        self.become("VocabularyEmbedding", axis_of(ranks, "VocabularyEmbedding"), style or Vocabulary())
 
     def shardings(self, what: str, style: Vocabulary) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
@@ -111,14 +111,14 @@ class ColumnEmbedding(ShardedLayer, nn.Embedding):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        axis: On,
+        ranks: AxisRanks,
         padding_idx: int | None = None,
         *,
         style: Column | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
-        self.become("ColumnEmbedding", axis_of(axis), style or Column())
+        self.become("ColumnEmbedding", axis_of(ranks, "ColumnEmbedding"), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._trial_run import preserve_model
 from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
-from commlib_torch.tensor.moves import On, axis_of
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -37,7 +37,7 @@ class ParallelMLP(nn.Module):
         self,
         width: int,
         hidden: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         gated: bool = False,
         activation: str | Activation = "gelu",
@@ -46,7 +46,7 @@ class ParallelMLP(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis, self.gated = axis_of(axis), gated
+        self.axis, self.gated = axis_of(ranks, "ParallelMLP"), gated
         self.activation = activation_of("ParallelMLP", activation)
         if callable(activation) and not is_elementwise(self.activation, hidden):
             raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")

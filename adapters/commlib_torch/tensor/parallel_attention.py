@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._heads import attend
 from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
-from commlib_torch.tensor.moves import On, axis_of, copy
+from commlib_torch.tensor.moves import copy
 
 
 class ParallelAttention(nn.Module):
@@ -30,7 +31,7 @@ class ParallelAttention(nn.Module):
         self,
         width: int,
         heads: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         kv_heads: int | None = None,
         causal: bool = False,
@@ -40,7 +41,11 @@ class ParallelAttention(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis, self.heads, self.kv_heads = axis_of(axis), heads, heads if kv_heads is None else kv_heads
+        self.axis, self.heads, self.kv_heads = (
+            axis_of(ranks, "ParallelAttention"),
+            heads,
+            heads if kv_heads is None else kv_heads,
+        )
         check_attention("ParallelAttention", width, heads, self.kv_heads, dropout)
         self.causal, self.dropout, self.head_width = causal, dropout, width // heads
         parts = (width, *(self.kv_heads * self.head_width,) * 2)

@@ -13,20 +13,20 @@ from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
 from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 
 
-def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced") -> Tensor:
+def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> Tensor:
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
     """
-    over = axis_of(axis)
+    over = axis_of(ranks, "shard_sequence")
     dim = dimension("shard_sequence", x.shape, dim)
     divided = SequenceLayout(x.shape[dim], over.size, layout)
     note_layout(over.comm, layout)
@@ -35,7 +35,13 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
 
 @disable_compile
 def unshard_sequence(
-    x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
+    x: Tensor,
+    ranks: AxisRanks,
+    dim: int = 1,
+    *,
+    layout: str = "balanced",
+    length: int | None = None,
+    partial: bool = False,
 ) -> Tensor:
     """Join the tokens of all ranks to full sequences, in order. dim: the dimension of tokens. Collective.
 
@@ -43,22 +49,24 @@ def unshard_sequence(
     each rank, so its gradients are summed. Raises UsageError, on all ranks, if the ranks' tokens do not match the
     layout, MismatchError if ranks call it differently.
     """
-    over, dim = axis_of(axis), dimension("unshard_sequence", x.shape, dim)
+    over, dim = axis_of(ranks, "unshard_sequence"), dimension("unshard_sequence", x.shape, dim)
     terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
     divided = settle(over, terms, x.shape[dim])
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
 
-def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None) -> Tensor:
+def position_ids(
+    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
+) -> Tensor:
     """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64."""
-    over = axis_of(axis)
+    over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
 @disable_compile
-def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
+def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
     loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: the number of these tokens, excluding
@@ -71,7 +79,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
-    over = ParallelAxis(axis_of(axis).comm)
+    over = ParallelAxis(axis_of(ranks, "loss_mean").comm)
     total, tokens = redistribute(sums.detach(), over, REDUCE)
     own = over.size * sums[0] / tokens
     mean: Tensor = total / tokens + (own - own.detach())
@@ -84,8 +92,8 @@ class SequenceLoader(sequence_loader.SequenceLoader):
     batches: an iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
     """
 
-    def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:
-        super().__init__(batches, axis_of(axis), to_array=_array, from_array=to_tensor, **options)
+    def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
+        super().__init__(batches, axis_of(ranks, "SequenceLoader"), to_array=_array, from_array=to_tensor, **options)
 
 
 def _array(value: Any) -> Any:

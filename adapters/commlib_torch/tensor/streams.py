@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from commlib.mesh_groups import Mesh
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.streams import fold, seed_at
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor.moves import On, axis_of
+
+__all__ = ["divided", "draw", "dropout", "seed"]
 
 
 def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
@@ -31,22 +32,22 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
 
 
 @disable_compile
-def draw(axis: On, device: torch.device | str = "cpu") -> torch.Generator:
+def draw(ranks: AxisRanks, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator for a tensor sharded along an axis, a new one at each call.
 
     It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
     """
-    return torch.Generator(device).manual_seed(_own_seed(axis_of(axis)))
+    return torch.Generator(device).manual_seed(_own_seed(axis_of(ranks, "draw")))
 
 
 @contextmanager
-def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
+def divided(ranks: AxisRanks, device: torch.device | str = "cpu") -> Iterator[None]:
     """Use this rank's stream as PyTorch's generator of a device within the context; restore it afterwards.
 
     For functions that accept no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing
     changes.
     """
-    shared = axis_of(axis)
+    shared = axis_of(ranks, "divided")
     if shared.size == 1:
         yield
         return
@@ -60,11 +61,11 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @disable_compile
-def dropout(x: Tensor, p: float, training: bool, axis: On) -> Tensor:
+def dropout(x: Tensor, p: float, training: bool, ranks: AxisRanks) -> Tensor:
     """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank."""
     if not training or p == 0:
         return x
-    with divided(axis, x.device):
+    with divided(ranks, x.device):
         return torch.nn.functional.dropout(x, p, True)
 
 
