@@ -21,14 +21,19 @@ log = logging.getLogger("commlib")
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Communicator:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
-    comm: the ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an mpi4py
-    communicator. process_sets: sets to register, all of them or, if one is refused, none; of communicators from a split
-    each rank passes only its own. "dynamic" is accepted, because sets may always be added later. A set whose ranks an
-    earlier call has registered becomes an alias of that set.
+    Initialisation also reads the HOROVOD_* environment variables that commlib supports: see `environment`.
 
-    Raises UsageError (a ValueError) for ranks outside the world, and if two sets have the same ranks or one has all
-    ranks; MismatchError if ranks pass different sets. commlib is initialised even then. Initialisation also reads the
-    HOROVOD_* environment variables that commlib supports: see `environment`.
+    Args:
+        comm: The ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an
+            mpi4py communicator.
+        process_sets: Sets to register, all of them or, if one is refused, none; of communicators from a split each rank
+            passes only its own. "dynamic" is accepted, because sets may always be added later. A set whose ranks an
+            earlier call has registered becomes an alias of that set.
+
+    Raises:
+        UsageError: For ranks outside the world, and if two sets have the same ranks or one has all ranks; also a
+            ValueError.
+        MismatchError: If ranks pass different sets; commlib is initialised even then.
     """
     if commlib.is_initialized():
         world = commlib.init()
@@ -177,8 +182,14 @@ def rocm_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start to write a Chrome trace of all operations (chrome://tracing, Perfetto). Rank 0 writes it.
 
-    The trace is that of `commlib.start_timeline`, so it includes other operations too. mark_cycles: also mark the
-    negotiations of ranks. Raises UsageError if a trace is being written already.
+    The trace is that of `commlib.start_timeline`, so it includes other operations too.
+
+    Args:
+        file_path: The file.
+        mark_cycles: Also mark the negotiations of ranks.
+
+    Raises:
+        UsageError: If a trace is being written already.
     """
     require_world()
     commlib.start_timeline(file_path, mark_cycles=mark_cycles)

@@ -20,6 +20,9 @@ class ProcessSet:
 
     It is made from ranks of the world, or from an mpi4py communicator over them, `mpi_comm`. Registered sets have a
     `process_set_id`; several objects passed to `init` may be aliases of one set.
+
+    Args:
+        ranks_or_comm: Global ranks, or an mpi4py communicator over them.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -311,7 +314,11 @@ def registry() -> Registry:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, or a new one of these ranks, and return it. Collective over all ranks.
 
-    Raises UsageError (a ValueError) if its ranks are already registered, or are not ranks of the world.
+    Args:
+        process_set: A set that is not registered, or global ranks.
+
+    Raises:
+        UsageError: If its ranks are already registered, or are not ranks of the world; also a ValueError.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry().add(added)
@@ -319,7 +326,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; return False if it is not registered or is the global set. Collective over all ranks."""
+    """Remove a process set; return False if it is not registered or is the global set. Collective over all ranks.
+
+    Args:
+        process_set: A registered set.
+    """
     return registry().remove(process_set)
 
 

@@ -23,10 +23,21 @@ from commlib_tensorflow.tensor.streams import dropout
 class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Self-attention with sharded heads: one fused layer for Q, K and V, and one for the output.
 
-    width: of inputs and outputs, (batch, sequence, width). kv_heads: the number of K and V heads, each shared by
-    equally many heads of Q; these are sharded over the ranks. causal: no position sees a later one. dropout: of the
-    attention weights in training. sequence: the dimension along which inputs and outputs are sharded, None for
-    unsharded ones. On an axis of one rank it is the unsharded layer. Raises UsageError for sizes that do not fit.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (batch, sequence, width).
+        heads: The number of heads of queries.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        kv_heads: The number of K and V heads, each shared by equally many heads of Q; these are sharded over the ranks.
+        causal: No position sees a later one.
+        bias: Whether the layer has a bias.
+        dropout: The share of attention weights that is dropped in training.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For sizes that do not fit.
     """
 
     def __init__(
@@ -125,9 +136,20 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
 class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """The MLP of a transformer with sharded hidden units: a column-sharded layer, then a row-sharded one.
 
-    width: of inputs and outputs, (..., width). gated: activation(gate) * up, both in one fused layer. sequence: the
-    dimension along which inputs and outputs are sharded, None for unsharded ones. On an axis of one rank it is the
-    unsharded layer. Raises UsageError for an activation that depends on all hidden units.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (..., width).
+        hidden: The features between both layers.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        gated: activation(gate) * up, both in one fused layer.
+        activation: The name of an activation, or an elementwise function.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        bias: Whether the layer has a bias.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For an activation that depends on all hidden units.
     """
 
     def __init__(

@@ -30,19 +30,35 @@ On = ParallelAxis | Communicator
 
 @no_autograph
 def copy(x: Any, axis: On) -> tf.Tensor:
-    """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed."""
+    """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+    """
     return redistribute(as_tensor(x), axis_of(axis), COPY)
 
 
 @no_autograph
 def reduce(x: Any, axis: On) -> tf.Tensor:
-    """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions."""
+    """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+    """
     return redistribute(as_tensor(x), axis_of(axis), REDUCE)
 
 
 @no_autograph
 def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
-    """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more."""
+    """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+    """
     return redistribute(as_tensor(x), axis_of(axis), moves.scatter(dim))
 
 
@@ -50,20 +66,37 @@ def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
 def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
     """Return the shards of all ranks, concatenated along `dim`; their lengths may differ.
 
-    partial: the result is used in rank-dependent computation, so its gradients are summed.
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+        partial: The result is used in rank-dependent computation, so its gradients are summed.
     """
     return redistribute(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
 
 
 @no_autograph
 def reduce_scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
-    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+    """
     return redistribute(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
 
 
 @no_autograph
 def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
-    """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`."""
+    """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        divide: The dimension along which `x` is split.
+        join: The dimension along which received pieces are joined.
+    """
     return redistribute(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
 
 

@@ -27,6 +27,12 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
+
+    Args:
+        x: Full sequences, the same on every rank.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
     """
     x, over = as_tensor(x), axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
@@ -45,9 +51,17 @@ def unshard_sequence(
 ) -> tf.Tensor:
     """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
 
-    length: of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens. partial: the result is
-    used in rank-dependent computation, so its gradients are summed. Raises UsageError, on all ranks, if the numbers of
-    tokens do not match the layout, MismatchError if ranks call it with different arguments.
+    Args:
+        x: This rank's tokens.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
+        partial: The result is used in rank-dependent computation, so its gradients are summed.
+
+    Raises:
+        UsageError: On all ranks, if the numbers of tokens do not match the layout.
+        MismatchError: If ranks call it with different arguments.
     """
     x, over = as_tensor(x), axis_of(axis)
     dim = _dim("unshard_sequence", x, dim)
@@ -63,7 +77,14 @@ def unshard_sequence(
 def position_ids(
     length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
-    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64.
+
+    Args:
+        length: The length of the full sequence.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+    """
     over = axis_of(axis)
     divided = SequenceLayout(length, over.size, layout)
     return tf.constant(positions_of(divided, over.rank, document_bounds(documents, length)))
@@ -73,11 +94,15 @@ def position_ids(
 def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, a scalar. n_tokens: the number of tokens in it, such as those
-    whose label is not ignored, or with class weights the sum of their weights; pass 0 on a rank without any; the result
-    is NaN if all ranks pass 0. The gradient of `loss_sum` is the number of ranks divided by the total number of tokens,
-    so the average of variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is
-    that of one process.
+    The gradient of `loss_sum` is the number of ranks divided by the total number of tokens, so the average of
+    variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is that of one
+    process.
+
+    Args:
+        loss_sum: The sum of the losses of this rank's tokens, a scalar.
+        n_tokens: The number of tokens in it, such as those whose label is not ignored, or with class weights the sum of
+            their weights; pass 0 on a rank without any; the result is NaN if all ranks pass 0.
+        axis: The axis' communicator, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
     if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
@@ -97,7 +122,10 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
 class SequenceLoader(sequence_loader.SequenceLoader):
     """Iterate over this rank's shard of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+    Args:
+        batches: Any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        **options: See `commlib.context_parallel.sequence_loader`.
     """
 
     def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:

@@ -117,7 +117,12 @@ alltoall, alltoall_async = _verb(_alltoall)
 
 
 def barrier(process_set: ProcessSets = None, *, comm: Communicator | None = None) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this.
+
+    Args:
+        process_set: The ranks that take part; None: all.
+        comm: A communicator: then this is the ordered verb on that group.
+    """
     if comm is not None:
         check_ordered(None, process_set)
         ordered.barrier(comm=comm).run()
@@ -134,7 +139,16 @@ def broadcast_object(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Any:
-    """Return rank `root_rank`'s picklable object on all ranks."""
+    """Return rank `root_rank`'s picklable object on all ranks.
+
+    Args:
+        obj: A picklable object.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `comm`: the rank of that group whose values the others get.
+        comm: A communicator: then this is the ordered verb on that group.
+    """
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
@@ -143,17 +157,31 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets = None) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order."""
+    """Return the picklable objects of all ranks, in rank order.
+
+    Args:
+        obj: A picklable object.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+    """
     return core.allgather_object(obj, name, process_set)
 
 
 def poll(handle: Work[Any]) -> bool:
-    """Return whether the operation of `handle` is done, so `synchronize` will not wait."""
+    """Return whether the operation of `handle` is done, so `synchronize` will not wait.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+    """
     return _handle("poll", handle).done()
 
 
 def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
-    """Wait for the operation of `handle` and return its result. Raises what the operation raised."""
+    """Wait for the operation of `handle` and return its result, or raise what the operation raised.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+    """
     if inspect.isfunction(handle):  # from sparse_allreduce_async
         return handle()
     return _handle("synchronize", handle).wait()

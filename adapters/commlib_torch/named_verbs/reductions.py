@@ -54,7 +54,18 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> Tensor:
-    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable: Average and Sum."""
+    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable: Average and Sum.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        process_set: The ranks that take part; None: all.
+    """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
 
@@ -88,7 +99,18 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> list[Tensor]:
-    """Return new tensors: each of `tensors` combined over the ranks. Differentiable for Average and Sum."""
+    """Return new tensors: each of `tensors` combined over the ranks. Differentiable for Average and Sum.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        process_set: The ranks that take part; None: all.
+    """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.allreduce(tensors, how))
 
@@ -124,6 +146,15 @@ def reducescatter(
     """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable.
 
     If the length of dimension 0 is not a multiple of the number of ranks, the first ranks get one row more.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.reducescatter(tensors, how)))
@@ -153,7 +184,17 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return this rank's part of each of `tensors`, combined over the ranks. Differentiable."""
+    """Return this rank's part of each of `tensors`, combined over the ranks. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+    """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.reducescatter(tensors, how))
 

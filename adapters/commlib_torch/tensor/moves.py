@@ -28,35 +28,68 @@ _LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
 
 
 def copy(x: Tensor, axis: On) -> Tensor:
-    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f)."""
+    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f).
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+    """
     return redistribute(x, axis_of(axis), COPY)
 
 
 def reduce(x: Tensor, axis: On) -> Tensor:
-    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below."""
+    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+    """
     return redistribute(x, axis_of(axis), REDUCE)
 
 
 def scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven."""
+    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+    """
     return redistribute(x, axis_of(axis), moves.scatter(dim))
 
 
 def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tensor:
     """Return the shards of all ranks, joined along `dim`; their lengths may differ.
 
-    partial: the result is used differently on each rank, so its gradients are summed.
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+        partial: The result is used differently on each rank, so its gradients are summed.
     """
     return redistribute(x, axis_of(axis), moves.gather(dim, partial=partial))
 
 
 def reduce_scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+    """
     return redistribute(x, axis_of(axis), moves.reduce_scatter(dim))
 
 
 def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
-    """Split `x` along one dimension among the ranks, and join the received pieces along another."""
+    """Split `x` along one dimension among the ranks, and join the received pieces along another.
+
+    Args:
+        x: A tensor.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        divide: The dimension along which `x` is split.
+        join: The dimension along which received pieces are joined.
+    """
     return redistribute(x, axis_of(axis), moves.all_to_all(divide, join))
 
 

@@ -27,6 +27,12 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
+
+    Args:
+        x: Full sequences, the same on every rank.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
     """
     over = axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
@@ -41,9 +47,17 @@ def unshard_sequence(
 ) -> Tensor:
     """Join the tokens of all ranks to full sequences, in order. dim: the dimension of tokens. Collective.
 
-    length: of the full sequence, by default the sum of the ranks' tokens. partial: the result is used differently on
-    each rank, so its gradients are summed. Raises UsageError, on all ranks, if the ranks' tokens do not match the
-    layout, MismatchError if ranks call it differently.
+    Args:
+        x: This rank's tokens.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        length: The length of the full sequence; by default the sum of the ranks' tokens.
+        partial: The result is used differently on each rank, so its gradients are summed.
+
+    Raises:
+        UsageError: On all ranks, if the ranks' tokens do not match the layout.
+        MismatchError: If ranks call it differently.
     """
     over, dim = axis_of(axis), _dim("unshard_sequence", x, dim)
     rest = {
@@ -56,7 +70,14 @@ def unshard_sequence(
 
 
 def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None) -> Tensor:
-    """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64.
+
+    Args:
+        length: The length of the full sequence.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+    """
     over = axis_of(axis)
     divided = SequenceLayout(length, over.size, layout)
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
@@ -66,11 +87,15 @@ def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: 
 def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: the number of these tokens, excluding
-    ignored labels, or with class weights the sum of their weights; a rank may have 0, and the result is NaN if all do.
     The gradient of `loss_sum` is the number of ranks divided by the number of tokens of all ranks: an average of the
     parameters' gradients over the axis, as by `DistributedOptimizer(mesh=)` over dp and cp, then equals the gradient of
     one process.
+
+    Args:
+        loss_sum: The sum of the losses of this rank's tokens, one number.
+        n_tokens: The number of these tokens, excluding ignored labels, or with class weights the sum of their weights;
+            a rank may have 0, and the result is NaN if all do.
+        axis: The axis' communicator, such as `mesh["cp"]`.
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UsageError(
@@ -90,7 +115,10 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
 class SequenceLoader(sequence_loader.SequenceLoader):
     """Iterate over this rank's part of batches of full sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: an iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
+    Args:
+        batches: An iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
+        axis: The axis' communicator, such as `mesh["cp"]`.
+        **options: See `commlib.context_parallel.sequence_loader`.
     """
 
     def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:

@@ -25,6 +25,11 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     """Seed PyTorch's generators: the same on all ranks along the axes `same` of the mesh, otherwise different.
 
     Returns this rank's seed. Pass the same number on every rank.
+
+    Args:
+        mesh: The mesh.
+        number: The seed, the same on every rank.
+        same: Names of axes along which ranks draw the same numbers.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
@@ -38,6 +43,10 @@ def draw(axis: On, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator for a tensor sharded along an axis, a new one at each call.
 
     It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
+
+    Args:
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        device: The device of the generator.
     """
     return torch.Generator(device).manual_seed(_own_seed(axis_of(axis)))
 
@@ -48,6 +57,10 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
 
     For functions that accept no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing
     changes.
+
+    Args:
+        axis: The axis' communicator, such as `mesh["tp"]`.
+        device: The device whose generator is used.
     """
     shared = axis_of(axis)
     if shared.size == 1:
@@ -64,7 +77,14 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
 
 @disable_compile
 def dropout(x: Tensor, p: float, training: bool, axis: On) -> Tensor:
-    """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank."""
+    """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank.
+
+    Args:
+        x: This rank's shard.
+        p: The share of elements that is dropped.
+        training: Whether anything is dropped.
+        axis: The axis' communicator, such as `mesh["tp"]`.
+    """
     if not training or p == 0:
         return x
     with divided(axis, x.device):
