@@ -47,7 +47,8 @@ def recorded() -> list[Event]:
 def statistics() -> dict[tuple[str, str], Count]:
     """Return this rank's call counters by (group, verb), since recording started.
 
-    Raises UsageError if nothing was recorded.
+    Raises:
+        UsageError: If nothing was recorded.
     """
     return world().runtime.recording.counters().counts()
 
@@ -64,6 +65,9 @@ def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
 
     Raises:
         UsageError: If a trace is being written already, or cannot be written.
+
+    Examples:
+        >>> commlib.start_timeline("/tmp/trace.json")  # doctest: +SKIP
     """
     comm = world()
     comm.runtime.recording.start_timeline(path, comm.rank, mark_cycles=mark_cycles)

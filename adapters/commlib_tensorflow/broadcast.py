@@ -87,6 +87,10 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
     Raises:
         RuntimeError: In eager mode, where TensorFlow has no list of all variables.
+
+    Examples:
+        with tf.compat.v1.Session() as session:
+            session.run(ct.broadcast_global_variables(0))
     """
     if is_ordered():
         raise RuntimeError(
@@ -102,6 +106,9 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     Args:
         root_rank: The global rank whose values the others get.
         device: The device on which TensorFlow assigns the values; empty: its choice.
+
+    Examples:
+        hooks = [ct.BroadcastGlobalVariablesHook(0)]
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -164,6 +171,10 @@ def broadcast_object_fn(
         session: Unused; Horovod has it.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.broadcast_object_fn(root_rank=1)(f"rank {comm.rank}")
+        'rank 1'
     """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 

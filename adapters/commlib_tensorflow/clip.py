@@ -45,6 +45,11 @@ def clip_by_global_norm(
 
     Raises:
         UsageError: For a `clip_norm` that is negative or NaN, or for anything that is not a floating-point tensor.
+
+    Examples:
+        >>> gradients, norm = ct.clip_by_global_norm([tf.constant([3.0, 4.0])], 1.0)
+        >>> float(norm)
+        5.0
     """
     limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
     values = [_values(gradient) for gradient in t_list]

@@ -40,6 +40,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     Raises:
         MismatchError: On every rank if ranks have different arguments, when the layer is first used in training.
+
+    Examples:
+        >>> norm = ct.SyncBatchNormalization()
+        >>> norm(tf.ones([4 + comm.rank, 3]), training=True).shape[1]
+        3
     """
 
     def __init__(self, *arguments: Any, process_set: core.ProcessSet | None = None, **options: Any) -> None:

@@ -43,6 +43,11 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         MismatchError: On every rank if options differ among ranks.
         ValueError: If there is only one value per channel on all ranks together.
+
+    Examples:
+        >>> norm = ct.SyncBatchNorm(3)
+        >>> norm(torch.ones(4 + comm.rank, 3)).shape[1]
+        3
     """
 
     def __init__(
@@ -129,6 +134,11 @@ def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -
 
     Raises:
         UsageError: For a norm that is sharded by features: other ranks have other features.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> type(ct.convert_sync_batchnorm(model)[1]).__name__
+        'SyncBatchNorm'
     """
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):

@@ -84,7 +84,11 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank in the job, from 0. Raises UsageError (a ValueError) before `init`."""
+    """Return this process's rank in the job, from 0.
+
+    Raises:
+        UsageError: Before `init`; also a ValueError.
+    """
     return require_world().rank
 
 
@@ -129,7 +133,11 @@ def _peers() -> list[int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: commlib requires MPI_THREAD_MULTIPLE. Raises UsageError before `init`."""
+    """Return True: commlib requires MPI_THREAD_MULTIPLE.
+
+    Raises:
+        UsageError: Before `init`.
+    """
     require_world()
     return True
 
@@ -190,6 +198,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         UsageError: If a trace is being written already.
+
+    Examples:
+        >>> ct.start_timeline("/tmp/trace.json")  # doctest: +SKIP
     """
     require_world()
     commlib.start_timeline(file_path, mark_cycles=mark_cycles)

@@ -23,6 +23,11 @@ class ProcessSet:
 
     Args:
         ranks_or_comm: Global ranks, or an mpi4py communicator over them.
+
+    Examples:
+        >>> group = ct.add_process_set(ct.ProcessSet([0, 1])) if ct.size() > 2 else ct.global_process_set
+        >>> group.size()
+        2
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -319,6 +324,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises:
         UsageError: If its ranks are already registered, or are not ranks of the world; also a ValueError.
+
+    Examples:
+        >>> alone = ct.add_process_set([0])
+        >>> alone.included() == (comm.rank == 0)
+        True
+        >>> ct.remove_process_set(alone)
+        True
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry().add(added)
@@ -330,6 +342,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Args:
         process_set: A registered set.
+
+    Examples:
+        >>> ct.remove_process_set(ct.add_process_set([1]))
+        True
     """
     return registry().remove(process_set)
 

@@ -21,6 +21,9 @@ class Column:
             each: Column(parts=(512, 64, 64), units=(8, 1, 1)).
         gather: Whether the output is gathered on every rank; otherwise it stays sharded, for a `Row` to follow.
         sequence: The dimension along which the input's shards are gathered; None: the input is unsharded.
+
+    Examples:
+        plan = {"*.up": ct.Column(), "*.qkv": ct.Column(parts=3, units=heads)}
     """
 
     parts: int | tuple[int, ...] = 1
@@ -60,6 +63,9 @@ class Row:
         split: Whether the input is unsharded, and each rank takes its shard.
         units: As for the `Column` before it.
         sequence: The dimension along which the output is sharded; None: unsharded.
+
+    Examples:
+        plan = {"*.up": ct.Column(), "*.down": ct.Row()}
     """
 
     split: bool = False
@@ -82,6 +88,9 @@ class Vocabulary:
         gather: Whether logits are gathered on every rank.
         sequence: Embedding: the dimension along which the output is sharded. Logits: the one along which the input's
             shards are gathered. None: unsharded.
+
+    Examples:
+        plan = {"*.words": ct.Vocabulary(), "*.logits": ct.Vocabulary()}
     """
 
     gather: bool = False
@@ -101,6 +110,9 @@ class Sequence:
 
     Args:
         dim: The dimension along which the input is sharded; -1: features.
+
+    Examples:
+        plan = {"*.norm": ct.Sequence(1), "*.up": ct.Column(sequence=1), "*.down": ct.Row(sequence=1)}
     """
 
     dim: int = 1
@@ -116,6 +128,9 @@ class Replicate:
     Args:
         into_sharded: Its output is combined with sharded values, such as K and V of one head for all: then each rank
             has a partial gradient of it, and these are summed.
+
+    Examples:
+        plan = {"*.kv": ct.Replicate(into_sharded=True), "*.q": ct.Column(units=heads)}
     """
 
     into_sharded: bool = False
@@ -130,6 +145,9 @@ class PerRank:
     Args:
         units: As for the `Column` whose heads it counts.
         among: Number of ranks that split it, if not all: for a repeat count, the ranks that share a head of keys.
+
+    Examples:
+        plan = {"h.*.attn.num_heads": ct.PerRank(12), "h.*.attn.qkv": ct.Column(parts=3, units=12)}
     """
 
     units: int = 0
@@ -156,6 +174,9 @@ class Slice:
         dim: The dimension of the argument that has heads, or batches times heads.
         units: Number of heads. An argument of length 1 there serves all heads, and is not sliced. Only the gradient of
             this rank's heads flows through it, so it is meant for arguments without one.
+
+    Examples:
+        plan = {"h.*.attn.alibi": ct.Slice(0, 12), "h.*.attn.qkv": ct.Column(parts=3, units=12)}
     """
 
     dim: int

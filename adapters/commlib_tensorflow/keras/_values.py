@@ -70,6 +70,10 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
         root_rank: The global rank whose values the others get.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> hvd.broadcast(np.array([comm.rank]), root_rank=1).numpy()
+        array([1])
     """
     _require_eager("broadcast")
     return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
@@ -85,6 +89,10 @@ def reducescatter(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> hvd.reducescatter(np.ones(4), op=hvd.Sum).numpy()
+        array([2., 2.])
     """
     _require_eager("reducescatter")
     return operations.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)

@@ -97,6 +97,10 @@ def allreduce(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> ct.allreduce(tf.constant([comm.rank, 1.0])).numpy()
+        array([0.5, 1. ], dtype=float32)
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -169,6 +173,10 @@ def allgather(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allgather(tf.fill([comm.rank + 1], comm.rank)).numpy()
+        array([0, 1, 1], dtype=int32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -189,6 +197,10 @@ def grouped_allgather(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> [each.numpy().tolist() for each in ct.grouped_allgather([tf.constant([comm.rank])])]
+        [[0, 1]]
     """
     given = _tensors(tensors)
     if not given:
@@ -221,6 +233,10 @@ def broadcast(
         process_set: The ranks that take part; None: all.
         root: With `comm`: the rank of that group whose values the others get.
         comm: A communicator: then this is the ordered verb on that group.
+
+    Examples:
+        >>> ct.broadcast(tf.constant([comm.rank]), root_rank=1).numpy()
+        array([1], dtype=int32)
     """
     source = choose_root(root_rank, root)
     if comm is not None:
@@ -247,6 +263,12 @@ def broadcast_(
         root_rank: The global rank whose values the others get.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> weight = tf.Variable([comm.rank])
+        >>> values = ct.broadcast_([weight], root_rank=1)
+        >>> weight.numpy()
+        array([1], dtype=int32)
     """
     variables = list(variables)
     if not variables:
@@ -280,6 +302,10 @@ def alltoall(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.alltoall(tf.constant([comm.rank, comm.rank])).numpy()
+        array([0, 1], dtype=int32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -319,6 +345,10 @@ def reducescatter(
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> ct.reducescatter(tf.ones([4]), op=ct.Sum).numpy()
+        array([2., 2.], dtype=float32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -351,6 +381,10 @@ def grouped_reducescatter(
         postscale_factor: Factor of the result.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> [each.numpy().tolist() for each in ct.grouped_reducescatter([tf.ones([4])], op=ct.Sum)]
+        [[2.0, 2.0]]
     """
     given = _tensors(tensors)
     if not given:

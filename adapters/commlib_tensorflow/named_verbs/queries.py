@@ -21,6 +21,10 @@ def rank_op(name: str | None = None) -> Any:
 
     Args:
         name: The name of the node in the graph.
+
+    Examples:
+        >>> int(ct.rank_op()) == comm.rank
+        True
     """
     return _evaluate(core.rank, name)
 
@@ -32,6 +36,10 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     Args:
         process_set_id: `process_set_id` of a registered set; 0: all ranks.
         name: The name of the node in the graph.
+
+    Examples:
+        >>> int(ct.size_op())
+        2
     """
 
     def size() -> int:
@@ -47,6 +55,10 @@ def local_rank_op(name: str | None = None) -> Any:
 
     Args:
         name: The name of the node in the graph.
+
+    Examples:
+        >>> int(ct.local_rank_op()) in (0, 1)
+        True
     """
     return _evaluate(core.local_rank, name)
 
@@ -57,6 +69,10 @@ def local_size_op(name: str | None = None) -> Any:
 
     Args:
         name: The name of the node in the graph.
+
+    Examples:
+        >>> int(ct.local_size_op()) in (1, 2)
+        True
     """
     return _evaluate(core.local_size, name)
 
@@ -68,6 +84,10 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     Args:
         process_set_id: `process_set_id` of a registered set; 0: all ranks.
         name: The name of the node in the graph.
+
+    Examples:
+        >>> int(ct.process_set_included_op())
+        1
     """
 
     def included() -> int:

@@ -38,6 +38,11 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
 
     Raises:
         UsageError: For sizes that do not fit.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(tf.ones([1, 3, 8])).shape.as_list()
+        [1, 3, 8]
     """
 
     def __init__(
@@ -150,6 +155,11 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
 
     Raises:
         UsageError: For an activation that depends on all hidden units.
+
+    Examples:
+        >>> layer = ct.ParallelMLP(8, 32, comm)
+        >>> layer(tf.ones([1, 8])).shape.as_list()
+        [1, 8]
     """
 
     def __init__(

@@ -117,6 +117,9 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         reduction: "mean", "sum" or "none".
         name: The name of the loss.
         dtype: The dtype of the loss.
+
+    Examples:
+        model.compile("adam", ct.VocabularyCrossEntropy(mesh["tp"]))
     """
 
     def __init__(

@@ -108,6 +108,7 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
 
     inputs: integers, the same on every rank, or sharded along `sequence`. Returns (*inputs.shape, this rank's
     features), or all with `gather`.
+    Arguments are those of `keras.layers.Embedding`.
     """
 
     def shardings(self, what: str, style: Column) -> Shardings:

@@ -35,6 +35,10 @@ def copy(x: Any, axis: On) -> tf.Tensor:
     Args:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.copy(tf.ones([2]), comm).numpy()
+        array([1., 1.], dtype=float32)
     """
     return redistribute(as_tensor(x), axis_of(axis), COPY)
 
@@ -46,6 +50,10 @@ def reduce(x: Any, axis: On) -> tf.Tensor:
     Args:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.reduce(tf.ones([2]), comm).numpy()
+        array([2., 2.], dtype=float32)
     """
     return redistribute(as_tensor(x), axis_of(axis), REDUCE)
 
@@ -58,6 +66,10 @@ def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.scatter(tf.zeros([4, 3]), comm, 0).shape.as_list()
+        [2, 3]
     """
     return redistribute(as_tensor(x), axis_of(axis), moves.scatter(dim))
 
@@ -71,6 +83,10 @@ def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tenso
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used in rank-dependent computation, so its gradients are summed.
+
+    Examples:
+        >>> ct.tensor.gather(tf.constant([comm.rank]), comm, 0).numpy()
+        array([0, 1], dtype=int32)
     """
     return redistribute(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
 
@@ -83,6 +99,10 @@ def reduce_scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.reduce_scatter(tf.ones([4]), comm, 0).numpy()
+        array([2., 2.], dtype=float32)
     """
     return redistribute(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
 
@@ -96,6 +116,10 @@ def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
         axis: The axis' communicator, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
+
+    Examples:
+        >>> ct.tensor.all_to_all(tf.zeros([2, 4]), comm, divide=1, join=0).shape.as_list()
+        [4, 2]
     """
     return redistribute(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
 

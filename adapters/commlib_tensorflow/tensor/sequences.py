@@ -33,6 +33,11 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
         axis: The axis' communicator, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm, layout="contiguous")
+        >>> own.numpy().tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
+        True
     """
     x, over = as_tensor(x), axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
@@ -62,6 +67,11 @@ def unshard_sequence(
     Raises:
         UsageError: On all ranks, if the numbers of tokens do not match the layout.
         MismatchError: If ranks call it with different arguments.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm)
+        >>> ct.context.unshard_sequence(own, comm).numpy()
+        array([[0, 1, 2, 3]], dtype=int32)
     """
     x, over = as_tensor(x), axis_of(axis)
     dim = _dim("unshard_sequence", x, dim)

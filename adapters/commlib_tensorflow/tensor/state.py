@@ -54,6 +54,9 @@ def gather_model(model: keras.Model) -> keras.Model:
 
     Raises:
         UsageError: For a model that cannot be made from its configuration.
+
+    Examples:
+        ct.gather_model(model).save("whole.keras")  # on one rank or on all, to separate files
     """
     if not isinstance(model, keras.Model):
         kind = f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"

@@ -35,6 +35,9 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
         mesh: The mesh.
         number: The seed, the same on every rank.
         same: Names of axes along which ranks draw the same numbers.
+
+    Examples:
+        ct.tensor.seed(mesh, 1234)  # equal along tp, different along dp
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
@@ -64,6 +67,9 @@ def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
         seed_generator: A SeedGenerator, or the result of its `next()`: draw that outside of a function that
             `tf.recompute_grad` calls twice, so that both calls drop the same.
         axis: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        ct.tensor.dropout(x, 0.1, self.seed_generator, mesh["tp"])
     """
     if rate == 0:
         return x

@@ -40,7 +40,17 @@ _verb = verb_maker(__name__)
 
 
 def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
-    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable."""
+    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable.
+
+    Args:
+        tensor: A tensor; the lengths of dimension 0 may differ among ranks, the others not.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allgather(torch.full((comm.rank + 1,), comm.rank))
+        tensor([0, 1, 1])
+    """
     return NamedOperation(
         lambda blocking: start_allgather([tensor], name, process_set, blocking=blocking).then(first),
         lambda: first(_autograd.allgather([tensor], name, process_set)),
@@ -50,7 +60,17 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSets = None
 ) -> NamedOperation[list[Tensor]]:
-    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable."""
+    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.grouped_allgather([torch.tensor([comm.rank])])
+        [tensor([0, 1])]
+    """
     return NamedOperation(
         lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
         lambda: _autograd.allgather(tensors, name, process_set),
@@ -66,7 +86,20 @@ def _broadcast(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `comm` is given."""
+    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `comm` is given.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `comm`: the rank of that group whose values the others get.
+        comm: A communicator: then this is the ordered verb on that group.
+
+    Examples:
+        >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
+        tensor([1])
+    """
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
@@ -86,7 +119,21 @@ def _broadcast_(
     root: int | None = None,
     comm: Communicator | None = None,
 ) -> Startable[Tensor]:
-    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it."""
+    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `comm`: the rank of that group whose values the others get.
+        comm: A communicator: then this is the ordered verb on that group.
+
+    Examples:
+        >>> x = torch.tensor([comm.rank])
+        >>> ct.broadcast_(x, root_rank=1)
+        tensor([1])
+    """
     source = choose_root(root_rank, root)
     if comm is not None:
         check_ordered(name, process_set)
@@ -101,6 +148,16 @@ def _alltoall(
 
     Rank i gets `splits[i]` rows, and the result is (rows, number of rows from each rank); without splits the rows are
     divided evenly, and the result is the rows only.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        splits: The number of rows for each rank; None: equal parts.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.alltoall(torch.tensor([comm.rank, comm.rank]))
+        tensor([0, 1])
     """
     finish: Callable[[Any], Any] = first if splits is None else tuple
     return NamedOperation(
@@ -172,6 +229,13 @@ def poll(handle: Work[Any]) -> bool:
 
     Args:
         handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> handle = ct.allreduce_async(torch.ones(1))
+        >>> ct.poll(handle) in (True, False)
+        True
+        >>> ct.synchronize(handle)
+        tensor([1.])
     """
     return _handle("poll", handle).done()
 
@@ -181,6 +245,10 @@ def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
 
     Args:
         handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> ct.synchronize(ct.allreduce_async(torch.ones(2)))
+        tensor([1., 1.])
     """
     if inspect.isfunction(handle):  # from sparse_allreduce_async
         return handle()

@@ -65,6 +65,10 @@ def allreduce(
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
         process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allreduce(torch.tensor([float(comm.rank)]), name="mean")
+        tensor([0.5000])
     """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
@@ -85,7 +89,10 @@ def _allreduce(
 
 allreduce_async = _verb.starting(_allreduce)
 allreduce_, allreduce_async_ = _verb(
-    make_in_place(_allreduce, "Combine `tensor` of all ranks in place, averaging by default, and return it.")
+    make_in_place(
+        _allreduce,
+        "Combine `tensor` of all ranks in place, the mean by default; return it. Arguments are those of `allreduce`.",
+    )
 )
 
 
@@ -130,7 +137,10 @@ def _grouped_allreduce(
 
 grouped_allreduce_async = _verb.starting(_grouped_allreduce)
 grouped_allreduce_, grouped_allreduce_async_ = _verb(
-    make_in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
+    make_in_place(
+        _grouped_allreduce,
+        "Combine each of `tensors` in place, and return them. Arguments are those of `grouped_allreduce`.",
+    )
 )
 
 
@@ -155,6 +165,10 @@ def reducescatter(
         process_set: The ranks that take part; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
+
+    Examples:
+        >>> ct.reducescatter(torch.ones(4), op=ct.Sum)
+        tensor([2., 2.])
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.reducescatter(tensors, how)))
@@ -194,6 +208,11 @@ def grouped_reducescatter(
         process_set: The ranks that take part; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
+
+    Examples:
+        >>> (part,) = ct.grouped_reducescatter([torch.ones(4)], op=ct.Sum)
+        >>> part
+        tensor([2., 2.])
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.reducescatter(tensors, how))

@@ -29,6 +29,12 @@ def sparse_allreduce_async(
     Raises:
         UsageError: For other layouts and operations.
         MismatchError: From the callable, on every rank, if shapes differ.
+
+    Examples:
+        >>> wait = ct.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye", op=ct.Sum)
+        >>> wait().to_dense()
+        tensor([[2., 0.],
+                [0., 2.]])
     """
     operation = core.resolve_op(op)
     if operation not in (core.Average, core.Sum):

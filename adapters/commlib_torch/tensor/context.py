@@ -88,6 +88,11 @@ def attention(
     Raises:
         UsageError: For inconsistent arguments.
         MismatchError: On all ranks if arguments differ among ranks.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 4, 8)  # 4 of 8 tokens on each of 2 ranks
+        >>> ct.context.attention(q, q, q, comm, causal=True).shape
+        torch.Size([1, 2, 4, 8])
     """
     axis = _axis_of(axis)
     q, k, v = (_cast(x) for x in (q, k, v))

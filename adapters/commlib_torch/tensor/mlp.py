@@ -44,6 +44,11 @@ class ParallelMLP(nn.Module):
 
     Raises:
         UsageError: For an activation that needs all hidden features.
+
+    Examples:
+        >>> layer = ct.ParallelMLP(8, 32, comm)
+        >>> layer(torch.ones(1, 8)).shape
+        torch.Size([1, 8])
     """
 
     def __init__(

@@ -33,6 +33,10 @@ def copy(x: Tensor, axis: On) -> Tensor:
     Args:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.copy(torch.ones(2), comm)
+        tensor([1., 1.])
     """
     return redistribute(x, axis_of(axis), COPY)
 
@@ -43,6 +47,10 @@ def reduce(x: Tensor, axis: On) -> Tensor:
     Args:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.reduce(torch.ones(2), comm)
+        tensor([2., 2.])
     """
     return redistribute(x, axis_of(axis), REDUCE)
 
@@ -54,6 +62,10 @@ def scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.scatter(torch.zeros(4, 3), comm, 0).shape
+        torch.Size([2, 3])
     """
     return redistribute(x, axis_of(axis), moves.scatter(dim))
 
@@ -66,6 +78,10 @@ def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tenso
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used differently on each rank, so its gradients are summed.
+
+    Examples:
+        >>> ct.tensor.gather(torch.tensor([comm.rank]), comm, 0)
+        tensor([0, 1])
     """
     return redistribute(x, axis_of(axis), moves.gather(dim, partial=partial))
 
@@ -77,6 +93,10 @@ def reduce_scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
         x: A tensor.
         axis: The axis' communicator, such as `mesh["tp"]`.
         dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.reduce_scatter(torch.ones(4), comm, 0)
+        tensor([2., 2.])
     """
     return redistribute(x, axis_of(axis), moves.reduce_scatter(dim))
 
@@ -89,6 +109,10 @@ def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
         axis: The axis' communicator, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
+
+    Examples:
+        >>> ct.tensor.all_to_all(torch.zeros(2, 4), comm, divide=1, join=0).shape
+        torch.Size([4, 2])
     """
     return redistribute(x, axis_of(axis), moves.all_to_all(divide, join))
 

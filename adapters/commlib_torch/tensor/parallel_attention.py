@@ -39,6 +39,11 @@ class ParallelAttention(nn.Module):
 
     Raises:
         UsageError: For numbers that do not divide each other.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(

@@ -24,7 +24,10 @@ _MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 class SequenceLayerNorm(nn.LayerNorm):
-    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
+
+    Arguments are those of `nn.LayerNorm`.
+    """
 
     def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
         """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""
@@ -43,7 +46,10 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
-    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
+
+    Arguments are those of `nn.RMSNorm`.
+    """
 
     def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
         """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""

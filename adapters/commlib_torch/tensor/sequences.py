@@ -33,6 +33,11 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
         axis: The axis' communicator, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(torch.arange(4)[None], comm, layout="contiguous")
+        >>> own.tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
+        True
     """
     over = axis_of(axis)
     dim = _dim("shard_sequence", x, dim)
@@ -58,6 +63,11 @@ def unshard_sequence(
     Raises:
         UsageError: On all ranks, if the ranks' tokens do not match the layout.
         MismatchError: If ranks call it differently.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(torch.arange(4)[None], comm)
+        >>> ct.context.unshard_sequence(own, comm)
+        tensor([[0, 1, 2, 3]])
     """
     over, dim = axis_of(axis), _dim("unshard_sequence", x, dim)
     rest = {
@@ -77,6 +87,10 @@ def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: 
         axis: The axis' communicator, such as `mesh["cp"]`.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+
+    Examples:
+        >>> len(ct.context.position_ids(6, comm))
+        3
     """
     over = axis_of(axis)
     divided = SequenceLayout(length, over.size, layout)
@@ -96,6 +110,10 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
         n_tokens: The number of these tokens, excluding ignored labels, or with class weights the sum of their weights;
             a rank may have 0, and the result is NaN if all do.
         axis: The axis' communicator, such as `mesh["cp"]`.
+
+    Examples:
+        >>> ct.context.loss_mean(torch.tensor(3.0), 2, comm)
+        tensor(1.5000)
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UsageError(

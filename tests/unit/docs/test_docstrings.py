@@ -33,7 +33,9 @@ MODULES = {
 TWIN = re.compile(r"(Start|Prepare) (an )?`\w+`|An? `\w+`\.|(.|\n)*\bArguments (and results )?are those of `")
 """A docstring of this form means: the arguments and errors of that function or class."""
 
-MADE_BY_COMMLIB = re.compile(r"(.*\.)?(Communicator|Count|Event|Phase|Plan|Stats|Work|Pipeline|ReduceOp|Server|Reports)")
+MADE_BY_COMMLIB = re.compile(
+    r"(.*\.)?(Communicator|Count|Event|Phase|Plan|Stats|Work|Pipeline|ReduceOp|Server|Reports)"
+)
 """Classes that users do not construct: their constructors have no entries."""
 
 INTERNAL = re.compile(
