@@ -143,6 +143,11 @@ class Communicator:
 
         Args:
             requests: (color, key, name) of each split: see `split`.
+
+        Examples:
+            >>> low, high = comm.split_all([(0, comm.rank, "low"), (0, -comm.rank, "high")])
+            >>> low.rank == comm.rank and high.rank == 1 - comm.rank
+            True
         """
         return self._subgroups.split(requests)
 
@@ -216,6 +221,10 @@ class Communicator:
 
         Raises:
             UsageError: If this rank has no such device.
+
+        Examples:
+            >>> comm.ways("cuda")  # doctest: +SKIP
+            ('node', 'nccl', 'host')
         """
         return self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
 
@@ -585,7 +594,10 @@ class Communicator:
                 the counts but check them: MismatchError on ranks that disagree; between nodes only on the receiving
                 ranks.
             out: The array for the received rows, with exactly that many rows; None: a new array. Without `takes` the
-                number is known only when the counts arrive; if it differs, this rank raises UsageError.
+                number is known only when the counts arrive.
+
+        Raises:
+            UsageError: If `out` has another number of rows, on this rank.
 
         Examples:
             >>> rows, counts = comm.all_to_all_v(np.arange(3), [2, 1])

@@ -47,7 +47,8 @@ def recorded() -> list[Event]:
 def statistics() -> dict[tuple[str, str], Count]:
     """Return this rank's call counters by (group, verb), since recording started.
 
-    Raises UsageError if nothing was recorded.
+    Raises:
+        UsageError: If nothing was recorded.
     """
     return world().runtime.recording.counters().counts()
 

@@ -45,7 +45,7 @@ class Preemption:
     Args:
         signals: The signals to handle; SIGTERM and SIGINT end the job without a restart.
         every: Ranks synchronise in every `every`-th call of `requested`.
-        comm: The ranks that synchronise; None: all.
+        ranks: Those that synchronise; None: all. A mesh means all its ranks.
 
     Raises:
         UsageError: Outside the main thread, where Python cannot set signal handlers.

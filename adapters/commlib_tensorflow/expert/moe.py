@@ -286,5 +286,8 @@ def expert_stats(model: keras.Model) -> dict[str, ExpertStats]:
     """Return the use of a model's experts since the last call, by layer name, over the tokens of all ranks.
 
     Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
+
+    Args:
+        model: A model with mixtures of experts.
     """
     return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

@@ -24,14 +24,22 @@ def rebalance_experts(
     The load is how often experts were chosen since the last call, or since `expert_stats`, by the tokens of all ranks.
     Call it between steps, every few hundred of them, such as at the end of an epoch. A layer is not changed unless the
     load of its busiest rank drops by a factor of at least `least`. Optimizer state moves with the experts, including
-    that of the model's own optimizer. optimizer: one that may not have made a step yet. copies: other models with the
-    same mixtures, such as one with an average of the weights: their experts move in the same way.
+    that of the model's own optimizer.
 
-    Returns, by layer name, the load of the busiest rank divided by the mean load, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer whose
-    state does not have the shape of their weights; MismatchError if ranks have different optimizers or copies.
+    Returns, by layer name, the load of the busiest rank divided by the mean load, before and after. Collective.
 
         ct.rebalance_experts(model, optimizer)
+
+    Args:
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer, whose state moves with the experts; None: there is none.
+        least: The factor by which the load of a layer's busiest rank must fall, or the layer stays unchanged.
+        copies: Other models with the same mixtures, such as an average of the weights.
+
+    Raises:
+        UsageError: On all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer
+            whose state does not have the shape of their weights.
+        MismatchError: If ranks have different optimizers or copies.
     """
     layers = _mixtures(model)
     given = optimizer if optimizer is not None else getattr(model, "optimizer", None)

@@ -93,6 +93,13 @@ def load_model(
 
     `custom_optimizers` are optimizers that are not Keras' own, `custom_objects` any other names in the file.
     `legacy_opts` exists for compatibility with Horovod: the file determines the kind of its optimizer.
+
+    Args:
+        filepath: The file that Keras wrote.
+        custom_optimizers: Classes of your own optimizers.
+        custom_objects: Your own objects by name, as for Keras' `load_model`.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        legacy_opts: Unused; Horovod has it.
     """
     del legacy_opts
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}

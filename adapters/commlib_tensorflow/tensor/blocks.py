@@ -45,10 +45,26 @@ class _ParallelBlock(keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
 class ParallelAttention(_ParallelBlock):
     """Self-attention with sharded heads: one fused layer for Q, K and V, and one for the output.
 
-    width: of inputs and outputs, (batch, sequence, width). kv_heads: the number of K and V heads, each shared by
-    equally many heads of Q; these are sharded over the ranks. causal: no position sees a later one. dropout: of the
-    attention weights in training. sequence: the dimension along which inputs and outputs are sharded, None for
-    unsharded ones. On an axis of one rank it is the unsharded layer. Raises UsageError for sizes that do not fit.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (batch, sequence, width).
+        heads: The number of heads of queries.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        kv_heads: The number of K and V heads, each shared by equally many heads of Q; these are sharded over the ranks.
+        causal: No position sees a later one.
+        bias: Whether the layer has a bias.
+        dropout: The share of attention weights that is dropped in training.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For sizes that do not fit.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(tf.ones([1, 3, 8])).shape.as_list()
+        [1, 3, 8]
     """
 
     def __init__(
@@ -133,9 +149,25 @@ class ParallelAttention(_ParallelBlock):
 class ParallelMLP(_ParallelBlock):
     """The MLP of a transformer with sharded hidden units: a column-sharded layer, then a row-sharded one.
 
-    width: of inputs and outputs, (..., width). gated: activation(gate) * up, both in one fused layer. sequence: the
-    dimension along which inputs and outputs are sharded, None for unsharded ones. On an axis of one rank it is the
-    unsharded layer. Raises UsageError for an activation that depends on all hidden units.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (..., width).
+        hidden: The features between both layers.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        gated: activation(gate) * up, both in one fused layer.
+        activation: The name of an activation, or an elementwise function.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        bias: Whether the layer has a bias.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For an activation that depends on all hidden units.
+
+    Examples:
+        >>> layer = ct.ParallelMLP(8, 32, comm)
+        >>> layer(tf.ones([1, 8])).shape.as_list()
+        [1, 8]
     """
 
     def __init__(

@@ -44,15 +44,29 @@ def vocabulary_cross_entropy(
 ) -> tf.Tensor:
     """Return the cross-entropy of logits whose vocabulary is sharded over the ranks of an axis.
 
-    Like PyTorch's over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target: token
-    ids (...), of the full vocabulary. weight: one for each token of the full vocabulary, without a gradient. Both
-    are the same on every rank. ignore_index: None, if no target is to be ignored. vocabulary: the total number of
-    tokens, to check it. Returns float32, or float64 for float64 logits: the sum, or the weighted mean, over the rows
-    that are not ignored (nan if there are none), or with "none" the loss of each row (...), 0 for ignored rows.
+    Like PyTorch's over the last dimension.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
-    for unsharded logits (the same on all ranks; not checked if `vocabulary` is given, which rules them out), and
-    MismatchError if ranks have different targets, weights or options.
+    Collective: two reductions of a few numbers for each row; none in the backward.
+
+    Targets and weights are the same on every rank.
+
+    Returns float32, or float64 for float64 logits: the sum, or the weighted mean, over the rows that are not ignored
+    (nan if there are none), or with "none" the loss of each row (...), 0 for ignored rows.
+
+    Args:
+        logits: (..., this rank's tokens), of any floating dtype.
+        target: Token ids (...), of the full vocabulary.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        weight: One number for each token of the full vocabulary, without a gradient.
+        ignore_index: The target whose rows do not count; None: none.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        reduction: "mean", "sum" or "none".
+        vocabulary: The total number of tokens, to check it.
+
+    Raises:
+        UsageError: On all ranks, also for unsharded logits (the same on all ranks; not checked if `vocabulary` is
+            given, which rules them out).
+        MismatchError: If ranks have different targets, weights or options.
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
@@ -103,9 +117,21 @@ def vocabulary_cross_entropy(
 class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     """The loss of a model with logits sharded by vocabulary, like `SparseCategoricalCrossentropy(from_logits=True)`.
 
-    y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens). ignore_index: like Keras' `ignore_class`, a
-    token whose rows do not count in the mean. weight: for each token of the full vocabulary; it multiplies losses as
-    `sample_weight` does, so Keras' mean is over rows. Metrics of the model would see only some of the tokens.
+    y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens).
+
+    Args:
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ignore_index: Like Keras' `ignore_class`, a token whose rows do not count in the mean.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        weight: One number for each token of the full vocabulary; it multiplies losses as `sample_weight` does, so
+            Keras' mean is over rows. Metrics of the model would see only some of the tokens.
+        vocabulary: The size of the full vocabulary, to be checked.
+        reduction: "mean", "sum" or "none".
+        name: The name of the loss.
+        dtype: The dtype of the loss.
+
+    Examples:
+        model.compile("adam", ct.VocabularyCrossEntropy(mesh["tp"]))
     """
 
     def __init__(

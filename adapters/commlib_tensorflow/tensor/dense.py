@@ -37,6 +37,12 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
     Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., features), unsharded on every rank, or
     sharded along `sequence`. Returns (..., this rank's units), or all with `gather`. Other arguments: see
     `commlib.tensor_parallel.Column`. Shapes that Keras infers for models are unsharded.
+
+    Args:
+        units: The number of outputs.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(self, units: int, ranks: AxisRanks, *, style: Column | None = None, **kwargs: Any) -> None:
@@ -80,6 +86,12 @@ class VocabularyDense(ColumnDense):
     """The layer that computes logits, sharded by vocabulary: like `ColumnDense`, for the style `Vocabulary`.
 
     Returns (..., this rank's tokens), for `vocabulary_cross_entropy`, or all with `gather`.
+
+    Args:
+        units: The number of outputs.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(self, units: int, ranks: AxisRanks, *, style: Vocabulary | None = None, **kwargs: Any) -> None:
@@ -100,8 +112,14 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
     """A dense layer with sharded inputs: each rank has some rows of the kernel, and outputs are summed.
 
     Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., this rank's features), or all with
-    `split`. Returns (..., units), unsharded on every rank or sharded along `sequence`. features: the number of inputs
-    of the unsharded layer, by default as Keras infers it.
+    `split`. Returns (..., units), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        units: The number of outputs.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        features: The number of inputs of the unsharded layer, by default as Keras infers it.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class ColumnEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore
     """An einsum layer with one sharded output dimension: the kernel's first, such as d of abc,cde->abde.
 
     inputs: unsharded on every rank, or sharded along `sequence`. Returns this rank's shard of the outputs, or all of
-    them with `gather`. Other arguments: see `commlib.tensor_parallel.Column`.
+    them with `gather`. Arguments are those of `keras.layers.EinsumDense`.
     """
 
     enters = True
@@ -94,6 +94,7 @@ class RowEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore[mi
 
     inputs: this rank's shard, or all with `split`. Returns the outputs, unsharded on every rank or sharded along
     `sequence`.
+    Arguments are those of `keras.layers.EinsumDense`.
     """
 
     def shardings(self, what: str, style: Row) -> Shardings:

@@ -29,8 +29,17 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
     """An embedding with a sharded vocabulary: each rank has some rows of the table, and outputs are summed.
 
     Like `keras.layers.Embedding(input_dim, output_dim)`, with rank 0's initial values. inputs: integers, the same on
-    every rank. Returns (*inputs.shape, output_dim), unsharded on every rank or sharded along `sequence`. Raises
-    UsageError, in a graph InvalidArgumentError, on all ranks for a token that is not in the vocabulary.
+    every rank. Returns (*inputs.shape, output_dim), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        input_dim: The number of token ids.
+        output_dim: The features of the embedding.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For a token that is not in the vocabulary; in a graph InvalidArgumentError, on all ranks.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
 
     inputs: integers, the same on every rank, or sharded along `sequence`. Returns (*inputs.shape, this rank's
     features), or all with `gather`.
+    Arguments are those of `keras.layers.Embedding`.
     """
 
     def shardings(self, what: str, style: Column) -> Shardings:

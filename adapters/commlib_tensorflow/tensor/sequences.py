@@ -26,6 +26,17 @@ def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "bal
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
+
+    Args:
+        x: Full sequences, the same on every rank.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm, layout="contiguous")
+        >>> own.numpy().tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
+        True
     """
     x, over = as_tensor(x), axis_of(ranks, "shard_sequence")
     dim = dimension("shard_sequence", _shape(x), dim)
@@ -50,9 +61,22 @@ def unshard_sequence(
 ) -> tf.Tensor:
     """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
 
-    length: of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens. partial: the result is
-    used in rank-dependent computation, so its gradients are summed. Raises UsageError, on all ranks, if the numbers of
-    tokens do not match the layout, MismatchError if ranks call it with different arguments.
+    Args:
+        x: This rank's tokens.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
+        partial: The result is used in rank-dependent computation, so its gradients are summed.
+
+    Raises:
+        UsageError: On all ranks, if the numbers of tokens do not match the layout.
+        MismatchError: If ranks call it with different arguments.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm)
+        >>> ct.context.unshard_sequence(own, comm).numpy()
+        array([[0, 1, 2, 3]], dtype=int32)
     """
     x, over = as_tensor(x), axis_of(ranks, "unshard_sequence")
     dim = dimension("unshard_sequence", _shape(x), dim)
@@ -65,7 +89,14 @@ def unshard_sequence(
 def position_ids(
     length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
-    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64.
+
+    Args:
+        length: The length of the full sequence.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+    """
     over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return tf.constant(positions_of(divided, over.rank, document_bounds(documents, length)))
@@ -75,11 +106,15 @@ def position_ids(
 def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, a scalar. n_tokens: the number of tokens in it, such as those
-    whose label is not ignored, or with class weights the sum of their weights; pass 0 on a rank without any; the result
-    is NaN if all ranks pass 0. The gradient of `loss_sum` is the number of ranks divided by the total number of tokens,
-    so the average of variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is
-    that of one process.
+    The gradient of `loss_sum` is the number of ranks divided by the total number of tokens, so the average of
+    variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is that of one
+    process.
+
+    Args:
+        loss_sum: The sum of the losses of this rank's tokens, a scalar.
+        n_tokens: The number of tokens in it, such as those whose label is not ignored, or with class weights the sum of
+            their weights; pass 0 on a rank without any; the result is NaN if all ranks pass 0.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
     check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
@@ -95,7 +130,10 @@ def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
 class SequenceLoader(sequence_loader.SequenceLoader):
     """Iterate over this rank's shard of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+    Args:
+        batches: Any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        **options: See `commlib.context_parallel.sequence_loader`.
     """
 
     def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:

@@ -284,5 +284,8 @@ def expert_stats(model: nn.Module) -> dict[str, ExpertStats]:
     """Return the use of the experts of a model's layers since the last call, by name, by tokens of all ranks.
 
     Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
+
+    Args:
+        model: A model with mixtures of experts.
     """
     return stats_of(module.mixture for module in model.modules() if isinstance(module, MoE))

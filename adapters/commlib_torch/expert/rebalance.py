@@ -37,14 +37,22 @@ def rebalance_experts(
     It uses the number of tokens of all ranks per expert since the last call, or since `expert_stats`; call it between
     steps, every few hundred of them. A layer stays unchanged unless the load of its busiest rank falls by the factor
     `least`. Gradients move with experts. So do copies of a layer, such as a weight average, and all optimizer states of
-    these: copies made by `copy.deepcopy`, and layers that have loaded the layer's state. optimizer: one that may not
-    have made a step yet. copies: other models with the same mixtures.
+    these: copies made by `copy.deepcopy`, and layers that have loaded the layer's state.
 
-    Returns, by layer name, the ratio of the busiest rank's load to the mean, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer with
-    states that are not per element of the weights; MismatchError if ranks have other copies, or optimizers.
+    Returns, by layer name, the ratio of the busiest rank's load to the mean, before and after. Collective.
 
         ct.rebalance_experts(model, optimizer)
+
+    Args:
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer, whose state moves with the experts; None: there is none.
+        least: The factor by which the load of a layer's busiest rank must fall, or the layer stays unchanged.
+        copies: Other models with the same mixtures, such as an average of the weights.
+
+    Raises:
+        UsageError: On all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer
+            with states that are not per element of the weights.
+        MismatchError: If ranks have other copies, or optimizers.
     """
     layers = _mixtures(model)
     following = _find_copies(layers, copies)

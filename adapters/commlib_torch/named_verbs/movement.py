@@ -40,7 +40,17 @@ _verb = ordered_verb_maker(__name__)
 
 
 def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
-    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable."""
+    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable.
+
+    Args:
+        tensor: A tensor; the lengths of dimension 0 may differ among ranks, the others not.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allgather(torch.full((comm.rank + 1,), comm.rank))
+        tensor([0, 1, 1])
+    """
     return NamedOperation(
         lambda blocking: start_allgather([tensor], name, process_set, blocking=blocking).then(first),
         lambda: first(_autograd.allgather([tensor], name, process_set)),
@@ -50,7 +60,17 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSets = None
 ) -> NamedOperation[list[Tensor]]:
-    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable."""
+    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.grouped_allgather([torch.tensor([comm.rank])])
+        [tensor([0, 1])]
+    """
     return NamedOperation(
         lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
         lambda: _autograd.allgather(tensors, name, process_set),
@@ -70,6 +90,18 @@ def _broadcast(
     """Return a new tensor with the values of rank `root_rank`.
 
     Differentiable: the root gets the mean of the gradients by name, their sum with `ranks`; the others get zeros.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+
+    Examples:
+        >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
+        tensor([1])
     """
     source = choose_root(root_rank, root)
     if ranks is not None:
@@ -92,7 +124,21 @@ def _broadcast_(
     algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it."""
+    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+
+    Examples:
+        >>> x = torch.tensor([comm.rank])
+        >>> ct.broadcast_(x, root_rank=1)
+        tensor([1])
+    """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
@@ -108,6 +154,16 @@ def _alltoall(
 
     Rank i gets `splits[i]` rows, and the result is (rows, number of rows from each rank); without splits the rows are
     divided evenly, and the result is the rows only.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        splits: The number of rows for each rank; None: equal parts.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.alltoall(torch.tensor([comm.rank, comm.rank]))
+        tensor([0, 1])
     """
     finish: Callable[[Any], Any] = first if splits is None else tuple
     return NamedOperation(
@@ -124,7 +180,12 @@ alltoall, alltoall_async = _verb(_alltoall)
 
 
 def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this.
+
+    Args:
+        process_set: The ranks that take part; None: all.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+    """
     if ranks is not None:
         check_ordered(None, process_set)
         ordered.barrier(ranks=ranks).run()
@@ -141,7 +202,16 @@ def broadcast_object(
     root: int | None = None,
     ranks: Ranks | None = None,
 ) -> Any:
-    """Return rank `root_rank`'s picklable object on all ranks."""
+    """Return rank `root_rank`'s picklable object on all ranks.
+
+    Args:
+        obj: A picklable object.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+    """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
@@ -150,17 +220,42 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets = None) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order."""
+    """Return the picklable objects of all ranks, in rank order.
+
+    Args:
+        obj: A picklable object.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+    """
     return core.allgather_object(obj, name, process_set)
 
 
 def poll(handle: Work[Any]) -> bool:
-    """Return whether the operation of `handle` is done, so `synchronize` will not wait."""
+    """Return whether the operation of `handle` is done, so `synchronize` will not wait.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> handle = ct.allreduce_async(torch.ones(1))
+        >>> ct.poll(handle) in (True, False)
+        True
+        >>> ct.synchronize(handle)
+        tensor([1.])
+    """
     return _handle("poll", handle).done()
 
 
 def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
-    """Wait for the operation of `handle` and return its result. Raises what the operation raised."""
+    """Wait for the operation of `handle` and return its result, or raise what the operation raised.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> ct.synchronize(ct.allreduce_async(torch.ones(2)))
+        tensor([1., 1.])
+    """
     if inspect.isfunction(handle):  # from sparse_allreduce_async
         return handle()
     return _handle("synchronize", handle).wait()

@@ -42,15 +42,28 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits whose vocabulary is sharded among the ranks of an axis.
 
-    Like `F.cross_entropy` over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target:
-    token ids (...), of the full vocabulary. weight: one number per token of the full vocabulary, without a gradient.
-    Both are the same on every rank. vocabulary: the size of the full vocabulary, to be checked. Returns a float32, or a
-    float64 for such logits: the sum, or the weighted mean, of the rows that are not ignored (nan if there are none), or
-    with "none" the loss of each row (...). It has a gradient; a second one is refused.
+    Like `F.cross_entropy` over the last dimension.
 
-    Collective: two reductions of a few numbers per row, and none in the backward. Raises UsageError on all ranks, also
-    for unsharded logits (equal on all ranks, which `vocabulary` rules out), and MismatchError if targets, weights or
-    options differ among ranks.
+    Collective: two reductions of a few numbers per row, and none in the backward.
+
+    Targets and weights are the same on every rank.
+
+    Returns a float32, or a float64 for such logits: the sum, or the weighted mean, of the rows that are not ignored
+    (nan if there are none), or with "none" the loss of each row (...). It has a gradient; a second one is refused.
+
+    Args:
+        logits: (..., this rank's tokens), of any floating dtype.
+        target: Token ids (...), of the full vocabulary.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        weight: One number per token of the full vocabulary, without a gradient.
+        ignore_index: The target whose rows do not count.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        reduction: "mean", "sum" or "none".
+        vocabulary: The size of the full vocabulary, to be checked.
+
+    Raises:
+        UsageError: On all ranks, also for unsharded logits (equal on all ranks, which `vocabulary` rules out).
+        MismatchError: If targets, weights or options differ among ranks.
     """
     shared = axis_of(ranks, "vocabulary_cross_entropy")
     given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)

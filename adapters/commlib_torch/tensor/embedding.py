@@ -26,8 +26,18 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     """An embedding sharded by vocabulary: each rank has some rows of the weight; outputs are summed.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
-    every rank. Returns (*words.shape, embedding_dim), unsharded on every rank or sharded along `sequence`. Raises
-    UsageError for a token id outside of the vocabulary, and for `sparse` and `scale_grad_by_freq`.
+    every rank. Returns (*words.shape, embedding_dim), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        num_embeddings: The number of token ids.
+        embedding_dim: The features of the embedding.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        padding_idx: A token id whose row gets no gradient; None: none.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For a token id outside of the vocabulary, and for `sparse` and `scale_grad_by_freq`.
     """
 
     def __init__(
@@ -103,8 +113,18 @@ class ColumnEmbedding(ShardedLayer, nn.Embedding):
     """An embedding with sharded features: each rank has some columns of the weight.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
-    every rank, or sharded along `sequence`. Returns (*words.shape, this rank's features), or all with `gather`. Raises
-    UsageError for `max_norm`, which needs all features.
+    every rank, or sharded along `sequence`. Returns (*words.shape, this rank's features), or all with `gather`.
+
+    Args:
+        num_embeddings: The number of token ids.
+        embedding_dim: The features of the embedding.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        padding_idx: A token id whose row gets no gradient; None: none.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For `max_norm`, which needs all features.
     """
 
     def __init__(

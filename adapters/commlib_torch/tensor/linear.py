@@ -26,6 +26,14 @@ class ColumnLinear(ShardedLayer, nn.Linear):
     Like `nn.Linear(in_features, out_features)`, with its values for the same seed. x: (..., in_features), unsharded on
     every rank, or sharded along `sequence`. Returns (..., this rank's outputs), or all with `gather`. Other arguments:
     see `commlib.tensor_parallel.Column`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     style: Column | Vocabulary
@@ -60,6 +68,14 @@ class VocabularyLinear(ColumnLinear):
 
     It may share the weight of a `VocabularyEmbedding`, which is sharded once. Returns (..., this rank's tokens), for
     `vocabulary_cross_entropy`, or all with `gather`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
@@ -90,6 +106,14 @@ class RowLinear(ShardedLayer, nn.Linear):
 
     Like `nn.Linear(in_features, out_features)`, with its values for the same seed. x: (..., this rank's inputs), or all
     with `split`. Returns (..., out_features), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(

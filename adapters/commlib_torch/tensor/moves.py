@@ -23,35 +23,92 @@ _LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
 
 
 def copy(x: Tensor, ranks: AxisRanks) -> Tensor:
-    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f)."""
+    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f).
+
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.copy(torch.ones(2), comm)
+        tensor([1., 1.])
+    """
     return redistribute(x, axis_of(ranks, "copy"), COPY)
 
 
 def reduce(x: Tensor, ranks: AxisRanks) -> Tensor:
-    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below."""
+    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below.
+
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.reduce(torch.ones(2), comm)
+        tensor([2., 2.])
+    """
     return redistribute(x, axis_of(ranks, "reduce"), REDUCE)
 
 
 def scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven."""
+    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven.
+
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.scatter(torch.zeros(4, 3), comm, 0).shape
+        torch.Size([2, 3])
+    """
     return redistribute(x, axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
 def gather(x: Tensor, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> Tensor:
     """Return the shards of all ranks, joined along `dim`; their lengths may differ.
 
-    partial: the result is used differently on each rank, so its gradients are summed.
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+        partial: The result is used differently on each rank, so its gradients are summed.
+
+    Examples:
+        >>> ct.tensor.gather(torch.tensor([comm.rank]), comm, 0)
+        tensor([0, 1])
     """
     return redistribute(x, axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
 def reduce_scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks.
+
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.reduce_scatter(torch.ones(4), comm, 0)
+        tensor([2., 2.])
+    """
     return redistribute(x, axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
 def all_to_all(x: Tensor, ranks: AxisRanks, divide: int, join: int) -> Tensor:
-    """Split `x` along one dimension among the ranks, and join the received pieces along another."""
+    """Split `x` along one dimension among the ranks, and join the received pieces along another.
+
+    Args:
+        x: A tensor.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        divide: The dimension along which `x` is split.
+        join: The dimension along which received pieces are joined.
+
+    Examples:
+        >>> ct.tensor.all_to_all(torch.zeros(2, 4), comm, divide=1, join=0).shape
+        torch.Size([4, 2])
+    """
     return redistribute(x, axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 

@@ -21,10 +21,31 @@ class ParallelAttention(nn.Module):
     """Self-attention of `heads` heads, sharded among the ranks of an axis.
 
     x: (batch, tokens, width), unsharded on every rank, or sharded along the dimension `sequence`; the output has the
-    same layout. kv_heads: the number of heads of K and V, by default the same; each serves several adjacent heads of Q.
-    Q, K and V are one weight. dropout: of the attention weights. On an axis of one rank it is the unsharded layer, and
-    for the same seed it has the same values on any number of ranks. Raises UsageError for numbers that do not divide
-    each other.
+    same layout.
+
+    Q, K and V are one weight.
+
+    On an axis of one rank it is the unsharded layer, and for the same seed it has the same values on any number of
+    ranks.
+
+    Args:
+        width: The features of inputs and outputs.
+        heads: The number of heads of queries.
+        ranks: The axis' communicator, such as `mesh["tp"]`.
+        kv_heads: The number of heads of K and V, by default the same; each serves several adjacent heads of Q.
+        causal: Whether a token sees only itself and earlier ones.
+        bias: Whether the layer has a bias.
+        dropout: The share of attention weights that is dropped in training.
+        sequence: The dimension along which inputs and outputs are sharded; None: unsharded.
+        **kwargs: `device` and `dtype` of the layers.
+
+    Raises:
+        UsageError: For numbers that do not divide each other.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(

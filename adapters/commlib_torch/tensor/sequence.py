@@ -50,7 +50,10 @@ class SequenceLayerNorm(_SequenceNorm, nn.LayerNorm):
 
 
 class SequenceRMSNorm(_SequenceNorm, nn.RMSNorm):
-    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
+
+    Arguments are those of `nn.RMSNorm`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""

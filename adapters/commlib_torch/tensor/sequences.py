@@ -25,6 +25,17 @@ def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
+
+    Args:
+        x: Full sequences, the same on every rank.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(torch.arange(4)[None], comm, layout="contiguous")
+        >>> own.tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
+        True
     """
     over = axis_of(ranks, "shard_sequence")
     dim = dimension("shard_sequence", x.shape, dim)
@@ -45,9 +56,22 @@ def unshard_sequence(
 ) -> Tensor:
     """Join the tokens of all ranks to full sequences, in order. dim: the dimension of tokens. Collective.
 
-    length: of the full sequence, by default the sum of the ranks' tokens. partial: the result is used differently on
-    each rank, so its gradients are summed. Raises UsageError, on all ranks, if the ranks' tokens do not match the
-    layout, MismatchError if ranks call it differently.
+    Args:
+        x: This rank's tokens.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        length: The length of the full sequence; by default the sum of the ranks' tokens.
+        partial: The result is used differently on each rank, so its gradients are summed.
+
+    Raises:
+        UsageError: On all ranks, if the ranks' tokens do not match the layout.
+        MismatchError: If ranks call it differently.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(torch.arange(4)[None], comm)
+        >>> ct.context.unshard_sequence(own, comm)
+        tensor([[0, 1, 2, 3]])
     """
     over, dim = axis_of(ranks, "unshard_sequence"), dimension("unshard_sequence", x.shape, dim)
     terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
@@ -59,7 +83,18 @@ def unshard_sequence(
 def position_ids(
     length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
 ) -> Tensor:
-    """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64.
+
+    Args:
+        length: The length of the full sequence.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+
+    Examples:
+        >>> len(ct.context.position_ids(6, comm))
+        3
+    """
     over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
@@ -69,11 +104,19 @@ def position_ids(
 def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: the number of these tokens, excluding
-    ignored labels, or with class weights the sum of their weights; a rank may have 0, and the result is NaN if all do.
     The gradient of `loss_sum` is the number of ranks divided by the number of tokens of all ranks: an average of the
     parameters' gradients over the axis, as by `DistributedOptimizer(mesh=)` over dp and cp, then equals the gradient of
     one process.
+
+    Args:
+        loss_sum: The sum of the losses of this rank's tokens, one number.
+        n_tokens: The number of these tokens, excluding ignored labels, or with class weights the sum of their weights;
+            a rank may have 0, and the result is NaN if all do.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+
+    Examples:
+        >>> ct.context.loss_mean(torch.tensor(3.0), 2, comm)
+        tensor(1.5000)
     """
     check_loss_sum(loss_sum.shape, dtype_name(loss_sum.dtype))
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
@@ -89,7 +132,10 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Ten
 class SequenceLoader(sequence_loader.SequenceLoader):
     """Iterate over this rank's part of batches of full sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: an iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
+    Args:
+        batches: An iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
+        ranks: The axis' communicator, such as `mesh["cp"]`.
+        **options: See `commlib.context_parallel.sequence_loader`.
     """
 
     def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
