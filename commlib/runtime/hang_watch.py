@@ -185,7 +185,7 @@ class HangWatch:
         if not job.after:
             return f"; why: {now}"
         if (left := job.after - waited) > 0:
-            return f"; the diagnosis comes in {left:.0f} s (COMMLIB_HANG_AFTER), or at once: {now}"
+            return f"; the diagnosis comes in {max(left, 1.0):.0f} s (COMMLIB_HANG_AFTER), or at once: {now}"
         return f"; the diagnosis at once: {now}"
 
     @property
