@@ -131,6 +131,13 @@ class Config:
         "folder of compiled kernels ('commlib warm' fills it), searched before the caches; it may be read-only for the "
         "user, and is used only if no other user except root can write to it",
     )
+    traceback: str = _setting(
+        "short",
+        "what failing ranks of a job print: 'short', one rank its error, without the frames inside commlib; or 'full', "
+        "every failing rank with all frames",
+        ("short", "full"),
+        differs=_PER_RANK,
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
     )

@@ -270,7 +270,9 @@ class Coordinator:
         reason = self._negotiation.explain(pending.request.name, everyone)
         if reason and not pending.warned:
             pending.warned = True
-            log.warning("%s", self._wording.overdue(pending.request, time.monotonic() - pending.since, reason))
+            waited = time.monotonic() - pending.since
+            reason += self.comm.runtime.forecast(waited)
+            log.warning("%s", self._wording.overdue(pending.request, waited, reason))
 
     # Long waits and failures
 
