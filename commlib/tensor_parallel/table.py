@@ -24,7 +24,8 @@ def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Mod
     WIDTH.
     """
     titles = ("layer", "style", "full", f"rank 0 of {size}", "why")
-    rows, numbers = [titles], dict[str, int]()
+    rows: list[Cells] = [titles]
+    numbers: dict[str, int] = {}
     for *cells, why in _fold(_rows(plan, reasons, trace, size)):
         rows.append((*cells, str(numbers.setdefault(why, len(numbers) + 1))))
     widths = _widths(rows)
@@ -53,7 +54,7 @@ def _rows(
             yield name, brief(given), str(number), str(given.own(number, 0, size)), reasons[name]
 
 
-def _fold(rows: Iterable[tuple[str, str, str, str, str]]) -> list[Cells]:
+def _fold(rows: Iterable[Cells]) -> list[Cells]:
     """Return the rows, with those as one that differ only by the first number in the name."""
     found: dict[Cells, list[int]] = {}
     single: dict[Cells, Cells] = {}
