@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import subprocess
 
 from commlib.errors import CommlibError
 from commlib.slurm.states import DATABASE_FIELDS, JobTask, from_controller, from_database
 
+_ACTIVE = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
 SECONDS = 60.0  # for one command; a loaded controller is slow
 
 
@@ -44,6 +46,15 @@ def query_job(job: str) -> list[JobTask]:
     if tasks := from_database(stored.stdout):
         return tasks
     raise SlurmError(f"Slurm no longer knows job {job}: {_message(stored.stderr) or 'it is not in its database'}")
+
+
+def has_other_jobs(job: str) -> bool:
+    """Return whether this user has other jobs that hold resources. True if Slurm does not answer."""
+    try:
+        done = _run(["squeue", "--noheader", "--user", getpass.getuser(), "--states", _ACTIVE, "--format", "%A"])
+    except SlurmError:
+        return True
+    return done.returncode != 0 or any(number != job for number in done.stdout.split())
 
 
 def _run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
