@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from commlib.errors import CommlibError
-from commlib.slurm.pending import never_starts
+from commlib.slurm.pending_reasons import never_starts
 from commlib.slurm.states import DATABASE_FIELDS, JobTask, elapsed, from_controller, from_database, summary
 
 _ACTIVE = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commlib.slurm.waiting import SURE, wait
 
-from commlib.slurm.client import SlurmError, has_other_jobs
-from commlib.slurm.pending import HELD_STATES, never_starts
+from commlib.slurm.client import SURE, SlurmError, has_other_jobs, wait_for_job
+from commlib.slurm.pending_reasons import HELD_STATES, never_starts
 from commlib.slurm.states import ENDED, JobTask, from_controller
 
 RECORDED = """\
@@ -94,7 +93,7 @@ def waited(*answers: JobTask, has_others: bool = False) -> tuple[list[float], Ex
         return [left.pop(0) if len(left) > 1 else left[0]]
 
     try:
-        end: Exception | list[JobTask] = wait(
+        end: Exception | list[JobTask] = wait_for_job(
             "12", lambda text, more: None, look=look, has_others=lambda job: has_others, sleep=slept.append
         )
     except SlurmError as error:

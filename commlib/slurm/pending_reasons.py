@@ -1,4 +1,4 @@
-"""Pending: decide by Slurm's reason whether a waiting job can ever start, and what to do if it cannot. [pure]"""
+"""Pending reasons: decide by Slurm's reason whether a job can ever start, and what to do if it cannot. [pure]"""
 
 from __future__ import annotations
 
