@@ -52,7 +52,7 @@ def steps_of(options: argparse.Namespace, comm: Any) -> Block:
     """Return a function that runs some training steps."""
     model = training.make_model(options.width)
     optimizer: Any = DistributedOptimizer(
-        training.make_optimizer(model), model.named_parameters(), comm=comm, overlap=True
+        training.make_optimizer(model), model.named_parameters(), ranks=comm, overlap=True
     )
     step = training.plain_step(model, optimizer, options)
     generator = torch.Generator().manual_seed(comm.rank)

@@ -27,10 +27,10 @@ from commlib.observing import (
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
+    from commlib import metrics
     from commlib.communicator import Communicator
     from commlib.mesh_groups import Mesh
-    from commlib.observe.counters import Count, Stats
-    from commlib.observe.recorder import Event, Phase
+    from commlib.observe.counters import Stats
     from commlib.preemption import Preemption
     from commlib.runtime.compiled_call import Plan
     from commlib.runtime.work import Work
@@ -40,12 +40,9 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CommlibError",
     "Communicator",
-    "Count",
-    "Event",
     "Mesh",
     "MismatchError",
     "PeerError",
-    "Phase",
     "Plan",
     "Preemption",
     "ShutdownError",
@@ -58,6 +55,7 @@ __all__ = [
     "init",
     "is_initialized",
     "mark_step",
+    "metrics",
     "recorded",
     "shutdown",
     "start_recording",
@@ -72,11 +70,8 @@ __all__ = [
 # Loaded on first use: they import numpy and numba.
 _LAZY = {
     "Communicator": "commlib.communicator",
-    "Count": "commlib.observe.counters",
     "Stats": "commlib.observe.counters",
-    "Event": "commlib.observe.recorder",
     "Mesh": "commlib.mesh_groups",
-    "Phase": "commlib.observe.recorder",
     "Plan": "commlib.runtime.compiled_call",
     "Preemption": "commlib.preemption",
     "Work": "commlib.runtime.work",

@@ -799,7 +799,7 @@ class Communicator:
         """Return this rank's call counters of this group by verb, since counting started.
 
         Each counter has calls, failed calls, bytes, seconds, seconds in the queue, and seconds that the caller waited
-        (`commlib.Count`).
+        (`commlib.observe.Count`).
 
         Raises:
             UsageError: If nothing was counted: call `commlib.metrics.start` or `commlib.start_recording` first.

@@ -12,6 +12,7 @@ from commlib.world import init
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.ranks import Ranks
 
 _Request = tuple[int, int, str]
 """A rank's group in a split (color), its order in the group (key), and the group's name."""
@@ -26,7 +27,7 @@ class Mesh:
     ranks. Making a mesh is collective.
 
     Args:
-        comm: The group; None: all ranks (`init` is called if needed).
+        ranks: The group: a communicator, a mesh or a process set; None: all ranks (`init` is called if needed).
         **axes: The sizes by name, slowest axis first; one may be -1 and is inferred.
 
     Raises:
@@ -40,8 +41,8 @@ class Mesh:
         >>> mesh.close()
     """
 
-    def __init__(self, *, comm: Communicator | None = None, **axes: int) -> None:
-        base = init() if comm is None else _check_comm(comm)
+    def __init__(self, *, ranks: Ranks | None = None, **axes: int) -> None:
+        base = init() if ranks is None else _communicator_of(ranks)
         self._make(base, _agree_on_shape(base, lambda: MeshShape.of(axes, base.size)), None)
 
     def _make(self, comm: Communicator, shape: MeshShape, parent: Mesh | None) -> None:
@@ -82,6 +83,14 @@ class Mesh:
     def _keep(self, axes: tuple[str, ...], group: Communicator) -> None:
         self._groups[axes] = group
         group.kept["mesh"] = self  # sharded layers along this axis find in the mesh the ranks that hold the same shards
+
+    def communicator(self, verb: str) -> Communicator:
+        """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more."""
+        if len(self.axes) > 1:
+            from commlib.ranks import ranks_error
+
+            raise ranks_error(verb, f"whole {self.shape}")
+        return self[self.axes]
 
     def __contains__(self, axis: object) -> bool:
         """Return whether there is an axis of this name, including axes from before `refactor`."""
@@ -173,12 +182,10 @@ class Mesh:
         return f"<{self.shape} over {self.comm.name}: rank {self.comm.rank} at {place}>"
 
 
-def _check_comm(comm: Communicator) -> Communicator:
-    from commlib.communicator import Communicator
+def _communicator_of(ranks: Ranks) -> Communicator:
+    from commlib.ranks import communicator_of  # imports numpy
 
-    if not isinstance(comm, Communicator):
-        raise UsageError(f"Mesh: comm is {comm!r}, expected a commlib.Communicator; commlib.init(comm) makes one")
-    return comm
+    return communicator_of(ranks, "Mesh")
 
 
 def _agree_on_shape(comm: Communicator, make: Callable[[], MeshShape]) -> MeshShape:

@@ -78,7 +78,7 @@ class Collector:
     """
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """Yield one family for each field of a `commlib.Count`."""
+        """Yield one family for each field of a `commlib.observe.Count`."""
         client = _client()
         counts, rank = _counts()
         for name, field, about in _FAMILIES:

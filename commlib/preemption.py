@@ -21,6 +21,7 @@ from commlib.world import world
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.ranks import Ranks
 
 log = logging.getLogger("commlib")
 
@@ -44,7 +45,7 @@ class Preemption:
     Args:
         signals: The signals to handle; SIGTERM and SIGINT end the job without a restart.
         every: Ranks synchronise in every `every`-th call of `requested`.
-        comm: The ranks that synchronise; None: all.
+        ranks: The ranks that synchronise; a mesh means all its ranks; None: all.
 
     Raises:
         UsageError: Outside the main thread, where Python cannot set signal handlers.
@@ -57,12 +58,12 @@ class Preemption:
     """
 
     def __init__(
-        self, signals: Iterable[int] = (signal.SIGUSR1,), *, every: int = 1, comm: Communicator | None = None
+        self, signals: Iterable[int] = (signal.SIGUSR1,), *, every: int = 1, ranks: Ranks | None = None
     ) -> None:
         self._signals = [signal.Signals(number) for number in signals]
         if not self._signals or every < 1:
             raise UsageError(f"Preemption: expected some signals and every >= 1, got {self._signals} and {every}")
-        self._every, self.comm = every, comm
+        self._every, self.comm = every, None if ranks is None else _communicator_of(ranks)
         self._before: dict[int, Any] = {}
         self._received: list[signal.Signals] = []  # the signals that this rank received
         self._calls = 0
@@ -173,3 +174,9 @@ def requeue(job: str) -> bool:
     if why:
         log.error("preemption: the job is not requeued: %s failed (%s)", " ".join(command), why)
     return not why
+
+
+def _communicator_of(ranks: Ranks) -> Communicator:
+    from commlib.ranks import communicator_of  # imports numpy, and a signal before __enter__ ends the process
+
+    return communicator_of(ranks, "Preemption", whole=True)

@@ -17,7 +17,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
 from commlib_tensorflow import elastic, tensor
@@ -32,6 +32,7 @@ from commlib_tensorflow.named_verbs import operations as _operations
 from commlib_tensorflow.named_verbs import queries as _queries
 from commlib_tensorflow.named_verbs.operations import *
 from commlib_tensorflow.named_verbs.queries import *
+from commlib_tensorflow.one_bit import OneBitAdam, OneBitLAMB
 from commlib_tensorflow.optimizer import DistributedOptimizer
 from commlib_tensorflow.pipelines.pipeline import Pipeline, pipeline
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -59,13 +60,12 @@ __all__ = [
     "Column",
     "Experts",
     "MoE",
+    "OneBitAdam",
+    "OneBitLAMB",
     "ParallelAttention",
     "ParallelMLP",
-    "PerRank",
     "Pipeline",
-    "Replicate",
     "Row",
-    "Sequence",
     "Vocabulary",
     "VocabularyCrossEntropy",
     "clip_by_global_norm",

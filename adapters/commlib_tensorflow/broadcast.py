@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
+from commlib.ranks import Ranks
 from commlib.sharding.shard_replicas import axes_of_data, find_acting_rank, mesh_of
 from commlib.sharding.shards import check_same_shard
 from commlib.tensor_verbs import check_ordered, choose_root
@@ -105,7 +105,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Args:
         root_rank: The global rank whose values the others get.
-        device: The device on which TensorFlow assigns the values; empty: its choice.
+        device: Unused; Horovod has it.
 
     Examples:
         hooks = [ct.BroadcastGlobalVariablesHook(0)]
@@ -136,11 +136,11 @@ def broadcast_object(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Return rank `root_rank`'s picklable object on all ranks. `session` exists for compatibility with Horovod.
 
-    With `comm` it is the ordered verb on that group, and `root` is a rank of the group.
+    With `ranks` it is the ordered verb on those ranks, and `root` is a rank among them.
 
     Args:
         obj: A picklable object.
@@ -148,13 +148,13 @@ def broadcast_object(
         session: Unused; Horovod has it.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast_object(obj, source, comm=comm))
+        return run(verbs.broadcast_object(obj, source, ranks=ranks))
     return core.broadcast_object(obj, source, name, process_set)
 
 

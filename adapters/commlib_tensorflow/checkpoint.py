@@ -13,8 +13,8 @@ from commlib import checkpoint as core
 from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.ranks import Ranks
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import DistributedMixin
 from commlib_tensorflow.expert.rebalance import owners_of, put_owners
@@ -34,12 +34,12 @@ class Checkpoint(core.Checkpoint):
 
     State that is equal on all ranks is written once; state that differs is written by each rank. `save(step)` and
     `resume()` are collective. On another number of ranks a job resumes only the state that was equal on all ranks.
-    keep: the number of checkpoints to keep. comm: the ranks that save together, by default all. Raises UsageError for
-    other values.
+    keep: the number of checkpoints to keep. ranks: those that save together, by default all; a mesh means all its
+    ranks. Raises UsageError for other values.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, keep: int = 2, comm: Communicator | None = None, **values: Any
+        self, folder: str | os.PathLike[str], *, keep: int = 2, ranks: Ranks | None = None, **values: Any
     ) -> None:
         parts: dict[str, CheckpointPart] = {}
         for name, value in values.items():
@@ -48,7 +48,7 @@ class Checkpoint(core.Checkpoint):
             parts |= _parts(name, value)
         if parts:
             parts[RANDOM] = CheckpointPart(generators.state, generators.load, is_needed=False)
-        super().__init__(folder, parts, keep=keep, comm=comm)
+        super().__init__(folder, parts, keep=keep, ranks=ranks)
 
 
 def _parts(name: str, value: Any) -> dict[str, CheckpointPart]:

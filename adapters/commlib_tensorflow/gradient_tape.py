@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.compress.casts import Compressing
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.reporting import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh
@@ -155,11 +156,11 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: core.ProcessSet | None = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
     *,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
+    overlap: bool | None = None,
+    compress_within_node: bool = False,
 ) -> DistributedTape:
     """Return a tape that records like `gradtape`, and whose `gradient` is reduced over all ranks.
 

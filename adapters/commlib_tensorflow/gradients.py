@@ -28,11 +28,14 @@ from commlib import horovod as core
 from commlib.buffers.aligned_arrays import aligned_empty
 from commlib.compress.casts import Compressing
 from commlib.compress.choice import CompressionChoice
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.groups import read_groups
+from commlib.data_parallel.options import Gradient, Options
 from commlib.devices.array import DeviceArray
 from commlib.devices.copies import copy_to_device
 from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
+from commlib.group.overlap import cores_per_rank
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.named_gradients.gradients import CallSpec, GradientCall, NamedGradients
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of

@@ -19,9 +19,11 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
+from commlib.horovod.mesh_sets import process_set_over
 from commlib.optim.one_bit_lamb import CoefficientLimits
 from commlib.optim.one_bit_moments import Hyperparameters, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
+from commlib.ranks import Ranks
 from commlib.sharding.shards import check_same_shard
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._host_calls import Spec, call, no_autograph
@@ -50,7 +52,7 @@ class OneBit(DistributedMixin, keras.optimizers.Optimizer):  # type: ignore[misc
         beta_2: float,
         epsilon: float,
         settings: OneBitSettings,
-        process_set: Any,
+        ranks: Ranks | None,
         **kwargs: Any,
     ) -> None:
         rate = float(learning_rate) if isinstance(learning_rate, Real) else 0.0  # a schedule has no single value
@@ -59,6 +61,7 @@ class OneBit(DistributedMixin, keras.optimizers.Optimizer):  # type: ignore[misc
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         self.freeze_step = settings.freeze_step
         self.compress_within_node, self.variance_floor = settings.compress_within_node, settings.variance_floor
+        process_set = core.global_process_set if ranks is None else process_set_over(ranks, settings.kind)
         reduction = KerasGradients(
             self.name,
             groups=None,
@@ -161,11 +164,11 @@ class OneBit(DistributedMixin, keras.optimizers.Optimizer):  # type: ignore[misc
 class OneBitAdam(OneBit):
     """Adam whose gradients travel uncompressed for `freeze_step` steps, and then with one bit each.
 
-    Use it on its own, not in a DistributedOptimizer: it averages over the ranks of `process_set`. In the first phase it
-    is Adam on averaged gradients. Then the second moment is frozen, so the learning rate's warm-up and the unstable
-    start of training should be over: after 15 to 25 % of all steps. Roots of the second moment are frozen at no less
-    than `variance_floor` times the typical root in their variable; otherwise a few tiny ones could make training
-    diverge. 0 is the paper's algorithm.
+    Use it on its own, not in a DistributedOptimizer: it averages over `ranks`, by default all. In the first phase it is
+    Adam on averaged gradients. Then the second moment is frozen, so the learning rate's warm-up and the unstable start
+    of training should be over: after 15 to 25 % of all steps. Roots of the second moment are frozen at no less than
+    `variance_floor` times the typical root in their variable; otherwise a few tiny ones could make training diverge. 0
+    is the paper's algorithm.
 
     A weight without a gradient before the freeze is not trained afterwards. Keras clips first, on each rank separately,
     and decays weights as AdamW does. `kwargs` are those of `keras.optimizers.Optimizer`. The accumulated compression
@@ -183,7 +186,7 @@ class OneBitAdam(OneBit):
         epsilon: float = 1e-7,
         *,
         freeze_step: int,
-        process_set: Any = core.global_process_set,
+        ranks: Ranks | None = None,
         compress_within_node: bool = False,
         variance_floor: float = 0.03,
         scheme: Any = None,
@@ -192,7 +195,7 @@ class OneBitAdam(OneBit):
     ) -> None:
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme)
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, ranks, name=name, **kwargs)
 
 
 @_register
@@ -219,7 +222,7 @@ class OneBitLAMB(OneBit):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        process_set: Any = core.global_process_set,
+        ranks: Ranks | None = None,
         compress_within_node: bool = False,
         variance_floor: float = 0.03,
         scheme: Any = None,
@@ -229,4 +232,4 @@ class OneBitLAMB(OneBit):
         limits = CoefficientLimits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, ranks, name=name, **kwargs)

@@ -11,10 +11,11 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.compress import DGC
 from commlib.compress.choice import choose
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
-from commlib.horovod.mesh_sets import process_set_along
+from commlib.horovod.mesh_sets import process_set_along, process_set_over
 from commlib.mesh_groups import Mesh
+from commlib.ranks import Ranks, check_one_choice
 from commlib.sharding.data_axes import data_axes
 from commlib_tensorflow._keras_reduction import KerasGradients
 from commlib_tensorflow.compression import Compression
@@ -38,11 +39,12 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: Any = core.global_process_set,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
     *,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
+    overlap: bool | None = None,
+    compress_within_node: bool = False,
+    ranks: Ranks | None = None,
     mesh: Mesh | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
@@ -64,9 +66,10 @@ def DistributedOptimizer(
     name of the class. `use_locking` and the devices exist for compatibility with Horovod, and have no effect.
 
     `process_set` are the ranks to reduce over, by default all; other ranks step without reduction. Alternatively pass
-    `mesh` to reduce over its axes "dp" and "cp"; the call is then collective over all ranks. Ranks along "tp" have the
-    same data, or shards of a variable: nothing is reduced over them. Variables that are sharded along an axis of a mesh
-    know the mesh: then neither argument is needed, and the first step is collective over all ranks.
+    `ranks`, such as `mesh["dp"]`, or `mesh`, a mesh of any number of axes, to reduce over its axes "dp" and "cp" (and
+    "edp", "ep"); the call is then collective over all ranks. Ranks along "tp" have the same data, or shards of a
+    variable: nothing is reduced over them. Variables that are sharded along an axis of a mesh
+    know the mesh: then no argument is needed, and the first step is collective over all ranks.
 
     `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. The
@@ -101,6 +104,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,
         process_set=process_set,
+        ranks=ranks,
         mesh=mesh,
         scale_local_gradients=scale_local_gradients,
         local_layers=(),
@@ -117,6 +121,7 @@ def distribute(
     average_aggregated_gradients: bool,
     op: Any,
     process_set: Any,
+    ranks: Ranks | None = None,
     mesh: Mesh | None = None,
     **settings: Any,
 ) -> OptimizerT:
@@ -132,10 +137,12 @@ def distribute(
             f"compression {settings['compression']!r} includes momentum, but {type(inner).__name__} has momentum "
             f"{inner.momentum}, too: use the optimizer without momentum"
         )
+    chosen = None if process_set is core.global_process_set else process_set
+    check_one_choice("DistributedOptimizer", process_set=chosen, ranks=ranks, mesh=mesh)
     if mesh is not None:
-        if not (process_set is None or process_set is core.global_process_set):
-            raise UsageError("mesh= selects the ranks by its axes dp and cp: leave out process_set=")
         process_set = process_set_along(mesh, data_axes(mesh), "DistributedOptimizer")
+    elif ranks is not None:
+        process_set = process_set_over(ranks, "DistributedOptimizer")
     settings["process_set"] = process_set
     keras2 = sys.modules.get("tf_keras")  # a user with an optimizer of Keras 2 or 3 has imported it
     keras3 = sys.modules.get("keras")

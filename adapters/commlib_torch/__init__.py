@@ -16,7 +16,7 @@ from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.tensor_parallel import Column, PerRank, Replicate, Row, Sequence, Slice, Vocabulary
+from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import elastic, tensor
 from commlib_torch._graph_breaks import leave_uncompiled
@@ -78,12 +78,8 @@ __all__ = [
     "OneBitLAMB",
     "ParallelAttention",
     "ParallelMLP",
-    "PerRank",
     "Pipeline",
-    "Replicate",
     "Row",
-    "Sequence",
-    "Slice",
     "Vocabulary",
     "auxiliary_loss",
     "clip_grad_norm_",

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.data_parallel import BucketReducer, Slots
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.slots import Slots
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
 from commlib_torch import _sparse_rows, devices

@@ -1,6 +1,6 @@
 """Broadcast of parameters and optimizer state from one rank, after start-up or a restart.
 
-With `comm=` it is an ordered verb among that group's ranks. Without it, it runs by name, in any order with other named
+With `ranks=` it is an ordered verb among those ranks. Without it, it runs by name, in any order with other named
 operations, and `root_rank` is a global rank.
 """
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import check_agreement
+from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.horovod.broadcast import BroadcastRanks, NamedRanks, broadcast_pack, name_values, plan_packs
 from commlib.horovod.process_sets import process_set_of
 from commlib.horovod.pytree import put_back, take_out
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.shard_replicas import find_shard_replicas
 from commlib.sharding.shards import Shard, check_same_shard, world_ranks
 from commlib.tensor_verbs import check_ordered, choose_root
@@ -35,7 +36,7 @@ def broadcast_parameters(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Overwrite tensors on every rank with those of `root_rank`, in place. Collective.
 
@@ -48,15 +49,15 @@ def broadcast_parameters(
         params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors, of any shapes and dtypes.
         root_rank: The global rank whose values the others get.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Raises:
         MismatchError: On every rank if ranks give different names, shapes or dtypes.
         UsageError: For values that are not tensors, and for sharded parameters of which some of the ranks have other
             shards.
     """
-    ranks, source = _ranks("broadcast_parameters", root_rank, root, process_set, comm)
+    group, source = _ranks("broadcast_parameters", root_rank, root, process_set, ranks)
     pairs = name_values(params)
     for name, tensor in pairs:
         if not isinstance(tensor, Tensor):
@@ -66,10 +67,10 @@ def broadcast_parameters(
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
     shards = [(name, shard_of(tensor)) for name, tensor in pairs]
-    ranks, source = _shard_ranks("broadcast_parameters", shards, ranks, source, process_set, comm)
+    group, source = _shard_ranks("broadcast_parameters", shards, group, source, process_set)
     lines = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in pairs]
-    check_agreement(ranks, "tensors to broadcast", [f"root {source}", *lines])
-    _broadcast_tensors([tensor for _, tensor in pairs if not _is_local(tensor)], source, ranks)
+    check_agreement(group, "tensors to broadcast", [f"root {source}", *lines])
+    _broadcast_tensors([tensor for _, tensor in pairs if not _is_local(tensor)], source, group)
     for _, tensor in pairs:
         shard = shard_of(tensor)
         if shard is not None and shard.is_local and shard.replicas is not None:
@@ -83,7 +84,7 @@ def broadcast_optimizer_state(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Give every rank the state and the hyperparameters of the optimizer of `root_rank`. Collective.
 
@@ -96,8 +97,8 @@ def broadcast_optimizer_state(
         root_rank: The global rank whose values the others get.
         model: Unused; Horovod needs it for some optimizers.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Raises:
         MismatchError: On every rank if parameter groups differ.
@@ -108,22 +109,22 @@ def broadcast_optimizer_state(
         for parameter in group["params"]
         if _is_local(parameter)
     }
-    ranks, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, comm)
+    group, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, ranks)
     shards = [
         (f"parameter {place} of group {number}", shard_of(one))
         for number, group in enumerate(optimizer.param_groups)
         for place, one in enumerate(group["params"])
     ]
-    ranks, source = _shard_ranks("broadcast_optimizer_state", shards, ranks, source, process_set, comm)
+    group, source = _shard_ranks("broadcast_optimizer_state", shards, group, source, process_set)
     groups = [str([str(list(p.shape)) for p in group["params"]]) for group in optimizer.param_groups]
-    check_agreement(ranks, "optimizer parameter groups", [f"root {source}", *groups])
-    structure, tensors = take_out(optimizer.state_dict() if ranks.rank == source else None, Tensor)
+    check_agreement(group, "optimizer parameter groups", [f"root {source}", *groups])
+    structure, tensors = take_out(optimizer.state_dict() if group.rank == source else None, Tensor)
     tensors = [to_host(tensor) for tensor in tensors]
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    structure, kinds = ranks.broadcast_object((structure, kinds), source)
-    if ranks.rank != source:
+    structure, kinds = group.broadcast_object((structure, kinds), source)
+    if group.rank != source:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
-    _broadcast_tensors(tensors, source, ranks)
+    _broadcast_tensors(tensors, source, group)
     # The root loads its own state too: side effects of loading (casts, for example) must occur on every rank.
     optimizer.load_state_dict(put_back(structure, tensors))
     for parameter, state in own.items():
@@ -143,29 +144,29 @@ def _is_local(tensor: Tensor) -> bool:
 
 
 def _ranks(
-    what: str, root_rank: int | None, root: int | None, process_set: ProcessSets, comm: Communicator | None
+    what: str, root_rank: int | None, root: int | None, process_set: ProcessSets, ranks: Ranks | None
 ) -> tuple[BroadcastRanks, int]:
     source = choose_root(root_rank, root)
-    if comm is None:
+    if ranks is None:
         return NamedRanks(what, process_set), source
     check_ordered(None, process_set)
-    return comm, source
+    return communicator_of(ranks, what), source
 
 
 def _shard_ranks(
     what: str,
     shards: Sequence[tuple[str, Shard | None]],
-    ranks: BroadcastRanks,
+    group: BroadcastRanks,
     source: int,
     process_set: ProcessSets,
-    comm: Communicator | None,
 ) -> tuple[BroadcastRanks, int]:
     """Return the ranks with the same shards, and their root, unless the caller chose ranks. Raises UsageError."""
-    if comm is None and process_set is None and (found := find_shard_replicas(what, shards, ranks)) is not None:
-        ranks, source, comm = found.comm, found.root(source), found.comm
+    comm = group if isinstance(group, Communicator) else None
+    if comm is None and process_set is None and (found := find_shard_replicas(what, shards, group)) is not None:
+        group, source, comm = found.comm, found.root(source), found.comm
     everyone = process_set_of(process_set).ranks or () if comm is None else world_ranks(comm)
     check_same_shard(what, shards, everyone)
-    return ranks, source
+    return group, source
 
 
 def _broadcast_tensors(tensors: Sequence[Tensor], root: int, ranks: BroadcastRanks) -> None:

@@ -13,8 +13,8 @@ from commlib import checkpoint as core
 from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.ranks import Ranks
 from commlib_torch.expert.rebalance import owners_of, put_owners
 from commlib_torch.optimizer import KEY
 
@@ -39,12 +39,12 @@ class Checkpoint(core.Checkpoint):
 
     Values that are equal on all ranks are written once, the others by each rank. `save(step)` and `resume()` are
     collective. On another number of ranks a job resumes only the values that were equal on all. keep: the number of
-    checkpoints to keep. comm: the ranks that save together, by default all. Raises UsageError for values without a
-    state.
+    checkpoints to keep. ranks: those that save together, by default all; a mesh means all its ranks. Raises UsageError
+    for values without a state.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, keep: int = 2, comm: Communicator | None = None, **values: Stateful
+        self, folder: str | os.PathLike[str], *, keep: int = 2, ranks: Ranks | None = None, **values: Stateful
     ) -> None:
         parts: dict[str, CheckpointPart] = {}
         for name, value in values.items():
@@ -56,7 +56,7 @@ class Checkpoint(core.Checkpoint):
             parts |= _parts(name, value)
         if parts:
             parts[RANDOM] = CheckpointPart(_generators, _load_generators, is_needed=False)
-        super().__init__(folder, parts, keep=keep, comm=comm)
+        super().__init__(folder, parts, keep=keep, ranks=ranks)
 
 
 def _parts(name: str, value: Stateful) -> dict[str, CheckpointPart]:

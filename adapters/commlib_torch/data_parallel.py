@@ -11,20 +11,16 @@ import torch
 from torch import nn
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing
-from commlib.data_parallel import (
-    BUCKET_CAP_MIB,
-    FIRST_BUCKET_MIB,
-    GradientReducer,
-    Options,
-    Reporting,
-    load_compression,
-    save_compression,
-)
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import drop_duplicates
+from commlib.data_parallel.options import Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
+from commlib.ranks import Ranks, communicator_of
 from commlib_torch._bridge import to_array
 from commlib_torch._registrations import registrations
 from commlib_torch._step_checks import before_steps, parameters_to_update
@@ -55,7 +51,7 @@ class DataParallel(nn.Module, Reporting):
     `op` is "mean" or "sum". Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap`
     they are sent while backward runs, otherwise at its end; the default is to overlap if there are several nodes or
     spare cores. `compression` and `compress_within_node` are those of `DistributedOptimizer`; custom compressors are
-    not supported here. `comm` is the group to reduce over. The default is all ranks or, if parameters are sharded along
+    not supported here. `ranks` are those to reduce over. The default is all ranks or, if parameters are sharded along
     an axis of a mesh, the ranks that have the same shards.
 
     Raises UsageError for parameters that cannot be managed, and in a step of LBFGS; MismatchError on every rank if
@@ -72,16 +68,16 @@ class DataParallel(nn.Module, Reporting):
         overlap: bool | None = None,
         compression: Compressing = Compression.none,
         compress_within_node: bool = False,
-        comm: Communicator | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         parameters = trainable_parameters(drop_duplicates(module.named_parameters()))
-        if comm is None:
-            comm = (
-                comm_of_marks(type(self).__name__, drop_duplicates(module.named_parameters()), core.require_world())
-                or core.require_world()
-            )
+        if ranks is None:
+            world = core.require_world()
+            comm = comm_of_marks(type(self).__name__, drop_duplicates(module.named_parameters()), world) or world
+        else:
+            comm = communicator_of(ranks, type(self).__name__)
         options = Options(
             op=reduction_name(op),
             bucket_cap_mib=bucket_cap_mib,
@@ -94,7 +90,7 @@ class DataParallel(nn.Module, Reporting):
         self._gradients: AutogradReducer | None = AutogradReducer(
             parameters, ranks_of(parameters, comm), options, wrapper=type(self).__name__
         )
-        broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
+        broadcast_parameters([*module.named_parameters(), *module.named_buffers()], ranks=comm)
         self._look()
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers of other models."""
@@ -124,7 +120,7 @@ class DataParallel(nn.Module, Reporting):
             self._gradients = gradients.again(trainable_parameters(named), ())
             new = [(name, parameter) for name, parameter in named if id(parameter) not in known]
             if new:
-                broadcast_parameters(new, comm=gradients.comm)
+                broadcast_parameters(new, ranks=gradients.comm)
         self._look()
 
     def _has_changed(self) -> bool:

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
-from commlib.data_parallel import Gradient, GradientReducer, Options, OrderedRanks, place_groups, read_groups
+from commlib.data_parallel.groups import place_groups, read_groups
+from commlib.data_parallel.options import Gradient, Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reducer_ranks import OrderedRanks
 from commlib.errors import UsageError
 from commlib.horovod.join import announce_turn
 from commlib.horovod.join import join as core_join

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
-from commlib.errors import UsageError
-from commlib.mesh_groups import Mesh
+from commlib.ranks import Ranks, communicator_of
 from commlib_torch._bridge import array_of
 
 
@@ -18,17 +16,14 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, except that all ranks skip a step if one of them finds an infinity or NaN.
 
     With a sharded model, ranks see the gradients of different weights: without agreement, some would step and others
-    not, and their scales would diverge. mesh, comm: the ranks that agree, by default all; `unscale_`, or otherwise
-    `step`, is then collective over them. device and the other arguments are torch's. Raises UsageError.
+    not, and their scales would diverge. ranks: those that agree, by default all; a mesh means all its ranks. Then
+    `unscale_`, or otherwise `step`, is collective over them. device and the other arguments are torch's. Raises
+    UsageError.
     """
 
-    def __init__(
-        self, device: str = "cpu", *, mesh: Mesh | None = None, comm: Communicator | None = None, **options: Any
-    ) -> None:
-        if mesh is not None and comm is not None:
-            raise UsageError("GradScaler: mesh and comm both give the ranks that agree: pass one of them")
+    def __init__(self, device: str = "cpu", *, ranks: Ranks | None = None, **options: Any) -> None:
         super().__init__(device, **options)
-        self.comm: Communicator = comm or (mesh.comm if mesh is not None else core.require_world())
+        self.comm = core.require_world() if ranks is None else communicator_of(ranks, "GradScaler", whole=True)
         """The ranks that agree."""
 
     def __repr__(self) -> str:

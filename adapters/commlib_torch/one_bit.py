@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
@@ -22,10 +21,10 @@ from commlib.horovod.pytree import map_leaves
 from commlib.optim.one_bit_lamb import CoefficientLimits
 from commlib.optim.one_bit_moments import Hyperparameters, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.shards import check_same_shard, world_ranks
 from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
 from commlib_torch._shards import shard_of
-from commlib_torch.named_verbs._named_operations import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OWN = "one_bit"  # the key in `state_dict()["state"]` of values that belong to no parameter
@@ -45,19 +44,15 @@ class OneBit(torch.optim.Optimizer):
         params: Any,
         defaults: dict[str, Any],
         settings: OneBitSettings,
-        process_set: ProcessSets,
-        comm: Communicator | None,
+        ranks: Ranks | None,
     ) -> None:
-        if comm is not None and process_set is not None:
-            raise UsageError("process_set and comm both give the ranks to average over: pass one of them")
         self._core = OneBitOptimizer(settings)
         self._gradients: list[Tensor] = []  # the core reads gradients from these
         self._values: list[Array] = []  # the parameters
         self._copies: list[tuple[Tensor, Tensor]] = []  # for parameters that are not contiguous float32 on the host
         super().__init__(params, defaults)
-        core.require_world()
         self.freeze_step = settings.freeze_step
-        self.comm = comm or core.process_set_of(process_set).communicator(settings.kind)
+        self.comm = core.require_world() if ranks is None else communicator_of(ranks, settings.kind)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does; before the first step. Raises UsageError for dtypes, devices and settings."""
@@ -186,13 +181,12 @@ def _hyper(group: dict[str, Any]) -> Hyperparameters:
 class OneBitAdam(OneBit):
     """Adam that sends full gradients for `freeze_step` steps, then one bit per element. Collective.
 
-    Use it by itself, not in a DistributedOptimizer: it averages over the ranks of `process_set` or `comm`, by default
-    all. In the first phase it is torch's Adam (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the
-    second moment is frozen, so the learning rate's warm-up should be over and training should be stable: after 15 to 25
-    % of all steps. The root of a frozen second moment is at least `variance_floor` times the typical one of its
-    parameter, because a few smaller ones could make training diverge; 0 is the paper's algorithm. Elements without a
-    gradient before the freeze are not trained afterwards. Clipping gradients before the step clips on each rank
-    separately. Source: Tang et al. 2021.
+    Use it by itself, not in a DistributedOptimizer: it averages over `ranks`, by default all. In the first phase it is
+    torch's Adam (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the second moment is frozen, so the
+    learning rate's warm-up should be over and training should be stable: after 15 to 25 % of all steps. The root of a
+    frozen second moment is at least `variance_floor` times the typical one of its parameter, because a few smaller ones
+    could make training diverge; 0 is the paper's algorithm. Elements without a gradient before the freeze are not
+    trained afterwards. Clipping gradients before the step clips on each rank separately. Source: Tang et al. 2021.
 
     On a group within one node nothing is compressed, unless `compress_within_node` is set: memory is faster. `scheme`
     is the compression scheme of the first moment, by default `AllToAll(Sign())`.
@@ -208,8 +202,7 @@ class OneBitAdam(OneBit):
         *,
         freeze_step: int,
         decoupled_weight_decay: bool = False,
-        process_set: ProcessSets = None,
-        comm: Communicator | None = None,
+        ranks: Ranks | None = None,
         compress_within_node: bool = False,
         variance_floor: float = 0.03,
         scheme: Scheme | None = None,
@@ -218,7 +211,7 @@ class OneBitAdam(OneBit):
         defaults["decoupled_weight_decay"] = decoupled_weight_decay
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme)
-        super().__init__(params, defaults, settings, process_set, comm)
+        super().__init__(params, defaults, settings, ranks)
 
 
 class OneBitLAMB(OneBit):
@@ -245,8 +238,7 @@ class OneBitLAMB(OneBit):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        process_set: ProcessSets = None,
-        comm: Communicator | None = None,
+        ranks: Ranks | None = None,
         compress_within_node: bool = False,
         variance_floor: float = 0.03,
         scheme: Scheme | None = None,
@@ -255,4 +247,4 @@ class OneBitLAMB(OneBit):
         limits = CoefficientLimits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         kind = type(self).__name__
         settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
-        super().__init__(params, defaults, settings, process_set, comm)
+        super().__init__(params, defaults, settings, ranks)

@@ -13,22 +13,19 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing
-from commlib.data_parallel import (
-    BUCKET_CAP_MIB,
-    FIRST_BUCKET_MIB,
-    GradientReducer,
-    Options,
-    Reporting,
-    SingleRank,
-    load_compression,
-    save_compression,
-)
+from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
+from commlib.data_parallel.options import Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
+from commlib.group.single_rank import SingleRank
 from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PlainPickling, change_class
 from commlib.mesh_groups import Mesh
 from commlib.named_gradients.named_buckets import reduce_by_name
+from commlib.ranks import Ranks, check_one_choice, communicator_of
 from commlib.sharding.data_axes import data_axes
 from commlib.sharding.shards import check_same_shard
 from commlib_torch._bridge import to_array
@@ -63,7 +60,7 @@ def DistributedOptimizer(
     first_bucket_mib: float = FIRST_BUCKET_MIB,
     overlap: bool | None = None,
     compress_within_node: bool = False,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
     mesh: Mesh | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
@@ -71,7 +68,7 @@ def DistributedOptimizer(
     The same object is returned, as an instance of a subclass of its class, with its state: schedulers, GradScaler,
     `state_dict` and closures work as before. Gradients are final when `loss.backward()` returns; clip them without
     further calls. If ranks have parts of a model (experts, stages, shards of weights), an infinity may appear in the
-    gradients of one rank only: use `commlib_torch.GradScaler(mesh=mesh)` in this case, because with torch's GradScaler
+    gradients of one rank only: use `commlib_torch.GradScaler(ranks=mesh)` in this case, because with torch's GradScaler
     only that rank would skip the step. The optimizer gains:
 
     - `synchronize()`: do the reduction of `step()` now, e.g. on a rank without a loss in this step that clips like the
@@ -100,9 +97,9 @@ def DistributedOptimizer(
     afterwards.
 
     `process_set` is the group of ranks to reduce over, by default all; other ranks step by themselves. Alternatively
-    pass `comm`, a communicator, or `mesh`, for its axes "dp" and "cp". Ranks along "tp" have the same data, or shards
-    of a parameter, and are not reduced over. Parameters sharded along an axis of a mesh know their axis and need none
-    of these.
+    pass `ranks`, such as `mesh["dp"]`, or `mesh`, a mesh of any number of axes, for its axes "dp" and "cp" (and "edp",
+    "ep"). Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded
+    along an axis of a mesh know their axis and need none of these.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, otherwise at its end; the default is to overlap if the group spans several nodes, or if each rank has
@@ -121,12 +118,12 @@ def DistributedOptimizer(
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
+    check_one_choice("DistributedOptimizer", process_set=process_set, ranks=ranks, mesh=mesh)
+    comm: Communicator | None = None
     if mesh is not None:
-        if comm is not None:
-            raise UsageError("mesh= already gives the ranks to reduce over (axes dp and cp): do not pass comm=")
         comm = mesh[data_axes(mesh)]
-    if comm is not None and process_set is not None:
-        raise UsageError("process_set and comm both give the ranks to reduce over: pass one of them")
+    elif ranks is not None:
+        comm = communicator_of(ranks, "DistributedOptimizer")
     core.require_world()
     if num_groups:
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
@@ -137,7 +134,7 @@ def DistributedOptimizer(
     outside = core.process_set_of(process_set).included() is False
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
-            raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; pass process_set=")
+            raise UsageError("op=Adasum takes neither gradient_predivide_factor nor ranks= or mesh=; pass process_set=")
         apart = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
         if apart:
             raise UsageError(
@@ -163,18 +160,18 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
     )
     if options.compressor is not None and comm is not None:
-        raise UsageError("a custom compressor needs process_set= instead of comm=: it reduces by name")
+        raise UsageError("a custom compressor needs process_set= instead of ranks= or mesh=: it reduces by name")
     if comm is None and process_set is None:
         comm = comm_of_marks(
             "DistributedOptimizer", chosen, core.process_set_of(None).communicator("DistributedOptimizer")
         )
     if comm is not None:
-        ranks = ranks_of(chosen, comm)
+        over = ranks_of(chosen, comm)
     else:
         own: Any = SingleRank() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
-        ranks = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
+        over = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
     known = ids_in(optimizer.param_groups)
-    gradients = AutogradReducer(chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer")
+    gradients = AutogradReducer(chosen, over, options, groups=groups, known=known, wrapper="DistributedOptimizer")
     change_class(optimizer, DistributedMixin)
     distributed: Any = optimizer
     distributed._gradients = gradients

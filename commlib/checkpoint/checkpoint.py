@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from commlib.checkpoint import folders, packed_state
 from commlib.config.settings import ranks_text
 from commlib.errors import CommlibError, UsageError
+from commlib.ranks import Ranks, communicator_of
 from commlib.world import world
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class CheckpointPart:
 class Checkpoint:
     """The checkpoints of a job in a folder that all ranks see. Adapters provide the parts of models and optimizers.
 
-    keep: the number of newest complete checkpoints to keep. comm: the ranks that save together, by default all.
-    Raises UsageError for keep < 1 and for no parts.
+    keep: the number of newest complete checkpoints to keep. ranks: those that save together, by default all; a
+    mesh means all its ranks. Raises UsageError for keep < 1, for no parts, and for wrong ranks.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class Checkpoint:
         parts: Mapping[str, CheckpointPart],
         *,
         keep: int = 2,
-        comm: Communicator | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if keep < 1 or not parts:
             raise UsageError(f"Checkpoint: expected something to save and keep >= 1, got {sorted(parts)} and {keep}")
         self.folder, self.parts, self.keep = Path(folder), dict(parts), keep
-        self._comm = comm
+        self._comm = None if ranks is None else communicator_of(ranks, "Checkpoint", whole=True)
         self._damaged: set[int] = set()
 
     def __repr__(self) -> str:

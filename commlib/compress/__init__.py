@@ -11,9 +11,8 @@ from commlib.compress.codecs.cast import Cast, Float8
 from commlib.compress.codecs.quantise import QSGD, Blocks
 from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import RandomK, TopK
-from commlib.compress.gradients import GradientCompression
-from commlib.compress.registry import CODECS, SCHEMES, Compression, codec_of, scheme_of
-from commlib.compress.scheme import BucketPart, Scheme, SchemeReducer
+from commlib.compress.registry import CODECS, SCHEMES, codec_of, scheme_of
+from commlib.compress.scheme import Scheme
 from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
@@ -30,13 +29,9 @@ __all__ = [
     "Blocks",
     "Cast",
     "Codec",
-    "Compression",
     "Float8",
-    "GradientCompression",
-    "BucketPart",
     "PowerSGD",
     "RandomK",
-    "SchemeReducer",
     "Scheme",
     "Sign",
     "TopK",

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.compress import BucketPart, GradientCompression, scheme_of
+from commlib.compress import scheme_of
 from commlib.compress.bucket import CompressedBucket
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.compress import BucketPart
+from commlib.compress.scheme import BucketPart
 from commlib.data_parallel.bucket_reducer import BucketPlan, MakePlan
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.reducer_ranks import BucketCompression

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from commlib.compress import GradientCompression, Scheme
+from commlib.compress import Scheme
+from commlib.compress.gradients import GradientCompression
 from commlib.data_parallel.bucket_reducer import BucketPlan, BucketRanks
 from commlib.data_parallel.buckets import Bucket
 from commlib.devices.arrays import device_named
@@ -144,7 +145,7 @@ class OrderedRanks:
         """Reduce arrays in place, by name. Raises UsageError if this object has only a communicator."""
         if self._by_name is not None:
             return self._by_name(arrays, name, op=op, predivide=predivide)
-        raise UsageError("a user-defined compressor reduces by name: pass process_set= instead of comm=")
+        raise UsageError("a user-defined compressor reduces by name: pass process_set= instead of ranks=")
 
     def compression(
         self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu"

@@ -15,6 +15,7 @@ from commlib.errors import UsageError
 from commlib.expert.dispatcher import Empty
 from commlib.expert.placement import ExpertPlacement
 from commlib.mesh_groups import Mesh
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.data_axes import data_axes
 from commlib.sharding.sharding import NestedSharding, ScatteredRows, Sharding
@@ -43,24 +44,23 @@ class ExpertRanks:
     product: ParallelAxis | None = None
 
     @classmethod
-    def of(cls, ranks: Ranks, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
+    def of(cls, ranks: MixtureRanks, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
         """Return the ranks for a mesh: along its axis ep, if it has one, else along a factor of its axis dp.
 
         A mesh without an axis ep is refactored, dp into edp and ep, which is collective over the mesh: ep is the
-        greatest common divisor of the ranks along dp and the experts. A communicator or an axis is used as the expert
-        axis, and as all ranks. empty: allocates result arrays. Raises UsageError.
+        greatest common divisor of the ranks along dp and the experts. Other ranks are the expert axis, and all the
+        ranks. empty: allocates result arrays. Raises UsageError.
         """
         if isinstance(ranks, ExpertRanks):
             return ranks
         if isinstance(ranks, ParallelAxis):
             return cls(ranks, None, ranks.comm)
-        if not isinstance(ranks, Mesh | Communicator):
-            raise UsageError(f"experts: expected a mesh, or the communicator of an axis, got {type(ranks).__name__}")
+        group = ranks if isinstance(ranks, Mesh) else communicator_of(ranks, "experts")
         # Layers over the same ranks share these communicators.
-        key = "experts", 0 if isinstance(ranks, Communicator) else _parts(ranks, experts), empty
-        if key not in ranks.kept:
-            ranks.kept[key] = cls._make(ranks, key[1], empty)
-        found: ExpertRanks = ranks.kept[key]
+        key = "experts", _parts(group, experts) if isinstance(group, Mesh) else 0, empty
+        if key not in group.kept:
+            group.kept[key] = cls._make(group, key[1], empty)
+        found: ExpertRanks = group.kept[key]
         return found
 
     def agree(self, kind: str, name: str, options: Mapping[str, Any]) -> LayerAgreement:
@@ -102,8 +102,8 @@ def _parts(mesh: Mesh, experts: int) -> int:
     return gcd(mesh.shape.size("dp"), experts)
 
 
-Ranks = Mesh | Communicator | ParallelAxis | ExpertRanks
-"""Ranks as users pass them: a mesh, or the communicator of an axis."""
+MixtureRanks = Ranks | ParallelAxis | ExpertRanks
+"""Ranks of experts as users pass them: a mesh of any number of axes, or `Ranks` such as `mesh["ep"]`."""
 
 
 def place_shard(shard: Shard, owners: tuple[int, ...]) -> Shard:

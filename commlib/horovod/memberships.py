@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-Ranks = tuple[int, ...]
+Members = tuple[int, ...]
 
-Given = Sequence[tuple[Ranks, bool]]
+Given = Sequence[tuple[Members, bool]]
 """The sets of one rank, in order, each with a flag: made from a communicator."""
 
 
-def all_sets(everyone: Sequence[Given]) -> Iterator[Ranks]:
+def all_sets(everyone: Sequence[Given]) -> Iterator[Members]:
     """Yield the sets in the order of their numbers: by index in the lists, then by rank. Some repeatedly."""
     for place in range(max(map(len, everyone), default=0)):
         for given in everyone:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import commlib
 from commlib.coordinator import Coordinator, OpRequest
 from commlib.errors import MismatchError, UsageError
-from commlib.horovod.memberships import Ranks, all_sets, find_difference
+from commlib.horovod.memberships import Members, all_sets, find_difference
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -74,14 +74,14 @@ class ProcessSet:
             raise UsageError(f"{verb}: rank {require_world().rank} is not in {self}: only its ranks may call this")
         return self._coordinator
 
-    def communicator(self, verb: str) -> Any:
+    def communicator(self, verb: str) -> Communicator:
         """Return a Communicator of the set's ranks, for collectives in program order; for all ranks, the world.
 
         The first call is collective over those ranks. Raises UsageError on other ranks.
         """
-        coordinator = self.coordinator(verb)
-        if self.process_set_id == 0:
+        if self is global_process_set or self.process_set_id == 0:
             return require_world()
+        coordinator = self.coordinator(verb)
         if self._first is not None:
             return self._first.communicator(verb)
         if self._communicator is None:
@@ -89,7 +89,8 @@ class ProcessSet:
             request = OpRequest("process_set", "communicator", repeats=False)
             split = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
             self._communicator = split.wait()
-        return self._communicator
+        found: Communicator = self._communicator
+        return found
 
     def forget(self) -> None:
         """Return to the unregistered state."""
@@ -152,7 +153,7 @@ class Registry:
         distinct: no two sets have the same ranks, and none has all, which the global set has. Raises UsageError for
         ranks outside the world, or sets that are not distinct; MismatchError on every rank if ranks differ.
         """
-        given: list[tuple[Ranks, ProcessSet]] = []
+        given: list[tuple[Members, ProcessSet]] = []
         refused = ""
         try:
             # A rank that a split left out has no communicator.
@@ -250,7 +251,7 @@ class Registry:
         request = OpRequest("process_set", what, (), (("ranks", str(ranks)),), repeats=False)
         return global_process_set.coordinator(what).submit(request, extra=run, blocking=True).wait()
 
-    def _ranks_of(self, process_set: ProcessSet, what: str) -> Ranks:
+    def _ranks_of(self, process_set: ProcessSet, what: str) -> Members:
         """Return the ranks of an unregistered set. Raises UsageError unless they are ranks of the world."""
         size = self.world.size
         if process_set.ranks is None:
@@ -263,7 +264,7 @@ class Registry:
             raise UsageError(f"{what}: ranks {list(ranks)}: expected ranks from 0 to {size - 1}")
         return ranks
 
-    def _duplicate(self, given: Sequence[Ranks], what: str) -> str:
+    def _duplicate(self, given: Sequence[Members], what: str) -> str:
         """Return an error text for ranks that are given twice or are all ranks; "" if there are none."""
         for ranks in given:
             if len(ranks) == self.world.size:
@@ -272,7 +273,7 @@ class Registry:
                 return f"{what}: the ranks {list(ranks)} are given twice: pass one process set for them"
         return ""
 
-    def _find(self, ranks: Ranks) -> ProcessSet | None:
+    def _find(self, ranks: Members) -> ProcessSet | None:
         return next((known for known in self.sets.values() if tuple(known.ranks or ()) == ranks), None)
 
     def _alike(self, known: ProcessSet) -> list[ProcessSet]:
@@ -286,7 +287,7 @@ class Registry:
         process_set._coordinator, process_set._first = known._coordinator, known
         self._others.setdefault(known.process_set_id, []).append(process_set)
 
-    def _register(self, process_set: ProcessSet, ranks: Ranks, group: Any) -> None:
+    def _register(self, process_set: ProcessSet, ranks: Members, group: Any) -> None:
         number = next(number for number in range(len(self.sets) + 1) if number not in self.sets)
         process_set.ranks, process_set.process_set_id = list(ranks), number
         self.sets[number] = process_set
@@ -371,12 +372,12 @@ def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
     return process_set_of(process_set).coordinator(verb) if found is None else found
 
 
-def _split(comm: Any, members: Ranks) -> Any:
+def _split(comm: Any, members: Members) -> Any:
     """Return a group of these ranks on its members, else None. Collective over all ranks."""
     return comm.split(0 if comm.rank in members else -1)
 
 
-def _ranks_of(comm: Any, world: Any) -> Ranks:
+def _ranks_of(comm: Any, world: Any) -> Members:
     """Return the world ranks of an mpi4py communicator's ranks; negative for a rank outside the world."""
     if world.native is None:
         raise UsageError("ProcessSet: an MPI communicator was given, but commlib runs without MPI")

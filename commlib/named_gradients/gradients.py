@@ -15,20 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from commlib.data_parallel import (
-    Gradient,
-    GradientReducer,
-    Groups,
-    Options,
-    Statistics,
-    StepClock,
-    StepReport,
-    load_compression,
-    place_groups,
-    save_compression,
-)
+from commlib.data_parallel import Statistics, StepReport
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.data_parallel.bucket_order import buckets_of
+from commlib.data_parallel.groups import Groups, place_groups
+from commlib.data_parallel.options import Gradient, Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.report import StepClock
+from commlib.data_parallel.state import load_compression, save_compression
 from commlib.horovod.process_sets import ProcessSet, process_set_of
 from commlib.named_gradients.named_buckets import ProcessSetRanks, overlap_pays_here
 

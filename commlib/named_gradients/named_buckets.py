@@ -9,18 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlib.buffers.aligned_arrays import aligned_empty
-from commlib.compress import BucketPart, GradientCompression, Scheme, scheme_of
+from commlib.compress import Scheme, scheme_of
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.coordinator import Coordinator, PendingOp
 from commlib.coordinator.compressed_buckets import make_bucket_request, make_compression_request
 from commlib.coordinator.device_operands import record_ready
 from commlib.coordinator.op_request import OpRequest
-from commlib.data_parallel import SingleRank, cores_per_rank
 from commlib.data_parallel.buckets import Bucket
 from commlib.devices.array import DeviceArray
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
+from commlib.group.overlap import cores_per_rank
+from commlib.group.single_rank import SingleRank
 from commlib.horovod.basics import local_size, size
 from commlib.horovod.operations import allgather_object, start_allgather, start_allreduce
 from commlib.horovod.process_sets import ProcessSet, process_set_of, require_world

@@ -10,24 +10,23 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.freed_memory import keep_freed_memory
-from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
 from commlib.group.overlap import cores_per_rank, overlap_pays
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.wires import EncodedWire, PlainWire, Wire
 
 
 class ParallelAxis:
-    """A communicator, and for floats a codec or None. Layers share one; copies of a model have the same axis.
+    """The ranks of sharded layers, and for floats a codec or None. Layers share one, and so do copies of a model.
 
     empty: allocates result arrays from a shape and a dtype. Making an axis is not collective.
     """
 
-    def __init__(self, comm: Communicator, codec: Codec | str | None = None, *, empty: Callable[..., Any] = np.empty):
-        if not isinstance(comm, Communicator):
-            raise UsageError(f"expected the communicator of an axis, such as mesh['tp'], got {type(comm).__name__}")
+    def __init__(self, ranks: Ranks, codec: Codec | str | None = None, *, empty: Callable[..., Any] = np.empty):
+        comm = communicator_of(ranks, type(self).__name__)
         keep_freed_memory()  # results are allocated in each step
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.codec = None if codec is None else codec_of(codec)
@@ -91,3 +90,14 @@ class ParallelAxis:
     def __repr__(self) -> str:
         codec = "" if self.codec is None else f", {self.codec.name}"
         return f"<Axis {self.comm.name}: rank {self.rank} of {self.size}{codec}>"
+
+
+AxisRanks = Ranks | ParallelAxis
+"""The ranks of an axis as users pass them: `Ranks` such as `mesh["tp"]`, or a ParallelAxis with a codec."""
+
+
+def axis_of(ranks: AxisRanks, verb: str, *, empty: Callable[..., Any] = np.empty) -> ParallelAxis:
+    """Return the axis over `ranks`, for a call of `verb`; empty: see ParallelAxis. Raises UsageError."""
+    if isinstance(ranks, ParallelAxis):
+        return ranks
+    return ParallelAxis(communicator_of(ranks, verb), empty=empty)

@@ -48,7 +48,7 @@ def find_shard_replicas(
         alike = [rank for rank, text in enumerate(said) if text == said[0]]
         raise UsageError(
             f"{what}: ranks {alike} have {'weights that are' if said[0] else 'no weights that are'} sharded along an "
-            "axis of a mesh, but other ranks differ. Pass the ranks, by mesh= or comm=mesh['dp']"
+            "axis of a mesh, but other ranks differ. Pass mesh=mesh or ranks=mesh['dp']"
         )
     if mesh is None:
         return None

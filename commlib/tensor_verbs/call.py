@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.horovod import require_world
+from commlib.ranks import Ranks, communicator_of
 from commlib.tensor_verbs.tensor_work import TensorWork
 
 T = TypeVar("T")
@@ -67,6 +68,11 @@ OBJECT = _ResultKind(lambda bridge, answer: answer)
 """An object that is no tensor, returned unchanged."""
 
 
+def group_of(ranks: Ranks | None, verb: str) -> Communicator:
+    """Return the communicator of a verb: that of `ranks`, or of all ranks."""
+    return require_world() if ranks is None else communicator_of(ranks, verb)
+
+
 class Startable(Protocol[R]):
     """A verb with its arguments, ready to run."""
 
@@ -90,13 +96,13 @@ class TensorCall(Generic[R]):
     def __init__(
         self,
         bridge: Bridge[Any],
-        comm: Communicator | None,
+        ranks: Ranks | None,
         verb: str,
         host: Callable[..., Any],
         inputs: tuple[Any, ...],
         result: TensorResult,
     ) -> None:
-        self.bridge, self.comm, self.verb = bridge, comm or require_world(), verb
+        self.bridge, self.comm, self.verb = bridge, group_of(ranks, verb), verb
         self.host, self.inputs, self.result = host, inputs, result
 
     def run(self) -> R:

@@ -1,7 +1,7 @@
 """Ordered verbs on tensors: they run in call order, which must be the same on all ranks.
 
 Every verb is collective unless it names a peer, takes any dtype that the core does (bfloat16 included), and works on
-`comm`, by default the communicator of all ranks. Gradients do not flow through. Errors of the core are raised:
+`ranks`, by default all. Gradients do not flow through. Errors of the core are raised:
 UsageError for a bad argument on this rank, MismatchError on every rank if ranks call different verbs, PeerError if a
 rank has left.
 """
@@ -13,15 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
-from commlib.horovod import require_world
 from commlib.p2p.lanes.staging import stage_to_host
-from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall
+from commlib.ranks import Ranks
+from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall, group_of
 
 T = TypeVar("T")
-Comm = Communicator | None
 
 
 class OrderedVerbs(Generic[T]):
@@ -31,7 +29,9 @@ class OrderedVerbs(Generic[T]):
         self._bridge = bridge
         self._room = bridge.room or np.empty_like
 
-    def all_reduce(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_reduce(
+        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
         op: sum, mean, min, max or prod.
@@ -39,29 +39,29 @@ class OrderedVerbs(Generic[T]):
         room = self._bridge.room
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "all_reduce",
             lambda verb, x: verb(x, op, out=None if room is None else room(x), algorithm=algorithm),
             (tensor,),
             SAME,
         )
 
-    def reduce_scatter(self, tensor: T, op: str = "sum", *, comm: Comm = None) -> TensorCall[T]:
+    def reduce_scatter(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return this rank's shard of the result along dimension 0.
 
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
         """
-        return TensorCall(self._bridge, comm, "reduce_scatter", lambda verb, x: verb(x, op), (tensor,), ROWS)
+        return TensorCall(self._bridge, ranks, "reduce_scatter", lambda verb, x: verb(x, op), (tensor,), ROWS)
 
-    def reduce(self, tensor: T, op: str = "sum", root: int = 0, *, comm: Comm = None) -> TensorCall[T | None]:
+    def reduce(self, tensor: T, op: str = "sum", root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks; rank `root` gets the result, the others None."""
-        comm = comm or require_world()
+        comm = group_of(ranks, "reduce")
         result = SAME if comm.rank == root else NOTHING
         return TensorCall(self._bridge, comm, "reduce", lambda verb, x: verb(x, op, root), (tensor,), result)
 
-    def broadcast(self, tensor: T, root: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def broadcast(self, tensor: T, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return a new tensor with the values of rank `root`. All ranks pass the same shape and dtype."""
-        comm = comm or require_world()
+        comm = group_of(ranks, "broadcast")
         room, here = self._room, comm.rank == root
 
         def host(verb: Callable[..., Any], x: Any) -> Any:
@@ -72,37 +72,42 @@ class OrderedVerbs(Generic[T]):
 
         return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME)
 
-    def all_gather(self, tensor: T, *, comm: Comm = None) -> TensorCall[T]:
+    def all_gather(self, tensor: T, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree."""
-        return TensorCall(self._bridge, comm, "all_gather", lambda verb, x: verb(x), (tensor,), ROWS)
+        return TensorCall(self._bridge, ranks, "all_gather", lambda verb, x: verb(x), (tensor,), ROWS)
 
-    def all_gather_v(self, tensor: T, *, comm: Comm = None) -> TensorCall[T]:
+    def all_gather_v(self, tensor: T, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ."""
-        return TensorCall(self._bridge, comm, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
+        return TensorCall(self._bridge, ranks, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
 
-    def gather(self, tensor: T, root: int = 0, *, comm: Comm = None) -> TensorCall[T | None]:
+    def gather(self, tensor: T, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Like `all_gather`, but only rank `root` gets the result, the others None."""
-        comm = comm or require_world()
+        comm = group_of(ranks, "gather")
         result = ROWS if comm.rank == root else NOTHING
         return TensorCall(self._bridge, comm, "gather", lambda verb, x: verb(x, root), (tensor,), result)
 
-    def scatter(self, tensor: T | None = None, root: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def scatter(self, tensor: T | None = None, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return this rank's equal part of rank `root`'s `tensor` along dimension 0; other tensors are ignored."""
         inputs = () if tensor is None else (tensor,)
-        return TensorCall(self._bridge, comm, "scatter", lambda verb, *x: verb(*(x or (None,)), root), inputs, ROWS)
+        return TensorCall(self._bridge, ranks, "scatter", lambda verb, *x: verb(*(x or (None,)), root), inputs, ROWS)
 
-    def all_to_all(self, tensor: T, *, comm: Comm = None) -> TensorCall[T]:
+    def all_to_all(self, tensor: T, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return the parts received."""
-        return TensorCall(self._bridge, comm, "all_to_all", lambda verb, x: verb(x), (tensor,), SAME)
+        return TensorCall(self._bridge, ranks, "all_to_all", lambda verb, x: verb(x), (tensor,), SAME)
 
     def all_to_all_v(
-        self, tensor: T, splits: Sequence[int] | T, *, takes: Sequence[int] | T | None = None, comm: Comm = None
+        self,
+        tensor: T,
+        splits: Sequence[int] | T,
+        *,
+        takes: Sequence[int] | T | None = None,
+        ranks: Ranks | None = None,
     ) -> TensorCall[tuple[T, T]]:
         """Send `splits[i]` rows of `tensor` to rank i; return (the rows received, int64 number of rows from each rank).
 
         takes: number of rows received from each rank, if all ranks know it.
         """
-        given, group = (splits, takes), comm or require_world()
+        given, group = (splits, takes), group_of(ranks, "all_to_all_v")
         asked = [counts for counts in given if isinstance(counts, self._bridge.tensor)]
 
         def numbers(counts: Any) -> list[int]:
@@ -117,21 +122,21 @@ class OrderedVerbs(Generic[T]):
 
         return TensorCall(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED)
 
-    def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[None]:
+    def send(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed."""
-        return TensorCall(self._bridge, comm, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
+        return TensorCall(self._bridge, ranks, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
 
-    def barrier(self, *, comm: Comm = None) -> TensorCall[None]:
+    def barrier(self, *, ranks: Ranks | None = None) -> TensorCall[None]:
         """Wait until all ranks have called this. The work of `barrier_async` is done when all ranks have called it."""
-        return TensorCall(self._bridge, comm, "barrier", lambda verb: verb(), (), NOTHING)
+        return TensorCall(self._bridge, ranks, "barrier", lambda verb: verb(), (), NOTHING)
 
-    def broadcast_object(self, value: Any, root: int = 0, *, comm: Comm = None) -> TensorCall[Any]:
+    def broadcast_object(self, value: Any, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[Any]:
         """Return rank `root`'s picklable object on all ranks."""
-        return TensorCall(self._bridge, comm, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
+        return TensorCall(self._bridge, ranks, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
 
-    def all_gather_object(self, value: Any, *, comm: Comm = None) -> TensorCall[list[Any]]:
+    def all_gather_object(self, value: Any, *, ranks: Ranks | None = None) -> TensorCall[list[Any]]:
         """Return the picklable objects of all ranks, in rank order."""
-        return TensorCall(self._bridge, comm, "all_gather_object", lambda verb: verb(value), (), OBJECT)
+        return TensorCall(self._bridge, ranks, "all_gather_object", lambda verb: verb(value), (), OBJECT)
 
 
 class WritingVerbs(Generic[T]):
@@ -140,30 +145,34 @@ class WritingVerbs(Generic[T]):
     def __init__(self, bridge: Bridge[T], place: Callable[[T], TargetTensor]) -> None:
         self._bridge, self._place = bridge, place
 
-    def all_reduce_(self, tensor: T, op: str = "sum", *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
+    def all_reduce_(
+        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it."""
         place = self._place(tensor)
         x = place.array
         return TensorCall(
-            self._bridge, comm, "all_reduce", lambda verb: verb(x, op, out=x, algorithm=algorithm), (), place
+            self._bridge, ranks, "all_reduce", lambda verb: verb(x, op, out=x, algorithm=algorithm), (), place
         )
 
-    def broadcast_(self, tensor: T, root: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def broadcast_(self, tensor: T, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Overwrite `tensor` on every rank with the tensor of rank `root`, and return it."""
         place = self._place(tensor)
-        return TensorCall(self._bridge, comm, "broadcast", lambda verb: verb(place.array, root), (), place)
+        return TensorCall(self._bridge, ranks, "broadcast", lambda verb: verb(place.array, root), (), place)
 
-    def recv(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def recv(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Receive the tensor that rank `peer` sends with this tag into `tensor`, and return it."""
         place = self._place(tensor)
-        return TensorCall(self._bridge, comm, "recv", lambda verb: verb(place.array, peer, tag), (), place)
+        return TensorCall(self._bridge, ranks, "recv", lambda verb: verb(place.array, peer, tag), (), place)
 
-    def send_recv(self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def send_recv(
+        self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, ranks: Ranks | None = None
+    ) -> TensorCall[T]:
         """Send `tensor` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
         place = self._place(out)
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "send_recv",
             lambda verb, x: verb(x, peer, place.array, source, tag),
             (tensor,),
@@ -178,19 +187,19 @@ class ReturningVerbs(Generic[T]):
         self._bridge = bridge
         self._room = bridge.room or np.empty_like
 
-    def recv(self, like: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
+    def recv(self, like: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Return the tensor that rank `peer` sends with this tag, as a new tensor of the shape and dtype of `like`."""
         room = self._room
-        return TensorCall(self._bridge, comm, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME)
+        return TensorCall(self._bridge, ranks, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME)
 
     def send_recv(
-        self, tensor: T, peer: int, like: T, source: int, tag: int = 0, *, comm: Comm = None
+        self, tensor: T, peer: int, like: T, source: int, tag: int = 0, *, ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Send `tensor` to rank `peer`; return the tensor that rank `source` sends, as a new tensor like `like`."""
         room = self._room
         return TensorCall(
             self._bridge,
-            comm,
+            ranks,
             "send_recv",
             lambda verb, x, y: verb(x, peer, room(y), source, tag),
             (tensor, like),

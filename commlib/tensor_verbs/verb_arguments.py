@@ -1,4 +1,4 @@
-"""Arguments of verbs that have two forms: ordered with `comm=`, and by name without."""
+"""Arguments of verbs that have two forms: ordered with `ranks=`, and by name without."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def choose_root(root_rank: int | None, root: int | None) -> int:
 def check_ordered(name: str | None, process_set: Any) -> None:
     """Raise UsageError for arguments that only operations by name accept."""
     if name is not None or process_set is not None:
-        raise UsageError("comm= selects the ordered verb on that group: give neither name nor process_set")
+        raise UsageError("ranks= selects the ordered verb on those ranks: give neither name nor process_set")

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from commlib.compress import CODECS, SCHEMES, BucketPart, GradientCompression, scheme_of
+from commlib.compress import CODECS, SCHEMES, scheme_of
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.devices.arrays import as_contiguous
 from tests.late import LATE, LateArray
 

@@ -40,7 +40,7 @@ class InTorch:
         self.comm, self.layer = comm, ct_torch.MoE(WIDTH, OPTIONS, comm)
         made = torch.optim.Adam(self.layer.parameters(), 0.01, eps=1e-7) if adam else None
         plain = made or torch.optim.SGD(self.layer.parameters(), 0.01, momentum=0.9)
-        self.optimizer: Any = ct_torch.DistributedOptimizer(plain, self.layer.named_parameters(), comm=comm)
+        self.optimizer: Any = ct_torch.DistributedOptimizer(plain, self.layer.named_parameters(), ranks=comm)
 
     def train(self, number: int) -> None:
         x = torch.from_numpy(own(batch(number), self.comm))

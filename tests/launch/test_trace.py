@@ -209,8 +209,8 @@ comm = commlib.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
 optimizer = ct.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=comm, bucket_cap_mib=0.02, overlap=True,
-    compression="int8", compress_within_node=True,
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), ranks=comm, bucket_cap_mib=0.02,
+    overlap=True, compression="int8", compress_within_node=True,
 )
 with commlib.timeline("t{rank}.json"):
     for _ in range(4):

@@ -10,6 +10,7 @@ import pytest
 
 import commlib
 from commlib.errors import StallError, UsageError
+from commlib.observe import Phase
 
 pytestmark = pytest.mark.any_ranks
 
@@ -22,7 +23,7 @@ def test_works_run_in_launch_order_on_one_thread_that_is_not_the_callers(comm):
         works[-1].wait()
         assert all(work.done() for work in works)  # so every earlier one had ended
         assert [int(work.wait()[-1]) for work in works] == [step * comm.size for step in range(50)]
-        ran = [event for event in commlib.recorded() if event.phase is commlib.Phase.RUN and event.group == comm.name]
+        ran = [event for event in commlib.recorded() if event.phase is Phase.RUN and event.group == comm.name]
     finally:
         commlib.stop_recording()
     assert [event.sequence for event in ran] == list(range(ran[0].sequence, ran[0].sequence + 50))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib import horovod as hvd
-from commlib.data_parallel import Gradient, Options
+from commlib.data_parallel.options import Gradient, Options
 from commlib.dtypes import NUMPY
 from commlib.errors import MismatchError
 from commlib.named_gradients.gradients import CallSpec, GradientCall, NamedGradients

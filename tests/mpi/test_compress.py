@@ -10,7 +10,9 @@ import pytest
 
 import commlib
 from commlib import horovod as hvd
-from commlib.compress import CODECS, SCHEMES, BucketPart, GradientCompression, activations, codec_of, scheme_of
+from commlib.compress import CODECS, SCHEMES, activations, codec_of, scheme_of
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.errors import MismatchError, UsageError
 
 pytestmark = [pytest.mark.ranks(min=2, max=3), pytest.mark.any_mpi]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.compress import Auto, GradientCompression
+from commlib.compress import Auto
 from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.codecs.sign import Sign
 from commlib.compress.codecs.sparse import TopK
-from commlib.data_parallel import BucketReducer, Parameter, make_buckets
+from commlib.compress.gradients import GradientCompression
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.buckets import Parameter, make_buckets
 from commlib.devices.arrays import as_contiguous
 from tests.bodies import compressing
 from tests.late import LATE

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import commlib
-from commlib import Phase
 from commlib import horovod as hvd
 from commlib.errors import MismatchError, UsageError
+from commlib.observe import Phase
 from tests.bodies.every_verb import calls, check_one_call, phases
 
 pytestmark = pytest.mark.any_ranks

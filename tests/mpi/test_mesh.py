@@ -76,7 +76,7 @@ def test_ranks_that_want_different_meshes(comm):
 def test_a_mesh_of_a_mesh(comm):
     """A mesh over one group of another mesh."""
     with commlib.Mesh(dp=-1, tp=2 if comm.size == 4 else 1) as outer:
-        inner = commlib.Mesh(comm=outer["dp"], rows=-1, columns=1)
+        inner = commlib.Mesh(ranks=outer["dp"], rows=-1, columns=1)
         assert inner["rows"].name == "world.dp.rows"
         exercise(outer["dp"], inner["rows"], tuple(range(outer["dp"].size)))
         inner.close()

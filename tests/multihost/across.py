@@ -16,7 +16,9 @@ import pytest
 from mpi4py import MPI
 
 from commlib import horovod as hvd
-from commlib.compress import BucketPart, GradientCompression, scheme_of
+from commlib.compress import scheme_of
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.errors import MismatchError
 from tests.bodies import checks
 from tests.oracles.oracle import assert_same, combined

@@ -233,12 +233,12 @@ def traced_verbs(comm: Any, place: Any) -> None:
 
     @tf.function
     def run(x: Any) -> Any:
-        ct.send_recv(x, (rank + 1) % size, x, (rank - 1) % size, comm=comm)
-        rows, counts = ct.all_to_all_v(x[:size], tf.ones(size, tf.int64), comm=comm)
+        ct.send_recv(x, (rank + 1) % size, x, (rank - 1) % size, ranks=comm)
+        rows, counts = ct.all_to_all_v(x[:size], tf.ones(size, tf.int64), ranks=comm)
         return (
-            ct.all_reduce(x, comm=comm),
-            ct.all_gather_v(tf.cast(x, tf.bfloat16)[: rank % 3 + 1], comm=comm),
-            ct.broadcast(x, root=0, comm=comm),
+            ct.all_reduce(x, ranks=comm),
+            ct.all_gather_v(tf.cast(x, tf.bfloat16)[: rank % 3 + 1], ranks=comm),
+            ct.broadcast(x, root=0, ranks=comm),
             rows,
             counts,
         )

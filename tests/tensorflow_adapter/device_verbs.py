@@ -40,45 +40,45 @@ def verbs(comm: Any, place: Any, dtype: str) -> None:
     parts = [of(peer, dtype) for peer in range(size)]
     mine = place.put(parts[rank])
     assert dtype != "float32" or place.device in mine.backing_device
-    for got in (ct.all_reduce(mine, comm=comm), ct.all_reduce_async(mine, comm=comm).wait()):
+    for got in (ct.all_reduce(mine, ranks=comm), ct.all_reduce_async(mine, ranks=comm).wait()):
         check(place, got, total(parts), mine)
-    for got in (ct.reduce(mine, root=last, comm=comm), ct.reduce_async(mine, root=last, comm=comm).wait()):
+    for got in (ct.reduce(mine, root=last, ranks=comm), ct.reduce_async(mine, root=last, ranks=comm).wait()):
         if rank == last:
             check(place, got, total(parts), mine)
     rows = np.array_split(total(parts), size)[rank]
-    for got in (ct.reduce_scatter(mine, comm=comm), ct.reduce_scatter_async(mine, comm=comm).wait()):
+    for got in (ct.reduce_scatter(mine, ranks=comm), ct.reduce_scatter_async(mine, ranks=comm).wait()):
         check(place, got, rows, mine)
-    for got in (ct.broadcast(mine, root=last, comm=comm), ct.broadcast_async(mine, root=last, comm=comm).wait()):
+    for got in (ct.broadcast(mine, root=last, ranks=comm), ct.broadcast_async(mine, root=last, ranks=comm).wait()):
         check(place, got, parts[last], mine)
-    for got in (ct.all_gather(mine, comm=comm), ct.all_gather_async(mine, comm=comm).wait()):
+    for got in (ct.all_gather(mine, ranks=comm), ct.all_gather_async(mine, ranks=comm).wait()):
         check(place, got, np.concatenate(parts), mine)
     uneven = np.concatenate([part[: peer + 1] for peer, part in enumerate(parts)])
     for got in (
-        ct.all_gather_v(mine[: rank + 1], comm=comm),
-        ct.all_gather_v_async(mine[: rank + 1], comm=comm).wait(),
+        ct.all_gather_v(mine[: rank + 1], ranks=comm),
+        ct.all_gather_v_async(mine[: rank + 1], ranks=comm).wait(),
     ):
         check(place, got, uneven)
-    gathered = ct.gather(mine, last, comm=comm)
+    gathered = ct.gather(mine, last, ranks=comm)
     if rank == last:
         check(place, gathered, np.concatenate(parts))
     whole = place.put(np.concatenate(parts)) if rank == last else None
-    check(place, ct.scatter(whole, last, comm=comm), parts[rank])
+    check(place, ct.scatter(whole, last, ranks=comm), parts[rank])
     pieces = place.put(np.concatenate([of(rank + 10 * peer, dtype, 2) for peer in range(size)]))
-    check(place, ct.all_to_all(pieces, comm=comm), np.concatenate([of(p + 10 * rank, dtype, 2) for p in range(size)]))
+    check(place, ct.all_to_all(pieces, ranks=comm), np.concatenate([of(p + 10 * rank, dtype, 2) for p in range(size)]))
     splits = [(rank + peer) % 2 for peer in range(size)]
     rows = np.concatenate([of(peer, dtype, (rank + peer) % 2) for peer in range(size)])
     came = np.concatenate([of(rank, dtype, (peer + rank) % 2) for peer in range(size)])
     for asked in (splits, place.put(np.array(splits))):
-        got, counts = ct.all_to_all_v(place.put(rows), asked, comm=comm)
+        got, counts = ct.all_to_all_v(place.put(rows), asked, ranks=comm)
         check(place, got, came)
         assert counts.numpy().tolist() == splits
     right, left = (rank + 1) % size, (rank - 1) % size
-    check(place, ct.send_recv(mine, right, mine, left, comm=comm), parts[left])
+    check(place, ct.send_recv(mine, right, mine, left, ranks=comm), parts[left])
     if size > 1 and rank < 2:
         if rank == 0:
-            ct.send(mine, 1, 5, comm=comm)
+            ct.send(mine, 1, 5, ranks=comm)
         else:
-            check(place, ct.recv(mine, 0, 5, comm=comm), parts[0])
+            check(place, ct.recv(mine, 0, 5, ranks=comm), parts[0])
     check(place, mine, parts[rank])
 
 
@@ -87,7 +87,7 @@ def results_in_use(comm: Any, place: Any) -> None:
     kept = []
     for step in range(20):
         x = place.put(np.full((300, 100), comm.rank + step, np.float32))
-        kept.append(tf.reduce_sum(ct.all_reduce(x, comm=comm) * 2.0))
+        kept.append(tf.reduce_sum(ct.all_reduce(x, ranks=comm) * 2.0))
     base = comm.size * (comm.size - 1) / 2
     np.testing.assert_array_equal(
         [float(value) for value in kept], [60_000.0 * (base + comm.size * step) for step in range(20)]

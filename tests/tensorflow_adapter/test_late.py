@@ -41,12 +41,12 @@ def test_memory_that_came_back_is_kept_until_tensorflow_was_waited_for(comm: Any
         ctypes.memmove(found.ctypes.data, address, found.nbytes)
         return found
 
-    got = ct.all_reduce(place.put(np.ones(1000, np.float32)), comm=comm)
+    got = ct.all_reduce(place.put(np.ones(1000, np.float32)), ranks=comm)
     address = place.taken[-1]
     del got
     gc.collect()
     assert (there() == comm.size).all()
-    ct.all_reduce(place.put(np.ones(3, np.float32)), comm=comm)  # the next tensor is read
+    ct.all_reduce(place.put(np.ones(3, np.float32)), ranks=comm)  # the next tensor is read
     gc.collect()
     assert np.isnan(there()).all()
 

@@ -25,6 +25,7 @@ ORDERED = {
 
 OWN = {
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",
+    "OneBitAdam", "OneBitLAMB",
     "PartialDistributedGradientTape", "Pipeline", "SyncBatchNormalization", "__version__", "allgather",
     "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables",
@@ -40,7 +41,7 @@ KERAS = {
 }  # fmt: skip
 
 DIVIDED = {
-    "Column", "ParallelAttention", "ParallelMLP", "PerRank", "Replicate", "Row", "Sequence", "Vocabulary",
+    "Column", "ParallelAttention", "ParallelMLP", "Row", "Vocabulary",
     "VocabularyCrossEntropy", "context", "gather_model", "gather_weights", "parallelize", "streams", "tensor",
     "vocabulary_cross_entropy",
 }  # fmt: skip
@@ -67,7 +68,13 @@ def test_exported_names() -> None:
 
 def test_horovod_has_a_module_of_its_own() -> None:
     module = commlib_tensorflow.horovod
-    assert exported(module) == HOROVOD | OWN - {"Pipeline", "clip_by_global_norm", "pipeline"}
+    assert exported(module) == HOROVOD | OWN - {
+        "OneBitAdam",
+        "OneBitLAMB",
+        "Pipeline",
+        "clip_by_global_norm",
+        "pipeline",
+    }
     assert all(getattr(module, name) is getattr(tf_hvd, name) for name in module.__all__)
 
 
@@ -76,3 +83,10 @@ def test_names_are_not_modules_of_the_same_name() -> None:
         assert callable(module.broadcast) and callable(module.elastic.run)
     for name in ORDERED:
         assert getattr(tf_hvd, name).__doc__
+
+
+def test_generic_words_of_styles_are_not_at_top_level() -> None:
+    """`from commlib_tensorflow import *` replaced typing's `Sequence`."""
+    assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(tf_hvd.__all__)
+    styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
+    assert styles <= exported(tf_hvd.tensor)

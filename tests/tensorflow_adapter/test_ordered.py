@@ -50,7 +50,7 @@ def test_every_shape(comm: Any, shape: tuple[int, ...], mode: str) -> None:
     def run(x: Any) -> Any:
         reduced = ct.all_reduce(x)
         assert reduced.shape == shape  # also while it is traced
-        return reduced, ct.broadcast(x, root=comm.size - 1, comm=comm)
+        return reduced, ct.broadcast(x, root=comm.size - 1, ranks=comm)
 
     reduced, broadcast = in_mode(mode, run)(values(tf.float32, comm.rank, shape))
     check(reduced, tf.constant(stacked(comm, tf.float32, shape).sum(0), tf.float32))
@@ -67,7 +67,7 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
         found = {
             "all_gather": ct.all_gather(x),
             "all_gather_v": ct.all_gather_v(x[: comm.rank + 1]),
-            "broadcast": ct.broadcast(x, last, comm=comm),
+            "broadcast": ct.broadcast(x, last, ranks=comm),
             "scatter": ct.scatter(whole if comm.rank == last else x, last),
         }
         gathered = ct.gather(x, last)
@@ -151,8 +151,8 @@ def test_a_group_and_a_barrier(comm: Any, mode: str) -> None:
     ranks = range(comm.rank % 2, comm.size, 2)
 
     def run(x: Any) -> Any:
-        ct.barrier(comm=group)
-        return ct.all_reduce(x, comm=group), ct.broadcast(x, root=group.size - 1, comm=group)
+        ct.barrier(ranks=group)
+        return ct.all_reduce(x, ranks=group), ct.broadcast(x, root=group.size - 1, ranks=group)
 
     total, last = in_mode(mode, run)(tf.constant([comm.rank]))
     check(total, tf.constant([sum(ranks)]))
@@ -217,7 +217,7 @@ def test_async(comm: Any, dtype: Any) -> None:
 
 def test_objects(comm: Any) -> None:
     assert ct.all_gather_object(str(comm.rank)) == [str(rank) for rank in range(comm.size)]
-    assert ct.broadcast_object({"rank": comm.rank}, root=comm.size - 1, comm=comm) == {"rank": comm.size - 1}
+    assert ct.broadcast_object({"rank": comm.rank}, root=comm.size - 1, ranks=comm) == {"rank": comm.size - 1}
 
 
 def test_variables_arrays_and_numbers_are_tensors(comm: Any) -> None:
@@ -245,9 +245,9 @@ def test_names_that_operations_by_name_have_too(comm: Any) -> None:
         with pytest.raises(UsageError, match="two names of one argument"):
             verb(tf.ones(2), 0, root=0)
         with pytest.raises(UsageError, match="neither name nor process_set"):
-            verb(tf.ones(2), 0, name="x", comm=comm)
+            verb(tf.ones(2), 0, name="x", ranks=comm)
     with pytest.raises(UsageError, match="neither name nor process_set"):
-        ct.barrier(ct.global_process_set, comm=comm)
+        ct.barrier(ct.global_process_set, ranks=comm)
 
 
 # What is refused
@@ -258,7 +258,7 @@ def test_bad_arguments(comm: Any, mode: str) -> None:
     for call, text in (
         (lambda x: ct.all_reduce(x, "avg"), "unknown operation"),
         (lambda x: ct.all_to_all_v(x, [1] * comm.size), "splits"),
-        (lambda x: ct.broadcast(x, root=comm.size, comm=comm), "root"),
+        (lambda x: ct.broadcast(x, root=comm.size, ranks=comm), "root"),
         (lambda x: ct.send(x, comm.size), "peer"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=text) as caught:
@@ -276,12 +276,12 @@ def test_mismatches(comm: Any, what: str, mode: str) -> None:
 
     def call(x: Any) -> Any:
         if what == "shape":
-            return ct.all_reduce(tf.ones([3 if odd else 2]), comm=group)
+            return ct.all_reduce(tf.ones([3 if odd else 2]), ranks=group)
         if what == "dtype":
-            return ct.all_reduce(tf.ones(2, tf.bfloat16 if odd else tf.float32), comm=group)
+            return ct.all_reduce(tf.ones(2, tf.bfloat16 if odd else tf.float32), ranks=group)
         if what == "op":
-            return ct.all_reduce(tf.ones(2), "sum" if odd else "max", comm=group)
-        return ct.all_gather(tf.ones(2), comm=group) if odd else ct.all_reduce(tf.ones(2), comm=group)
+            return ct.all_reduce(tf.ones(2), "sum" if odd else "max", ranks=group)
+        return ct.all_gather(tf.ones(2), ranks=group) if odd else ct.all_reduce(tf.ones(2), ranks=group)
 
     with pytest.raises(MismatchError, match="all_reduce") as caught:
         in_mode(mode, call)(tf.ones(2))
@@ -292,7 +292,7 @@ def test_mismatches(comm: Any, what: str, mode: str) -> None:
 @pytest.mark.ranks(min=2)
 def test_errors_of_work_are_tensorflows_too(comm: Any) -> None:
     group = comm.split(0)
-    work = ct.all_reduce_async(tf.ones(2 + (comm.rank == 0)), comm=group)
+    work = ct.all_reduce_async(tf.ones(2 + (comm.rank == 0)), ranks=group)
     with pytest.raises(tf.errors.FailedPreconditionError) as caught:
         work.wait()
     assert isinstance(caught.value, MismatchError)
@@ -315,7 +315,7 @@ def test_what_traced_functions_cannot_have(comm: Any) -> None:
         (lambda: ct.all_reduce_async(tf.ones(2)), "call all_reduce instead"),
         (lambda: ct.barrier_async(), "call barrier instead"),
         (lambda: ct.all_gather_object(1), "tensors only"),
-        (lambda: ct.broadcast_object(1, comm=comm), "tensors only"),
+        (lambda: ct.broadcast_object(1, ranks=comm), "tensors only"),
         (lambda: ct.scatter(None), "every rank passes a tensor"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):

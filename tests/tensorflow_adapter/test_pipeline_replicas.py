@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as ct
 from commlib import Mesh
-from commlib.data_parallel import GradientReducer
+from commlib.data_parallel.reducer import GradientReducer
 from commlib.errors import PeerError, UsageError
 from commlib.pipeline.schedule import table
 from commlib_tensorflow import DistributedOptimizer, pipeline
@@ -273,7 +273,7 @@ def test_the_ranks_of_meshes(comm: Any) -> None:
     assert reducer(dp=4).process_set.process_set_id == 0
     assert reducer(pp=4, dp=1).alone
     others = comm.split(0, (1, 3, 2, 0)[rank])  # in the order 3, 0, 2, 1
-    assert reducer(comm=others, pp=2, dp=2).process_set.ranks == ([0, 3] if rank in (0, 3) else [1, 2])
+    assert reducer(ranks=others, pp=2, dp=2).process_set.ranks == ([0, 3] if rank in (0, 3) else [1, 2])
     others.close()
 
 
@@ -298,10 +298,10 @@ def test_users_may_add_sets_of_the_same_ranks(comm: Any) -> None:
 
 def test_what_makes_no_sense(comm: Any) -> None:
     mesh, flat, half = Mesh(pp=2, dp=2), Mesh(pp=4), comm.split(comm.rank // 2)
-    part = Mesh(comm=half, dp=2)
+    part = Mesh(ranks=half, dp=2)
     refused: list[tuple[str, dict[str, Any]]] = [
         (r"reduces over its axes dp and cp, but .* has neither", {"mesh": flat}),
-        ("leave out process_set=", {"mesh": mesh, "process_set": ct.ProcessSet([0, 1])}),
+        ("process_set= and mesh= both say which ranks", {"mesh": mesh, "process_set": ct.ProcessSet([0, 1])}),
         ("over 2 of 4 ranks", {"mesh": part}),
     ]
     for text, options in refused:

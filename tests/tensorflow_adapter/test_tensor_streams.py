@@ -107,10 +107,10 @@ def test_fit_shuffles_alike(comm: Any) -> None:
 
 
 def test_seed(comm: Any) -> None:
-    mesh = Mesh(dp=comm.size, tp=1, comm=comm)
+    mesh = Mesh(dp=comm.size, tp=1, ranks=comm)
     assert len(set(comm.all_gather_object(seed(mesh, 5)))) == comm.size
     assert differ(of_all(comm, keras.random.normal((20,))))
-    mesh = Mesh(dp=1, tp=comm.size, comm=comm)
+    mesh = Mesh(dp=1, tp=comm.size, ranks=comm)
     assert set(comm.all_gather_object(seed(mesh, 5))) == {5}
     drawn = keras.random.normal((20,))
     near(of_all(comm, drawn)[0], drawn)

@@ -64,7 +64,7 @@ def scales_losses(comm: Any, place: Place) -> None:
     """All ranks skip a step in which the loss of one of them is not finite."""
     model = Sum(torch.float32).to(place.device)
     called, optimizer = wrapped(comm, model, "DistributedOptimizer")
-    scaler = ct.GradScaler(place.device, comm=comm, init_scale=4.0)
+    scaler = ct.GradScaler(place.device, ranks=comm, init_scale=4.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(2):
         optimizer.zero_grad()
@@ -85,13 +85,13 @@ def broadcasts(comm: Any, place: Place) -> None:
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, comm.rank + number)
     adam.step()
-    ct.broadcast_parameters(model.state_dict(), comm=comm)
-    ct.broadcast_optimizer_state(adam, comm=comm)
+    ct.broadcast_parameters(model.state_dict(), ranks=comm)
+    ct.broadcast_optimizer_state(adam, ranks=comm)
     assert adam.param_groups[0]["lr"] == 0.1
     for number, parameter in enumerate(model.parameters()):
         assert parameter.device.type == place.device == adam.state[parameter]["exp_avg"].device.type
         values = parameter.detach()
-        assert torch.equal(ct.all_reduce(values, "max", comm=comm), ct.all_reduce(values, "min", comm=comm))
+        assert torch.equal(ct.all_reduce(values, "max", ranks=comm), ct.all_reduce(values, "min", ranks=comm))
         torch.testing.assert_close(
             adam.state[parameter]["exp_avg"].cpu(), torch.full(values.shape, 0.1 * number).double()
         )
@@ -122,7 +122,9 @@ def gathers_rows(comm: Any, place: Place) -> None:
     head = nn.Linear(3, 1, bias=False).double().to(place.device)
     named = [("table", table.weight), ("head", head.weight)]
     start = table.weight.detach().clone()
-    optimizer: Any = ct.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), named, op="sum", comm=comm)
+    optimizer: Any = ct.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=1.0), named, op="sum", ranks=comm
+    )
     for _ in range(2):
         optimizer.zero_grad()
         with torch.no_grad():
@@ -140,7 +142,7 @@ def gathers_rows_of_some(comm: Any, place: Place) -> None:
     with torch.no_grad():
         table.weight.zero_()
     sgd = torch.optim.SGD(table.parameters(), lr=1.0)
-    optimizer: Any = ct.DistributedOptimizer(sgd, table.named_parameters(), op="mean", comm=comm)
+    optimizer: Any = ct.DistributedOptimizer(sgd, table.named_parameters(), op="mean", ranks=comm)
     for step in range(3):
         optimizer.zero_grad()
         if step == 0 or comm.rank == 0:

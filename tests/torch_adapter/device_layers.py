@@ -57,7 +57,9 @@ def divided_sequences(comm: Any, place: Place) -> None:
     def run(device: str, put: Put) -> dict[str, Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)).to(device)
-        model = ct.parallelize(model, comm, {"0": ct.Column(sequence=1), "1": ct.Sequence(-1), "2": ct.Row(sequence=1)})
+        model = ct.parallelize(
+            model, comm, {"0": ct.Column(sequence=1), "1": ct.tensor.Sequence(-1), "2": ct.Row(sequence=1)}
+        )
         x = put(torch.arange(float(3 * length * 12)).view(3, length, 12).sin()).requires_grad_()
         y = model(ct.tensor.scatter(x, comm, 1))
         whole = ct.tensor.gather(y, comm, 1)

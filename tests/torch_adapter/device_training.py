@@ -158,7 +158,7 @@ def host_and_device(comm: Any, place: Place) -> None:
         left.weight.fill_(1)
         right.weight.fill_(1)
     parameters = [*left.parameters(), *right.parameters()]
-    optimizer: Any = ct.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op="sum", comm=comm)
+    optimizer: Any = ct.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op="sum", ranks=comm)
     assert len({bucket.device for bucket in optimizer.reducer.buckets}) == 2
     for _ in range(2):
         optimizer.zero_grad()

@@ -33,23 +33,23 @@ def reductions(comm: Any, place: Place, dtype: torch.dtype, form: str = "plain")
         return values.FORMS[form](place.put(values.of(comm.rank, dtype)))
 
     mine = own()
-    values.check(there(place, ct.all_reduce(mine, comm=comm)), expected)
-    values.check(there(place, ct.all_reduce_async(mine, comm=comm).wait()), expected)
+    values.check(there(place, ct.all_reduce(mine, ranks=comm)), expected)
+    values.check(there(place, ct.all_reduce_async(mine, ranks=comm).wait()), expected)
     values.check(there(place, mine), parts[comm.rank])  # untouched
-    assert ct.all_reduce_(mine, comm=comm) is mine
+    assert ct.all_reduce_(mine, ranks=comm) is mine
     values.check(there(place, mine), expected)
     mine = own()
-    work = ct.all_reduce_async_(mine, comm=comm)
+    work = ct.all_reduce_async_(mine, ranks=comm)
     assert work.wait(host=True) is mine is work.result()
     assert work.done() and work.exception() is None
     values.check(there(place, mine), expected)
-    for got in (ct.reduce(own(), root=last, comm=comm), ct.reduce_async(own(), root=last, comm=comm).wait()):
+    for got in (ct.reduce(own(), root=last, ranks=comm), ct.reduce_async(own(), root=last, ranks=comm).wait()):
         if comm.rank == last:
             values.check(there(place, got), expected)
         else:
             assert got is None
     rows = values.share(len(expected), comm.size, comm.rank)
-    for got in (ct.reduce_scatter(own(), comm=comm), ct.reduce_scatter_async(own(), comm=comm).wait()):
+    for got in (ct.reduce_scatter(own(), ranks=comm), ct.reduce_scatter_async(own(), ranks=comm).wait()):
         values.check(there(place, got), expected[rows])
 
 
@@ -58,45 +58,45 @@ def movement(comm: Any, place: Place, dtype: torch.dtype) -> None:
     size, rank, last = comm.size, comm.rank, comm.size - 1
     parts = values.everyone(comm, dtype)
     mine = place.put(parts[rank])
-    for got in (ct.broadcast(mine, root=last, comm=comm), ct.broadcast_async(mine, root=last, comm=comm).wait()):
+    for got in (ct.broadcast(mine, root=last, ranks=comm), ct.broadcast_async(mine, root=last, ranks=comm).wait()):
         values.check(there(place, got), parts[last])
     values.check(there(place, mine), parts[rank])
-    for got in (ct.all_gather(mine, comm=comm), ct.all_gather_async(mine, comm=comm).wait()):
+    for got in (ct.all_gather(mine, ranks=comm), ct.all_gather_async(mine, ranks=comm).wait()):
         values.check(there(place, got), torch.cat(parts))
     uneven = [part[: number + 1] for number, part in enumerate(parts)]
     for got in (
-        ct.all_gather_v(mine[: rank + 1], comm=comm),
-        ct.all_gather_v_async(mine[: rank + 1], comm=comm).wait(),
+        ct.all_gather_v(mine[: rank + 1], ranks=comm),
+        ct.all_gather_v_async(mine[: rank + 1], ranks=comm).wait(),
     ):
         values.check(there(place, got), torch.cat(uneven))
-    gathered = ct.gather(mine, last, comm=comm)
+    gathered = ct.gather(mine, last, ranks=comm)
     if rank == last:
         values.check(there(place, gathered), torch.cat(parts))
     whole = torch.cat(parts)
     given = place.put(whole) if rank == last else None
-    for got in (ct.scatter(given, last, comm=comm), ct.scatter_async(given, last, comm=comm).wait()):
+    for got in (ct.scatter(given, last, ranks=comm), ct.scatter_async(given, last, ranks=comm).wait()):
         values.check(there(place, got), parts[rank])
     pieces = place.put(torch.cat([values.of(rank + 10 * peer, dtype, 2) for peer in range(size)]))
     came = torch.cat([values.of(peer + 10 * rank, dtype, 2) for peer in range(size)])
-    for got in (ct.all_to_all(pieces, comm=comm), ct.all_to_all_async(pieces, comm=comm).wait()):
+    for got in (ct.all_to_all(pieces, ranks=comm), ct.all_to_all_async(pieces, ranks=comm).wait()):
         values.check(there(place, got), came)
     splits = [(rank + peer) % 2 for peer in range(size)]
     rows = torch.cat([values.of(peer, dtype, (rank + peer) % 2) for peer in range(size)])
     expected = torch.cat([values.of(rank, dtype, (peer + rank) % 2) for peer in range(size)])
     for asked in (splits, torch.tensor(splits), place.put(torch.tensor(splits))):
-        got, counts = ct.all_to_all_v(place.put(rows), asked, comm=comm)
+        got, counts = ct.all_to_all_v(place.put(rows), asked, ranks=comm)
         values.check(there(place, got), expected)
         assert counts.tolist() == [(peer + rank) % 2 for peer in range(size)]
     around = (rank + 1) % size, (rank - 1) % size
     room = place.put(torch.zeros_like(parts[rank]))
-    assert ct.send_recv(mine, around[0], room, around[1], comm=comm) is room
+    assert ct.send_recv(mine, around[0], room, around[1], ranks=comm) is room
     values.check(there(place, room), parts[around[1]])
     if size > 1 and rank < 2:
         turned = place.put(parts[rank].t())  # what is received goes where it belongs, whatever the strides
         if rank == 0:
-            ct.send(turned, 1, 5, comm=comm)
+            ct.send(turned, 1, 5, ranks=comm)
         else:
-            got = ct.recv_async(turned.t().contiguous().t(), 0, 5, comm=comm).wait()
+            got = ct.recv_async(turned.t().contiguous().t(), 0, 5, ranks=comm).wait()
             values.check(there(place, got), parts[0].t())
 
 

@@ -30,12 +30,12 @@ class Training:
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
         ct.broadcast_parameters(self.model.state_dict(), root=0)
         plain = torch.optim.AdamW(self.model.parameters(), 0.05)
-        self.optimizer = ct.DistributedOptimizer(plain, self.model.named_parameters(), comm=comm, **options)
+        self.optimizer = ct.DistributedOptimizer(plain, self.model.named_parameters(), ranks=comm, **options)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(plain, [3, 6], 0.5)
         self.rank = comm.rank
 
     def checkpoint(self, folder: Path, comm: Any) -> Any:
-        return ct.Checkpoint(folder, comm=comm, model=self.model, optimizer=self.optimizer, schedule=self.schedule)
+        return ct.Checkpoint(folder, ranks=comm, model=self.model, optimizer=self.optimizer, schedule=self.schedule)
 
     def run(self, steps: range) -> None:
         for step in steps:
@@ -85,10 +85,10 @@ def test_tensors_of_any_dtype_come_back(comm: Any, folder: Path, dtype: torch.dt
     for name, shape in (("scalar", ()), ("matrix", (3, 4)), ("empty", (0, 2))):
         model.register_buffer(name, torch.full(shape, 3.0).to(dtype))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ct.Checkpoint(folder, comm=comm, model=model).save(1)
+    ct.Checkpoint(folder, ranks=comm, model=model).save(1)
     for tensor in model.buffers():
         tensor.zero_()
-    assert ct.Checkpoint(folder, comm=comm, model=model).resume() == 1
+    assert ct.Checkpoint(folder, ranks=comm, model=model).resume() == 1
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == dtype and tensor.shape == before[name].shape
         assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == bytes(
@@ -98,8 +98,8 @@ def test_tensors_of_any_dtype_come_back(comm: Any, folder: Path, dtype: torch.dt
 
 def test_what_has_no_state_is_refused(comm: Any, folder: Path) -> None:
     with pytest.raises(UsageError, match="step= must have state_dict and load_state_dict"):
-        ct.Checkpoint(folder, comm=comm, step=3)  # type: ignore[arg-type]
+        ct.Checkpoint(folder, ranks=comm, step=3)  # type: ignore[arg-type]
     sparse = nn.Module()
     sparse.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(UsageError, match=r"model\['sparse'\] has a tensor with layout torch.sparse_coo"):
-        ct.Checkpoint(folder, comm=comm, model=sparse).save(1)
+        ct.Checkpoint(folder, ranks=comm, model=sparse).save(1)

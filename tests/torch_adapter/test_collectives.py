@@ -202,7 +202,7 @@ def test_objects_and_barrier(comm: Any) -> None:
 def test_a_group(comm: Any) -> None:
     group = comm.split(comm.rank % 2, comm.rank)
     ranks = range(comm.rank % 2, comm.size, 2)
-    check(ct.all_reduce(torch.tensor([comm.rank]), comm=group), torch.tensor([sum(ranks)]))
+    check(ct.all_reduce(torch.tensor([comm.rank]), ranks=group), torch.tensor([sum(ranks)]))
 
 
 def test_symmetric_memory_is_reduced_where_it_is(comm: Any) -> None:

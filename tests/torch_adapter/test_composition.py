@@ -130,7 +130,9 @@ def test_pairs(comm: Any, pair: str) -> None:
 
     rows = 2 * dp.size
     whole = [batch(rows, step, dtype) for step in range(STEPS)]
-    scaler = ct.GradScaler(mesh=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = (
+        ct.GradScaler(ranks=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
+    )
     train(called, optimizer, scaler, [(own(x), own(y)) for x, y in whole], amp, loss_of)
     found = ct.gather_state_dict(model)
     expected = alone(comm, rows, dtype, amp, experts)
@@ -154,7 +156,7 @@ def test_stages_under_autocast(comm: Any) -> None:
     whole = copy.deepcopy(layers)
     pipe = ct.pipeline(layers, comm, microbatches=2, loss=F.mse_loss)
     ours, theirs = sgd(pipe), sgd(whole)
-    scaler, single = ct.GradScaler(comm=comm, init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler, single = ct.GradScaler(ranks=comm, init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(STEPS):
         x, y = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step))
         ours.zero_grad()

@@ -151,6 +151,6 @@ def test_a_layer_that_is_frozen_on_one_rank(comm: Any, layer: int) -> None:
     own[layer].requires_grad_(comm.rank > 0)
     text = rf"'{layer}\.weight: .*rank.*: a weight that is frozen on one rank must be frozen on all"
     with pytest.raises(MismatchError, match=text):
-        DistributedOptimizer(torch.optim.SGD(own.parameters(), 0.1), own.named_parameters(), comm=comm)
+        DistributedOptimizer(torch.optim.SGD(own.parameters(), 0.1), own.named_parameters(), ranks=comm)
     with pytest.raises(MismatchError, match=text):
-        DataParallel(own, comm=comm)
+        DataParallel(own, ranks=comm)

@@ -150,7 +150,7 @@ def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Pa
         assert all(map(torch.equal, other.parameters(), before)) and not wrong.state
         load_experts(path, other)
         assert torch.equal(other.router.weight, model.router.weight)
-    distributed = DistributedOptimizer(O.Adam(other.parameters(), 0.01), other.named_parameters(), comm=comm)
+    distributed = DistributedOptimizer(O.Adam(other.parameters(), 0.01), other.named_parameters(), ranks=comm)
     load_experts(path, other, distributed)
     expert, of = next(model.experts.parameters()), next(other.experts.parameters())
     assert torch.equal(distributed.state[of]["exp_avg"], optimizer.state[expert]["exp_avg"])

@@ -152,7 +152,7 @@ def test_two_optimizers(comm: Any, apart: bool, overlap: bool) -> None:
         made: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
         if wrapped:
             made[0] = hvd.DistributedOptimizer(made[0], overlap=overlap, bucket_cap_mib=1e-4)
-            made[1] = hvd.DistributedOptimizer(made[1], overlap=overlap, comm=group)
+            made[1] = hvd.DistributedOptimizer(made[1], overlap=overlap, ranks=group)
         return one, two, *made
 
     def step(parts: Any, losses: Any) -> None:

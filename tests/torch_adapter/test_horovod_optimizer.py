@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commlib_torch as hvd
-from commlib.data_parallel import Options
+from commlib.data_parallel.options import Options
 from commlib.errors import MismatchError, UsageError
 
 from .oracle import assert_close, assert_same_everywhere, batch, gradients_of, loss_of, mine, model, parameters_of
@@ -319,8 +319,8 @@ def test_refused(comm: Any) -> None:
     refuse("must consist of tensors", groups=[["0.weight"]])
     refuse("appear only once", groups=[parameters[:2], parameters[1:]])
     refuse("not a parameter of the optimizer", groups=[[torch.ones(1)]])
-    refuse("one of them", comm=comm, process_set=hvd.global_process_set)
-    refuse("process_set= instead of comm=", comm=comm, compression=Halves())
+    refuse("one of them", ranks=comm, process_set=hvd.global_process_set)
+    refuse("process_set= instead of ranks=", ranks=comm, compression=Halves())
     optimizer = wrap(network)
     with pytest.raises(ValueError, match="at least 1"):
         optimizer.set_backward_passes_per_step(0)

@@ -244,19 +244,19 @@ def test_barrier_and_objects(comm: Any) -> None:
 
 
 def test_names_that_ordered_verbs_have_too(comm: Any) -> None:
-    """With comm= they are the ordered verb on that group; root= is root_rank= by another name."""
+    """With ranks= they are the ordered verb on those ranks; root= is root_rank= by another name."""
     group = comm.split(comm.rank % 2, comm.rank)
     mine = torch.tensor([comm.rank])
-    check(hvd.broadcast(mine, comm=group), torch.tensor([comm.rank % 2]))
-    check(hvd.broadcast_(mine.clone(), root=group.size - 1, comm=group), torch.tensor([max(_peers(comm))]))
-    check(hvd.broadcast_async(mine, 0, comm=group).wait(), torch.tensor([comm.rank % 2]))
+    check(hvd.broadcast(mine, ranks=group), torch.tensor([comm.rank % 2]))
+    check(hvd.broadcast_(mine.clone(), root=group.size - 1, ranks=group), torch.tensor([max(_peers(comm))]))
+    check(hvd.broadcast_async(mine, 0, ranks=group).wait(), torch.tensor([comm.rank % 2]))
     check(hvd.broadcast(mine, root=comm.size - 1), torch.tensor([comm.size - 1]))
-    assert hvd.broadcast_object(comm.rank, comm=group) == comm.rank % 2
-    hvd.barrier(comm=group)
+    assert hvd.broadcast_object(comm.rank, ranks=group) == comm.rank % 2
+    hvd.barrier(ranks=group)
     with pytest.raises(UsageError, match="two names of one argument"):
         hvd.broadcast(mine, 0, root=0)
     with pytest.raises(UsageError, match="neither name nor process_set"):
-        hvd.broadcast(mine, 0, name="x", comm=group)
+        hvd.broadcast(mine, 0, name="x", ranks=group)
 
 
 def _peers(comm: Any) -> range:

@@ -96,7 +96,7 @@ def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool)
         optimizer, second = adam(own.parameters()), adam(other.parameters(), 0.02)
         if moves:
             optimizer, second = (
-                DistributedOptimizer(one, model.named_parameters(), comm=comm)
+                DistributedOptimizer(one, model.named_parameters(), ranks=comm)
                 for one, model in ((optimizer, own), (second, other))
             )
         average = AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -195,7 +195,7 @@ def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str,
     busy(model, 1)
     rebalance_experts(model, optimizer)
     folder = comm.broadcast_object(str(tmp_path))
-    Checkpoint(folder, model=model, optimizer=optimizer, comm=comm).save(1)
+    Checkpoint(folder, model=model, optimizer=optimizer, ranks=comm).save(1)
     found = []
     for again in (model, Blocks(comm).double()):
         if again is model:
@@ -203,7 +203,7 @@ def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str,
             expected, states = result(model, x), gather_state_dict(model)
             rebalance_experts(model, optimizer)
         by = optimizer if again is model else adam(again.parameters())
-        assert Checkpoint(folder, model=again, optimizer=by, comm=comm).resume() == 1
+        assert Checkpoint(folder, model=again, optimizer=by, ranks=comm).resume() == 1
         assert torch.equal(result(again, x), expected)
         assert all(torch.equal(value, states[name]) for name, value in gather_state_dict(again).items())
         trained(again, by, x)
@@ -242,7 +242,7 @@ def test_gradients_go_along(comm: Communicator) -> None:
     found = []
     for moves in (False, True):
         model: Any = Blocks(comm).double()
-        optimizer = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), comm=comm)
+        optimizer = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), ranks=comm)
         with optimizer.no_sync():
             (model(mine(comm, rows(comm, 0))).square().mean() + auxiliary_loss(model)).backward()
         if moves:

@@ -142,7 +142,7 @@ def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
     rows = 4 * comm.size
     whole, _ = alone(comm, rows, range(2))
     own = model(comm)
-    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm, backward_passes_per_step=2)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), ranks=comm, backward_passes_per_step=2)
     train(own, optimizer, own_rows(comm), rows, range(2), passes=2)
     compare(comm, gather_state_dict(own), whole)
 
@@ -198,7 +198,7 @@ def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
     rows = 2 * comm.size
     whole, _ = alone(comm, rows, range(4))
     own = model(comm)
-    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), ranks=comm)
     train(own, optimizer, own_rows(comm), rows, range(2))
     state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
     assert state["1.mlp.experts.up.weight"].shape == (4, 6, WIDTH)
@@ -215,7 +215,7 @@ def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
     # And on all of them again.
     third = model(comm)
     third.load_state_dict(state)
-    optimizer = DistributedOptimizer(sgd(third), third.named_parameters(), comm=comm)
+    optimizer = DistributedOptimizer(sgd(third), third.named_parameters(), ranks=comm)
     load_optimizer_state(optimizer, third.named_parameters(), moments)
     train(third, optimizer, own_rows(comm), rows, range(2, 4))
     compare(comm, gather_state_dict(third), whole)
@@ -435,7 +435,7 @@ def test_other_values_on_ranks_are_told(comm: Any) -> None:
     for broadcasts in (False, True):
         torch.manual_seed(comm.rank)
         model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), comm))
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), ranks=comm)
         if broadcasts:
             broadcast_parameters(model.state_dict(), root=0)
         expected: Any = contextlib.nullcontext()
@@ -481,7 +481,7 @@ def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
         mixture = MoE(WIDTH, replace(EXPERTS, count=2 * comm.size), comm)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture, nn.Linear(WIDTH, WIDTH)).double()
         plain = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(plain, model.named_parameters(), comm=comm, overlap=True)
+        optimizer = DistributedOptimizer(plain, model.named_parameters(), ranks=comm, overlap=True)
         if comm.rank == 0:
             kept.append(optimizer)  # as a traceback does, or a variable of a notebook
         for number in range(3):

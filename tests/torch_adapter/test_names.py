@@ -36,7 +36,7 @@ OWN = {
 }  # fmt: skip
 
 DIVIDED = {
-    "Column", "GradScaler", "ParallelAttention", "ParallelMLP", "PerRank", "Replicate", "Row", "Sequence", "Slice",
+    "Column", "GradScaler", "ParallelAttention", "ParallelMLP", "Row",
     "Vocabulary", "context", "gather_optimizer_state", "gather_state_dict", "load_optimizer_state", "parallelize",
     "streams", "tensor", "vocabulary_cross_entropy",
 }  # fmt: skip
@@ -81,3 +81,10 @@ def test_names_are_not_modules_of_the_same_name() -> None:
     assert callable(hvd.broadcast) and callable(hvd.join) and callable(hvd.elastic.run) and callable(hvd.pipeline)
     for name in ORDERED:
         assert getattr(hvd, name).__doc__
+
+
+def test_generic_words_of_styles_are_not_at_top_level() -> None:
+    """`from commlib_torch import *` replaced typing's `Sequence`."""
+    assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(hvd.__all__)
+    styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
+    assert styles <= exported(hvd.tensor)

@@ -241,13 +241,13 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
             first.grad[0, 0] = float("inf")  # type: ignore[index]
             scaler.step(optimizer)
         else:
-            with pytest.raises(UsageError, match=r"looks for infinities.*different stages.*GradScaler\(comm="):
+            with pytest.raises(UsageError, match=r"looks for infinities.*different stages.*GradScaler\(ranks="):
                 scaler.step(optimizer)
         optimizer.zero_grad()
     pipe.step(*batch())
-    alone = GradScaler(comm=commlib.Mesh(pp=comm.size, dp=1)["dp"])
+    alone = GradScaler(ranks=commlib.Mesh(pp=comm.size, dp=1)["dp"])
     alone.scale(torch.zeros(()))
-    with pytest.raises(UsageError, match=r"it asks global ranks \[\d\] .*ranks \[\d.*other stages.*comm="):
+    with pytest.raises(UsageError, match=r"it asks global ranks \[\d\] .*ranks \[\d.*other stages.*ranks="):
         alone.step(optimizer)
     for name, value in pipe.gather_state_dict().items():
         assert torch.equal(value, before[name])
@@ -266,7 +266,7 @@ def test_a_loss_scale_of_all_stages_is_that_of_one_process(comm: Any) -> None:
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     optimizer, single = (torch.optim.SGD(one.parameters(), 0.1) for one in (pipe, whole))
-    ours, theirs = GradScaler(comm=comm, init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    ours, theirs = GradScaler(ranks=comm, init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(3):
         x, y = batch(step)
         pipe.step(x, y, scale=ours.get_scale())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib import Mesh
-from commlib.data_parallel import GradientReducer
+from commlib.data_parallel.reducer import GradientReducer
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import table
 from commlib_torch import DataParallel, DistributedOptimizer, pipeline
@@ -150,5 +150,5 @@ def test_data_parallel_of_a_stage_is_no_way(comm: Any) -> None:
     """A pipeline is not called, so a wrapper that is called around it says so."""
     pipe = pipeline(Model(), comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match="a pipeline cannot be called"):
-        DataParallel(pipe, comm=comm.split(comm.rank))(batch(2, 0)[0])
+        DataParallel(pipe, ranks=comm.split(comm.rank))(batch(2, 0)[0])
     pipe.close()

@@ -91,7 +91,7 @@ def compare(
         if whole_of_mask.shape[-2] > 1:
             pairs.append((mine_of_mask.grad, own(whole_of_mask, comm, mask.dim() - 2, layout)))
         else:
-            pairs.append((ct.all_reduce(mine_of_mask.grad, "sum", comm=comm), whole_of_mask))
+            pairs.append((ct.all_reduce(mine_of_mask.grad, "sum", ranks=comm), whole_of_mask))
     for one, other in pairs:
         assert one.shape == other.shape
         if other.numel():
@@ -198,7 +198,7 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     compare(comm, method=method, kept=of_all, dropout_p=0.3, seed=7, mask=floats(HEADS, TOKENS, TOKENS))
     compare(comm, method=method, kept=of_all, dropout_p=0.3, seed=7, causal=True, window=(6, 0), key_mask=padded())
     many = dropped(comm, method, 0.3, None, 60) < 1e-9
-    share = ct.all_reduce(torch.stack((many.sum(), torch.tensor(many.numel()))), "sum", comm=comm)
+    share = ct.all_reduce(torch.stack((many.sum(), torch.tensor(many.numel()))), "sum", ranks=comm)
     assert abs(int(share[0]) / int(share[1]) - 0.3) < 4 * (0.3 * 0.7 / (BATCH * HEADS * 3600)) ** 0.5
     assert not torch.equal(many[0, 0], many[0, 1])
     assert not torch.equal(many[0, 0], many[1, 0])

@@ -61,5 +61,5 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         ).backward()  # as large as in one process: norms round to float32, and 3 times as much otherwise
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
         for one, other in zip(divided.parameters(), plain.parameters(), strict=True):
-            gradient = ct.all_reduce(one.grad, "sum", comm=comm)
+            gradient = ct.all_reduce(one.grad, "sum", ranks=comm)
             torch.testing.assert_close(gradient, other.grad, rtol=1e-8, atol=1e-10)

@@ -54,10 +54,10 @@ def test_a_convolution_made_divided(tp):
     torch.manual_seed(3)
     plain = nn.Conv2d(3, 8, 3, dtype=torch.float64)
     torch.manual_seed(3)
-    divided = ColumnConv2d(3, 8, 3, axis=tp, style=Column(gather=True), dtype=torch.float64)
+    divided = ColumnConv2d(3, 8, 3, ranks=tp, style=Column(gather=True), dtype=torch.float64)
     assert_equal(divided(random(2, 3, 5, 5)), plain(random(2, 3, 5, 5)))
     with pytest.raises(UsageError, match="groups=2"):
-        RowConv1d(8, 4, 3, axis=tp, groups=2)
+        RowConv1d(8, 4, 3, ranks=tp, groups=2)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -201,9 +201,11 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any, kind: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     x = batch(4, 0)[0] if kind == "parts" else torch.ones(4, 8)
     scaler.scale(layer(x).sum()).backward()
-    with pytest.raises(UsageError, match=r"looks for infinities.*different shards of weights.*GradScaler\(mesh=mesh\)"):
+    with pytest.raises(
+        UsageError, match=r"looks for infinities.*different shards of weights.*GradScaler\(ranks=mesh\)"
+    ):
         scaler.step(optimizer)
-    right = GradScaler(comm=comm, init_scale=8.0)
+    right = GradScaler(ranks=comm, init_scale=8.0)
     right.scale(torch.zeros(()))
     right.step(optimizer)
 

@@ -250,10 +250,10 @@ def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
     for call in (
         lambda: DistributedOptimizer(optimizer, model.named_parameters()),
         lambda: DistributedOptimizer(optimizer, model.named_parameters(), op="adasum"),
-        lambda: DistributedOptimizer(optimizer, model.named_parameters(), comm=comm),
+        lambda: DistributedOptimizer(optimizer, model.named_parameters(), ranks=comm),
         lambda: DataParallel(model),
         lambda: broadcast_parameters(model.state_dict(), 0),
-        lambda: broadcast_parameters(model.named_parameters(), comm=comm),
+        lambda: broadcast_parameters(model.named_parameters(), ranks=comm),
         lambda: broadcast_optimizer_state(optimizer, 0),
     ):
         with pytest.raises(UsageError, match=r"but ranks \[\d.*have other shards.*mesh"):
@@ -263,7 +263,7 @@ def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
 def test_ranks_with_the_same_part_are(comm: Any) -> None:
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     model = parallelize(whole(), mesh["tp"], PLAN)
-    broadcast_parameters(model.state_dict(), comm=mesh["dp"])
+    broadcast_parameters(model.state_dict(), ranks=mesh["dp"])
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), mesh=mesh)
     model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
     optimizer.step()

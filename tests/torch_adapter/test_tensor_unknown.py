@@ -260,7 +260,7 @@ class TestRight:
         """It is right only while it is divided, so that its whole is no measure."""
 
         def total(x: Tensor) -> Any:
-            return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), comm=tp)
+            return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), ranks=tp)
 
         model = made(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
         plain = made(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())

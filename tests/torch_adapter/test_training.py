@@ -280,7 +280,7 @@ def test_a_graph_of_gradients_stays_where_nothing_is_reduced(comm: Any) -> None:
         optimizer.zero_grad()
         torch.stack([parameter.sum() for parameter in network.parameters()]).sum().backward(create_graph=True)
         optimizer.step()
-    lonely: Any = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), comm=comm.split(comm.rank))
+    lonely: Any = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), ranks=comm.split(comm.rank))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "backward.create_graph=True.: gradients that are reduced")
         lonely.zero_grad()

@@ -108,8 +108,8 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.world", "commlib.metrics", "commlib.observing", "commlib.cuda_aware_mpi", "commlib.mesh_groups",
-     "commlib.preemption", "commlib.checkpoint"),
+    ("commlib.world", "commlib.metrics", "commlib.observing", "commlib.cuda_aware_mpi", "commlib.ranks",
+     "commlib.mesh_groups", "commlib.preemption", "commlib.checkpoint"),
     ("commlib",),  # the public names
     ("commlib.compress",),
     ("commlib.comparison",),

@@ -122,7 +122,7 @@ def _own_stage(comm: Any, sizes: StepSizes, stages: list[int]) -> Step:
 def experts(comm: Any, sizes: StepSizes) -> Contenders:
     """Expert parallelism: each rank has a batch and some of the experts, which get the tokens of all ranks."""
     single = comm.split(comm.rank, name="alone")
-    mesh, mine = Mesh(comm=comm, dp=-1), batch_of(sizes, comm.rank)
+    mesh, mine = Mesh(ranks=comm, dp=-1), batch_of(sizes, comm.rank)
     whole = _mixture(sizes, single, sizes.experts)
     fewer = _mixture(sizes, single, sizes.experts // comm.size)  # as many experts and tokens as one rank has
     model = _mixture(sizes, mesh, sizes.experts)

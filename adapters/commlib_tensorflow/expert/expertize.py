@@ -15,7 +15,7 @@ from commlib.communicator import Communicator
 from commlib.comparison.agreement import agree_on_call, describe, lines_of, options_of, run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError, line
-from commlib.expert.expert_ranks import ExpertRanks, Ranks
+from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks
 from commlib.expert.experts import Experts
 from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
@@ -41,13 +41,13 @@ _FUNCTIONAL = type(keras.Model(_x := keras.Input(()), _x))
 
 
 def expertize(
-    model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
+    model: keras.Model, ranks: MixtureRanks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
 ) -> keras.Model:
     """Turn the MLPs that `plan` names into mixtures of experts over `ranks`, and return `model`.
 
-    plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: a
-    mesh, along its axis ep or a part of dp, or the communicator of the ranks that share the experts. Each MLP is a
-    layer from (..., width) to the same shape, such as a Sequential. Experts are layers like it, made from its
+    plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: those
+    that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep or a part of dp. Each
+    MLP is a layer from (..., width) to the same shape, such as a Sequential. Experts are layers like it, made from its
     configuration, with new values, or with copy=True its values (upcycling: with a top_k above 1 the model's outputs
     are the same at first); with hidden= they are built-in MLPs instead. All other weights of the model get rank 0's
     values.
@@ -246,7 +246,7 @@ def _settings(name: str, config: Any, places: Mapping[str, str]) -> list[str]:
     return [f"{name}: {len(pairs)} settings", *inner]
 
 
-def _make_mixture(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
+def _make_mixture(layer: Any, experts: Experts, ranks: MixtureRanks) -> MoE:
     make: Callable[[], Any] | None = None
     if experts.hidden is None:
         values = layer.get_weights() if experts.copy else None

@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib.comparison.agreement import options_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.expert.expert_ranks import ExpertRanks, Ranks, place_shard
+from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks, place_shard
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.placement import ExpertPlacement
@@ -42,9 +42,11 @@ from commlib_tensorflow.tensor._file_layers import FileLayer
 class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """A mixture of experts: a router sends each token to a few of them, and sums their outputs.
 
-    inputs: (..., width), different tokens on each rank; a rank may have none. Returns the same shape. experts: their
-    number, and the routing options. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that
-    share the experts. expert: makes one, a layer from (rows, width) to the same, instead of the built-in MLP.
+    inputs: (..., width), different tokens on each rank; a rank may have none. Returns the same shape. The width is that
+    of the first inputs, as Keras' layers infer it; `commlib_torch.MoE` takes it as its first argument. experts: their
+    number, and the routing options. ranks: those that share the experts, such as `mesh["ep"]`, or a mesh of any number
+    of axes, for its axis ep or a part of dp. expert: makes one, a layer from (rows, width) to the same, instead of the
+    built-in MLP.
 
     Initial weights depend on rank 0's seed, not on the number of ranks. Experts' weights are shards of stacks [experts,
     ...]: `gather_weights`. Router losses are added in training, as Keras' layers add them. A mask marks padding tokens,
@@ -56,7 +58,7 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
     def __init__(
         self,
         experts: Experts,
-        ranks: Ranks,
+        ranks: MixtureRanks,
         *,
         expert: Callable[[], Any] | None = None,
         **kwargs: Any,

@@ -35,7 +35,7 @@ def DistributedOptimizer(
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
     The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order of `horovod.keras`; `more`
-    are `compress_within_node`, `overlap`, `bucket_cap_mib`, `first_bucket_mib` and `mesh`.
+    are `bucket_cap_mib`, `first_bucket_mib`, `overlap`, `compress_within_node`, `ranks` and `mesh`.
     """
     arguments = dict(locals())
     same: OptimizerT = PartialDistributedOptimizer(**arguments.pop("more"), **arguments)

@@ -21,10 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
+from commlib.ranks import Ranks
 from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
@@ -218,12 +218,12 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
-    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
-    verb on that group, `root` is a rank of the group, and there is no gradient.
+    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
+    ordered verb on those ranks, `root` is a rank among them, and there is no gradient.
 
     Args:
         tensor: A tensor, variable, array or number.
@@ -231,17 +231,17 @@ def broadcast(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> ct.broadcast(tf.constant([comm.rank]), root_rank=1).numpy()
         array([1], dtype=int32)
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast(tensor, source, comm=comm))
+        return run(verbs.broadcast(tensor, source, ranks=ranks))
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
@@ -405,21 +405,19 @@ def join() -> Any:
 
 
 @no_autograph
-def barrier(
-    process_set: core.ProcessSet | None = None, name: str | None = None, *, comm: Communicator | None = None
-) -> Any:
-    """Wait until all ranks of the process set, or of `comm`, have called this. In a traced function, when it runs.
+def barrier(process_set: core.ProcessSet | None = None, name: str | None = None, *, ranks: Ranks | None = None) -> Any:
+    """Wait until all ranks of the process set, or of `ranks`, have called this. In a traced function, when it runs.
 
-    With `comm` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
+    With `ranks` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
 
     Args:
         process_set: The ranks that take part; None: all.
         name: The name of the operation, by which ranks meet; None: a name by counting.
-        comm: A communicator: then this is the ordered verb on that group.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.barrier(comm=comm))
+        return run(verbs.barrier(ranks=ranks))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
@@ -23,6 +22,7 @@ from commlib.pipeline.recompute import Checkpoint
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib.pipeline.sync_check import check_synchronized
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.shards import world_ranks
 from commlib_tensorflow._shards import whole_of
 from commlib_tensorflow.pipelines._batches import are_arrays, inputs_of, shuffle_batches, split_rows
@@ -64,7 +64,7 @@ from commlib_tensorflow.tensor.plan_check import check_stages
 
 def pipeline(
     model: Any,
-    comm: Communicator,
+    ranks: Ranks,
     *,
     schedule: AnySchedule = "1f1b",
     microbatches: int,
@@ -82,7 +82,7 @@ def pipeline(
     memory: int | None = None,
     verify: Any = None,
 ) -> Pipeline:
-    """Put the stages of a Keras model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank.
+    """Put the stages of a Keras model on `ranks`, such as `mesh["pp"]`. The same call on every rank.
 
         pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8)
         pipe.compile(optimizer="adam", loss="mse", metrics=["mae"])
@@ -138,6 +138,7 @@ def pipeline(
     graph = to_functional(model)
     if isinstance(model, list | tuple):
         model = graph
+    comm = communicator_of(ranks, "pipeline")
     check_stages(comm, graph)
     norms = [layer for layer in graph._flatten_layers() if isinstance(layer, SyncBatchNormalization)]
     if norms:

@@ -1,5 +1,6 @@
 """Tensor and context parallelism for TensorFlow and Keras: collectives with gradients, sharded layers, attention."""
 
+from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow.tensor import context, streams
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
@@ -13,13 +14,20 @@ from commlib_tensorflow.tensor.streams import dropout, seed
 from commlib_tensorflow.tensor.verify import verify
 
 __all__ = [
+    "Column",
     "ColumnDense",
     "ColumnEinsumDense",
     "ColumnEmbedding",
     "ParallelAttention",
     "ParallelMLP",
+    "PerRank",
+    "Plan",
+    "Replicate",
+    "Row",
     "RowDense",
     "RowEinsumDense",
+    "Sequence",
+    "Vocabulary",
     "VocabularyCrossEntropy",
     "VocabularyDense",
     "VocabularyEmbedding",
@@ -37,6 +45,6 @@ __all__ = [
     "seed",
     "set_weights",
     "streams",
-    "vocabulary_cross_entropy",
     "verify",
+    "vocabulary_cross_entropy",
 ]

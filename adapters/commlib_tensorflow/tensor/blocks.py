@@ -11,11 +11,12 @@ import tensorflow as tf
 from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
+from commlib.sharding.axis import AxisRanks
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration
 from commlib_tensorflow.tensor._sharded_layer import is_elementwise
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.streams import dropout
 
 
@@ -28,7 +29,7 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
     Args:
         width: The features of inputs and outputs, (batch, sequence, width).
         heads: The number of heads of queries.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         kv_heads: The number of K and V heads, each shared by equally many heads of Q; these are sharded over the ranks.
         causal: No position sees a later one.
         bias: Whether the layer has a bias.
@@ -49,7 +50,7 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         self,
         width: int,
         heads: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         kv_heads: int | None = None,
         causal: bool = False,
@@ -59,7 +60,7 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared, units = axis_of(axis), kv_heads or heads
+        shared, units = axis_of(ranks, "ParallelAttention"), kv_heads or heads
         if width % heads or heads % units:
             raise UsageError(
                 f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: width must be a multiple of "
@@ -146,7 +147,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
     Args:
         width: The features of inputs and outputs, (..., width).
         hidden: The features between both layers.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         gated: activation(gate) * up, both in one fused layer.
         activation: The name of an activation, or an elementwise function.
         sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
@@ -166,7 +167,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         self,
         width: int,
         hidden: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         gated: bool = False,
         activation: Any = "gelu",
@@ -175,7 +176,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared = axis_of(axis)
+        shared = axis_of(ranks, "ParallelMLP")
         self.supports_jit = False
         self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
         if not is_elementwise(self.activation):

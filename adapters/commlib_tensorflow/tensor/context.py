@@ -22,6 +22,7 @@ import tensorflow as tf
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
+from commlib.sharding.axis import AxisRanks
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized
 from commlib_tensorflow._placement import place_of
@@ -29,7 +30,7 @@ from commlib_tensorflow.tensor._agreement import agree_on_sequence
 from commlib_tensorflow.tensor._head_exchange import attention_by_heads
 from commlib_tensorflow.tensor._key_masks import whole_mask
 from commlib_tensorflow.tensor._ring import RingCall, ring_attention
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
     loss_mean,
@@ -46,7 +47,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    axis: On,
+    ranks: AxisRanks,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -71,7 +72,7 @@ def attention(
             many heads of q.
         k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
         v: Values, like `k`; head_dim may be another.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         causal: A token sees itself and earlier tokens of the whole sequence.
         scale: By default 1 / sqrt(head_dim); it may be negative.
         layout: "balanced" or "contiguous", as in `shard_sequence`.
@@ -101,7 +102,7 @@ def attention(
         MismatchError: On all ranks if arguments differ among ranks.
     """
     refuse_vectorized()
-    over = axis_of(axis)
+    over = axis_of(ranks, "attention")
     q, k, v = (as_tensor(x) for x in (q, k, v))
     mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)

@@ -12,12 +12,12 @@ import tensorflow as tf
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, refuse_vectorized
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 _WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -27,7 +27,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def vocabulary_cross_entropy(
     logits: Any,
     target: Any,
-    axis: On,
+    ranks: AxisRanks,
     *,
     weight: Any = None,
     ignore_index: int | None = -100,
@@ -49,7 +49,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: (..., this rank's tokens), of any floating dtype.
         target: Token ids (...), of the full vocabulary.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         weight: One number for each token of the full vocabulary, without a gradient.
         ignore_index: The target whose rows do not count; None: none.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
@@ -63,7 +63,7 @@ def vocabulary_cross_entropy(
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
-    shared = axis_of(axis.comm if isinstance(axis, ParallelAxis) else axis)  # a codec must not change sums
+    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, _WHAT)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
     if tf.executing_eagerly():
         make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
@@ -108,7 +108,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
     y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens).
 
     Args:
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         ignore_index: Like Keras' `ignore_class`, a token whose rows do not count in the mean.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
         weight: One number for each token of the full vocabulary; it multiplies losses as `sample_weight` does, so
@@ -124,7 +124,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
 
     def __init__(
         self,
-        axis: On,
+        ranks: AxisRanks,
         *,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
@@ -135,7 +135,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         dtype: Any = None,
     ) -> None:
         super().__init__(name=name, reduction=reduction, dtype=dtype)
-        self.divided_axis, self.ignore_index = axis_of(axis), ignore_index
+        self.divided_axis, self.ignore_index = axis_of(ranks, "VocabularyCrossEntropy"), ignore_index
         self.label_smoothing, self.weight, self.vocabulary = label_smoothing, weight, vocabulary
 
     def call(self, y_true: Any, y_pred: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.styles import Column, Row, Vocabulary
@@ -27,7 +27,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
 from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @keras.saving.register_keras_serializable("commlib")
@@ -40,14 +40,14 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
 
     Args:
         units: The number of outputs.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
     """
 
-    def __init__(self, units: int, axis: On, *, style: Column | None = None, **kwargs: Any) -> None:
+    def __init__(self, units: int, ranks: AxisRanks, *, style: Column | None = None, **kwargs: Any) -> None:
         super().__init__(units, **kwargs)
-        self._given: Any = axis_of(axis), style or Column()
+        self._given: Any = axis_of(ranks, "ColumnDense"), style or Column()
 
     def build(self, input_shape: Any) -> None:
         """Create the weights as a plain layer does, and keep this rank's shard. Collective."""
@@ -96,14 +96,14 @@ class VocabularyDense(ColumnDense):
 
     Args:
         units: The number of outputs.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
     """
 
-    def __init__(self, units: int, axis: On, *, style: Vocabulary | None = None, **kwargs: Any) -> None:
+    def __init__(self, units: int, ranks: AxisRanks, *, style: Vocabulary | None = None, **kwargs: Any) -> None:
         keras.layers.Dense.__init__(self, units, **kwargs)
-        self._given: Any = axis_of(axis), style or Vocabulary()
+        self._given: Any = axis_of(ranks, "VocabularyDense"), style or Vocabulary()
 
     def shardings(self, what: str, style: Column | Vocabulary) -> Shardings:
         """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
@@ -123,17 +123,17 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
 
     Args:
         units: The number of outputs.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         features: The number of inputs of the unsharded layer, by default as Keras infers it.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
-        self, units: int, axis: On, *, features: int | None = None, style: Row | None = None, **kwargs: Any
+        self, units: int, ranks: AxisRanks, *, features: int | None = None, style: Row | None = None, **kwargs: Any
     ) -> None:
         super().__init__(units, **kwargs)
-        self._given, self._features = (axis_of(axis), style or Row()), features
+        self._given, self._features = (axis_of(ranks, "RowDense"), style or Row()), features
 
     def build(self, input_shape: Any) -> None:
         """Create the weights as a plain layer does, and keep this rank's shard. Collective."""

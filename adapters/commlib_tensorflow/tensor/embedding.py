@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -21,7 +21,7 @@ from commlib_tensorflow.tensor._masks import gather_mask, scatter_mask
 from commlib_tensorflow.tensor._sharded_layer import ShardedLayer, check_plain
 from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @keras.saving.register_keras_serializable("commlib")
@@ -34,7 +34,7 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
     Args:
         input_dim: The number of token ids.
         output_dim: The features of the embedding.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
 
@@ -43,10 +43,10 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
     """
 
     def __init__(
-        self, input_dim: int, output_dim: int, axis: On, *, style: Vocabulary | None = None, **kwargs: Any
+        self, input_dim: int, output_dim: int, ranks: AxisRanks, *, style: Vocabulary | None = None, **kwargs: Any
     ) -> None:
         super().__init__(input_dim, output_dim, **kwargs)
-        self._given = axis_of(axis), style or Vocabulary()
+        self._given = axis_of(ranks, "VocabularyEmbedding"), style or Vocabulary()
 
     def build(self, input_shape: Any = None) -> None:
         """Create the table as a plain layer does, and keep this rank's shard. Collective."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding import axis as sharding_axis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
@@ -24,63 +24,60 @@ from commlib_tensorflow._device_calls import call_on_device
 from commlib_tensorflow._host_calls import Spec, no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow.tensor._comparison import note_gradient
 
-On = ParallelAxis | Communicator
-"""The ranks of an axis: `mesh["tp"]`, or an Axis."""
-
 
 @no_autograph
-def copy(x: Any, axis: On) -> tf.Tensor:
+def copy(x: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.copy(tf.ones([2]), comm).numpy()
         array([1., 1.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(axis), COPY)
+    return redistribute(as_tensor(x), axis_of(ranks, "copy"), COPY)
 
 
 @no_autograph
-def reduce(x: Any, axis: On) -> tf.Tensor:
+def reduce(x: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.reduce(tf.ones([2]), comm).numpy()
         array([2., 2.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(axis), REDUCE)
+    return redistribute(as_tensor(x), axis_of(ranks, "reduce"), REDUCE)
 
 
 @no_autograph
-def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
+def scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
     """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
         >>> ct.tensor.scatter(tf.zeros([4, 3]), comm, 0).shape.as_list()
         [2, 3]
     """
-    return redistribute(as_tensor(x), axis_of(axis), moves.scatter(dim))
+    return redistribute(as_tensor(x), axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
 @no_autograph
-def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
+def gather(x: Any, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
     """Return the shards of all ranks, concatenated along `dim`; their lengths may differ.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used in rank-dependent computation, so its gradients are summed.
 
@@ -88,32 +85,32 @@ def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tenso
         >>> ct.tensor.gather(tf.constant([comm.rank]), comm, 0).numpy()
         array([0, 1], dtype=int32)
     """
-    return redistribute(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
+    return redistribute(as_tensor(x), axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
 @no_autograph
-def reduce_scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
+def reduce_scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
     """Return this rank's shard along `dim` of the sum of `x` over the ranks.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
         >>> ct.tensor.reduce_scatter(tf.ones([4]), comm, 0).numpy()
         array([2., 2.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
+    return redistribute(as_tensor(x), axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
 @no_autograph
-def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
+def all_to_all(x: Any, ranks: AxisRanks, divide: int, join: int) -> tf.Tensor:
     """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
 
@@ -121,12 +118,12 @@ def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
         >>> ct.tensor.all_to_all(tf.zeros([2, 4]), comm, divide=1, join=0).shape.as_list()
         [4, 2]
     """
-    return redistribute(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
+    return redistribute(as_tensor(x), axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 
-def axis_of(axis: On) -> ParallelAxis:
-    """Return an Axis over a communicator."""
-    return axis if isinstance(axis, ParallelAxis) else ParallelAxis(axis, empty=result_empty)
+def axis_of(ranks: AxisRanks, verb: str) -> ParallelAxis:
+    """Return the axis over `ranks`, with results in memory that TensorFlow takes over."""
+    return sharding_axis.axis_of(ranks, verb, empty=result_empty)
 
 
 def redistribute(

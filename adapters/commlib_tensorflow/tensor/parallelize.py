@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from commlib.communicator import Communicator
 from commlib.comparison.agreement import agree_on_call, run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.checks.plan_checks import PlanChecks, find_plan
 from commlib.tensor_parallel.layout_map import is_layout_map
@@ -38,7 +38,7 @@ from commlib_tensorflow.tensor.streams import draw_alike
 
 def parallelize(
     model: keras.Model,
-    axis: Communicator,
+    ranks: Ranks,
     plan: Mapping[str, Any] | str,
     *,
     verify: Any = None,
@@ -47,7 +47,7 @@ def parallelize(
     divided_output: bool = False,
     report: Callable[[str], object] = print,
 ) -> keras.Model:
-    """Shard the layers that `plan` names over the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
+    """Shard the layers that `plan` names over `ranks`, such as `mesh["tp"]`, and return `model`.
 
     The model stays the same object, and so do its layers and variables, with rank 0's values; sharded variables become
     smaller. plan: styles by patterns of layers' names from the model down, `{"block_*/up": Column(), "block_*/down":
@@ -68,11 +68,12 @@ def parallelize(
     that `fit` shuffles in the same order. A regularizer of a sharded variable has the gradient and the loss of the
     unsharded one.
 
-    Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes
-    results, and for jit_compile=True, also later, because XLA cannot call the host; MismatchError if ranks have
-    different models or plans. After an error the model is unchanged, unless it was already sharded when a check failed
-    (verify=, example=): then it must be constructed again.
+    Collective. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes results, and
+    for jit_compile=True, also later, because XLA cannot call the host; MismatchError if ranks have different models or
+    plans. After an error the model is unchanged, unless it was already sharded when a check failed (verify=, example=):
+    then it must be constructed again.
     """
+    axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec, empty=result_empty)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = run_together(axis, lambda: layers_named(model))

@@ -12,25 +12,25 @@ from commlib.context_parallel import SequenceLayout, document_bounds, sequence_l
 from commlib.context_parallel.sequences import SequenceSpec
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._host_calls import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
 from commlib_tensorflow.tensor._row_ranges import take_ranges
-from commlib_tensorflow.tensor.moves import On, axis_of, redistribute
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @no_autograph
-def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
+def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
 
     Args:
         x: Full sequences, the same on every rank.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
 
@@ -39,7 +39,7 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
         >>> own.numpy().tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
         True
     """
-    x, over = as_tensor(x), axis_of(axis)
+    x, over = as_tensor(x), axis_of(ranks, "shard_sequence")
     dim = _dim("shard_sequence", x, dim)
     if x.shape[dim] is None:
         raise UsageError(
@@ -52,13 +52,19 @@ def shard_sequence(x: Any, axis: On, dim: int = 1, *, layout: str = "balanced") 
 
 @no_autograph
 def unshard_sequence(
-    x: Any, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
+    x: Any,
+    ranks: AxisRanks,
+    dim: int = 1,
+    *,
+    layout: str = "balanced",
+    length: int | None = None,
+    partial: bool = False,
 ) -> tf.Tensor:
     """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
 
     Args:
         x: This rank's tokens.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
@@ -73,7 +79,7 @@ def unshard_sequence(
         >>> ct.context.unshard_sequence(own, comm).numpy()
         array([[0, 1, 2, 3]], dtype=int32)
     """
-    x, over = as_tensor(x), axis_of(axis)
+    x, over = as_tensor(x), axis_of(ranks, "unshard_sequence")
     dim = _dim("unshard_sequence", x, dim)
     rest = {
         "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
@@ -85,23 +91,23 @@ def unshard_sequence(
 
 
 def position_ids(
-    length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None
+    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
     """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64.
 
     Args:
         length: The length of the full sequence.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
     """
-    over = axis_of(axis)
+    over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return tf.constant(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
 @no_autograph
-def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
+def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
     The gradient of `loss_sum` is the number of ranks divided by the total number of tokens, so the average of
@@ -112,7 +118,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
         loss_sum: The sum of the losses of this rank's tokens, a scalar.
         n_tokens: The number of tokens in it, such as those whose label is not ignored, or with class weights the sum of
             their weights; pass 0 on a rank without any; the result is NaN if all ranks pass 0.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
     if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
@@ -122,7 +128,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
         )
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
-    over = ParallelAxis(axis_of(axis).comm, empty=result_empty)
+    over = ParallelAxis(axis_of(ranks, "loss_mean").comm, empty=result_empty)
     total, tokens = map(tf.stop_gradient, tf.unstack(redistribute(tf.stack(both), over, REDUCE)))
     own = over.size * both[0] / tokens
     mean = total / tokens + (own - tf.stop_gradient(own))
@@ -134,12 +140,12 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
     Args:
         batches: Any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         **options: See `commlib.context_parallel.sequence_loader`.
     """
 
-    def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:
-        super().__init__(batches, axis_of(axis), from_array=to_tensor, **options)
+    def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
+        super().__init__(batches, axis_of(ranks, "SequenceLoader"), from_array=to_tensor, **options)
 
 
 def _dim(what: str, x: tf.Tensor, dim: int) -> int:

@@ -18,9 +18,11 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.streams import fold, seed_at
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
+
+__all__ = ["dropout", "own", "seed"]
 
 _NO_SEED = 87654321  # TensorFlow's value if no seed was set
 _BITS = 31  # of a seed: Keras takes it modulo 2^31 - 2, which does not change smaller ones
@@ -56,7 +58,7 @@ def draw_alike(comm: Communicator) -> None:
         keras.utils.set_random_seed(int(comm.broadcast(np.array([random.getrandbits(_BITS)]))[0]))
 
 
-def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
+def dropout(x: Any, rate: float, seed_generator: Any, ranks: AxisRanks) -> Any:
     """Apply `keras.random.dropout(x, rate, seed=seed_generator)` to a shard: with a different mask on each rank.
 
     For layers in training: it draws in each call with a rate above 0.
@@ -66,7 +68,7 @@ def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
         rate: The share of elements that is dropped.
         seed_generator: A SeedGenerator, or the result of its `next()`: draw that outside of a function that
             `tf.recompute_grad` calls twice, so that both calls drop the same.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         ct.tensor.dropout(x, 0.1, self.seed_generator, mesh["tp"])
@@ -74,7 +76,7 @@ def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
     if rate == 0:
         return x
     drawn = seed_generator.next() if isinstance(seed_generator, keras.random.SeedGenerator) else seed_generator
-    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(drawn, axis), tf.int32))
+    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(drawn, ranks), tf.int32))
 
 
 class RankStream(keras.random.SeedGenerator):  # type: ignore[misc]  # Keras has no types
@@ -89,9 +91,9 @@ class RankStream(keras.random.SeedGenerator):  # type: ignore[misc]  # Keras has
         return own(super().next(ordered), self.axis)
 
 
-def own(drawn: Any, axis: On) -> Any:
+def own(drawn: Any, ranks: AxisRanks) -> Any:
     """Return this rank's seed, from the pair of numbers that all ranks have drawn. For one rank it is unchanged."""
-    shared = axis_of(axis)
+    shared = axis_of(ranks, "own")
     if shared.size == 1:
         return drawn
     place = tf.constant([fold(0, shared.rank) >> (63 - _BITS + 1), 0], drawn.dtype)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from commlib.sharding.axis import AxisRanks
 from commlib.tensor_parallel.checks.trace_run import WHOLE, compare_runs, outputs_of
 from commlib_tensorflow.tensor._runs import run_model
-from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.names import layers_of
 from commlib_tensorflow.tensor.tracing import styles_in
 
 
-def verify(model: Any, reference: Any, axis: On, batch: Any, *, tolerance: float | None = None) -> None:
+def verify(model: Any, reference: Any, ranks: AxisRanks, batch: Any, *, tolerance: float | None = None) -> None:
     """Compare one forward and backward of a sharded model with those of the unsharded one.
 
     Collective over the axis. The models' variables do not change.
@@ -23,14 +24,14 @@ def verify(model: Any, reference: Any, axis: On, batch: Any, *, tolerance: float
     Args:
         model: The sharded model.
         reference: The unsharded model.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         batch: The arguments of both, unsharded and the same on every rank.
         tolerance: Relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
 
     Raises:
         UsageError: On all ranks, with the first difference, its size and its ranks.
     """
-    on, layers = axis_of(axis), layers_of(model)
+    on, layers = axis_of(ranks, "verify"), layers_of(model)
     styles = styles_in(layers)
     theirs = dict(zip(layers, layers_of(reference).values(), strict=True))
     paths = [variable.path for variable in model.trainable_variables]

@@ -123,7 +123,7 @@ def _own_stage(comm: Any, sizes: StepSizes, blocks: int) -> Step:
 def experts(comm: Any, sizes: StepSizes) -> Contenders:
     """Each rank has a batch and some of the experts; all ranks' tokens go to them."""
     single = comm.split(comm.rank, name="alone")
-    mesh, mine = Mesh(comm=comm, dp=-1), batch_of(sizes, comm.rank)
+    mesh, mine = Mesh(ranks=comm, dp=-1), batch_of(sizes, comm.rank)
     model = _mixture(sizes, mesh, sizes.experts)
     optimizer: Any = DistributedOptimizer(plain_optimizer(model), model.named_parameters(), mesh=mesh)
     alone = _mixture(sizes, single, sizes.experts // comm.size)  # with the number of experts and tokens of one rank

@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.comparison.agreement import agree_on_call, lines_of, options_of, run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.expert.expert_ranks import ExpertRanks, Ranks
+from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks
 from commlib.expert.experts import Experts
 from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
@@ -30,15 +30,15 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def expertize(
-    model: ModelT, ranks: Ranks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
+    model: ModelT, ranks: MixtureRanks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
 ) -> ModelT:
     """Convert the MLPs that `plan` names to mixtures of experts among `ranks`, and return `model`.
 
-    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, for its axis ep or a
-    part of dp, or the communicator of the ranks that share the experts. Each MLP is a module from (..., width) to the
-    same shape. Experts are modules like it, with new values; with copy=True they have its values (upcycling: with a
-    top_k above 1 the model initially gives the same results); with hidden= they are built-in MLPs instead. The rest of
-    the model gets the values of rank 0.
+    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: those that share the experts,
+    such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep or a part of dp. Each MLP is a module from
+    (..., width) to the same shape. Experts are modules like it, with new values; with copy=True they have its values
+    (upcycling: with a top_k above 1 the model initially gives the same results); with hidden= they are built-in MLPs
+    instead. The rest of the model gets the values of rank 0.
 
     verify: a batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
     backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
@@ -168,7 +168,7 @@ def _reset(layer: nn.Module) -> None:
 
 
 def _make_layer(
-    name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None
+    name: str, module: nn.Module, experts: Experts, ranks: MixtureRanks, make: Callable[[], nn.Module] | None
 ) -> MoE:
     first = next(module.parameters())
     found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)

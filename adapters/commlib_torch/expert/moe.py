@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from commlib.comparison.agreement import options_of
 from commlib.errors import UsageError
 from commlib.expert.chunked_dispatch import ChunkedDispatch, split_tokens
-from commlib.expert.expert_ranks import ExpertRanks, Ranks
+from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.stats import ExpertStats
@@ -38,10 +38,10 @@ class MoE(ShardedModule, AuxiliaryLossModule):
     """A mixture of experts: a router sends each token to a few experts, and sums their outputs.
 
     x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: their number, and
-    the routing options. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share the
-    experts. expert: makes one, a module from (rows, width) to the same shape, instead of the built-in MLP; if it has a
-    method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once. name: for errors and
-    `stats`.
+    the routing options. ranks: those that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for
+    its axis ep or a part of dp. expert: makes one, a module from (rows, width) to the same shape, instead of the
+    built-in MLP; if it has a method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once.
+    name: for errors and `stats`.
 
     The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are shards of stacks
     [experts, ...] in state dicts: see `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline does so
@@ -54,7 +54,7 @@ class MoE(ShardedModule, AuxiliaryLossModule):
         self,
         width: int,
         experts: Experts,
-        ranks: Ranks,
+        ranks: MixtureRanks,
         *,
         expert: Callable[[], nn.Module] | None = None,
         name: str = "MoE",

@@ -1,7 +1,7 @@
 """allgather, broadcast, alltoall, barrier and objects by name, with Horovod's arguments: see `reductions`.
 
-Verbs that also exist as ordered verbs in `collectives` accept `comm=`: with it they are the ordered verb among that
-group's ranks, and `root` is a rank of the group. Without it they are named operations, and `root_rank` is a global
+Verbs that also exist as ordered verbs in `collectives` accept `ranks=`: with it they are the ordered verb among those
+ranks, and `root` is a rank among them. Without it they are named operations, and `root_rank` is a global
 rank, for every process set.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.ranks import Ranks
 from commlib.tensor_verbs import Startable, check_ordered, choose_root
 from commlib_torch._call import Work, verb_maker
 from commlib_torch.collectives import ordered, writing
@@ -84,26 +84,26 @@ def _broadcast(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `comm` is given.
+    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
         root_rank: The global rank whose values the others get.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
         tensor([1])
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast(tensor, source, comm=comm)
+        return ordered.broadcast(tensor, source, ranks=ranks)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -117,7 +117,7 @@ def _broadcast_(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
 
@@ -126,8 +126,8 @@ def _broadcast_(
         root_rank: The global rank whose values the others get.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> x = torch.tensor([comm.rank])
@@ -135,9 +135,9 @@ def _broadcast_(
         tensor([1])
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return writing.broadcast_(tensor, source, comm=comm)
+        return writing.broadcast_(tensor, source, ranks=ranks)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
@@ -173,16 +173,16 @@ broadcast_, broadcast_async_ = _verb(_broadcast_)
 alltoall, alltoall_async = _verb(_alltoall)
 
 
-def barrier(process_set: ProcessSets = None, *, comm: Communicator | None = None) -> None:
+def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> None:
     """Wait until all ranks have called this.
 
     Args:
         process_set: The ranks that take part; None: all.
-        comm: A communicator: then this is the ordered verb on that group.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
-    if comm is not None:
+    if ranks is not None:
         check_ordered(None, process_set)
-        ordered.barrier(comm=comm).run()
+        ordered.barrier(ranks=ranks).run()
     else:
         core.start_barrier(process_set, blocking=True).wait()
 
@@ -194,7 +194,7 @@ def broadcast_object(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    comm: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Return rank `root_rank`'s picklable object on all ranks.
 
@@ -203,13 +203,13 @@ def broadcast_object(
         root_rank: The global rank whose values the others get.
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
-        root: With `comm`: the rank of that group whose values the others get.
-        comm: A communicator: then this is the ordered verb on that group.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     source = choose_root(root_rank, root)
-    if comm is not None:
+    if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast_object(obj, source, comm=comm).run()
+        return ordered.broadcast_object(obj, source, ranks=ranks).run()
     return core.broadcast_object(obj, source, name, process_set)
 
 

@@ -84,7 +84,7 @@ class TiedWeights:
         if not any(tied.weight.is_meta for tied in self._weights):
             for tied in self._weights:
                 assert tied.comm is not None
-                writing.broadcast_(tied.weight.detach(), 0, comm=tied.comm).run()
+                writing.broadcast_(tied.weight.detach(), 0, ranks=tied.comm).run()
             self._are_spread = True
 
     def begin(self, comm: Communicator) -> None:
@@ -137,7 +137,7 @@ class TiedWeights:
                 weight.grad = torch.zeros_like(weight)
             elif weight.grad.layout is not torch.strided:
                 weight.grad = weight.grad.to_dense()
-            writing.all_reduce_(weight.grad, comm=tied.comm).run()
+            writing.all_reduce_(weight.grad, ranks=tied.comm).run()
             if before is not None:
                 weight.grad.add_(before)
         self._before = []

@@ -26,6 +26,7 @@ from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
 from commlib.pipeline.schedule import Weights
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.shards import world_ranks
 from commlib_torch._copies import copy_of
 from commlib_torch._graph_breaks import disable_compile
@@ -76,7 +77,7 @@ from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict
 
 def pipeline(
     model: Any,
-    comm: Communicator,
+    ranks: Ranks,
     *,
     schedule: AnySchedule = "1f1b",
     microbatches: int,
@@ -94,7 +95,7 @@ def pipeline(
     memory: int | None = None,
     verify: Any = None,
 ) -> Pipeline:
-    """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. Collective, with equal arguments.
+    """Put the stages of a model on `ranks`, such as `mesh["pp"]`. Collective, with equal arguments.
 
         pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8, loss=loss_fn)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -147,6 +148,7 @@ def pipeline(
     check_ready(model)
     check_loss(loss)
     recompute = resolve_recompute(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
+    comm = communicator_of(ranks, "pipeline")
     check_batch_norms(comm, model)
     x = unpack_batch(verify)[0] if example is None and verify is not None else example
     told = comm.broadcast_object(None if x is None else describe_arguments(arguments(x)))
@@ -401,7 +403,7 @@ class Pipeline(StageModule):
                 "an optimizer that updates each weight separately, such as Adam"
             )
         if scaler is not None:
-            advice = 'commlib_torch.GradScaler(comm=mesh["pp"]), or mesh=mesh'
+            advice = 'commlib_torch.GradScaler(ranks=mesh["pp"]), or ranks=mesh'
             check_scaler(scaler, world_ranks(self._pipe.comm), "stages", advice)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -1,5 +1,6 @@
 """Tensor and context parallelism for PyTorch: redistribution, sharded layers, `parallelize`, attention."""
 
+from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor import context, streams
 from commlib_torch.tensor.attention import ColumnAttention
@@ -16,6 +17,7 @@ from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict
 from commlib_torch.tensor.verify import verify
 
 __all__ = [
+    "Column",
     "ColumnAttention",
     "ColumnConv1d",
     "ColumnConv2d",
@@ -24,12 +26,19 @@ __all__ = [
     "ColumnLinear",
     "ParallelAttention",
     "ParallelMLP",
+    "PerRank",
+    "Plan",
+    "Replicate",
+    "Row",
     "RowConv1d",
     "RowConv2d",
     "RowConv3d",
     "RowLinear",
+    "Sequence",
     "SequenceLayerNorm",
     "SequenceRMSNorm",
+    "Slice",
+    "Vocabulary",
     "VocabularyEmbedding",
     "VocabularyLinear",
     "all_to_all",
@@ -45,6 +54,6 @@ __all__ = [
     "scatter",
     "shard_of",
     "streams",
-    "vocabulary_cross_entropy",
     "verify",
+    "vocabulary_cross_entropy",
 ]

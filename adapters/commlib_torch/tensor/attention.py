@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -21,7 +21,7 @@ from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._heads import attend, mask_of
 from commlib_torch.tensor._sharding import shard_parameters
 from commlib_torch.tensor.linear import RowLinear
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 from commlib_torch.tensor.streams import dropout
 
 
@@ -35,17 +35,17 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
     Args:
         embed_dim: The features of inputs and outputs.
         num_heads: The number of heads.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         *args: Arguments of the layer that is sharded.
         **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, axis: On, *args: Any, style: Column | None = None, **kwargs: Any
+        self, embed_dim: int, num_heads: int, ranks: AxisRanks, *args: Any, style: Column | None = None, **kwargs: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, *args, **kwargs)
-        self.become("ColumnAttention", axis_of(axis), style or Column())
+        self.become("ColumnAttention", axis_of(ranks, "ColumnAttention"), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""

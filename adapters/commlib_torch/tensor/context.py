@@ -18,13 +18,12 @@ from torch import Tensor
 
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._head_exchange import attention_by_heads
 from commlib_torch.tensor._key_masks import whole_mask
 from commlib_torch.tensor._ring import RingCall, ring_attention
-from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
 
 _SEEDS = 1 << 62
@@ -37,7 +36,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: On,
+    ranks: AxisRanks,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -62,7 +61,7 @@ def attention(
             several heads of q.
         k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
         v: Values, like `k`; head_dim may be another.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         causal: A token sees itself and earlier tokens of the full sequence.
         scale: By default 1 / sqrt(head_dim); may be negative.
         layout: "balanced" or "contiguous", as in `shard_sequence`.
@@ -94,7 +93,7 @@ def attention(
         >>> ct.context.attention(q, q, q, comm, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
-    axis = _axis_of(axis)
+    axis = _axis_of(ranks)
     q, k, v = (_cast(x) for x in (q, k, v))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
 
@@ -127,10 +126,10 @@ def _describe_arguments(x: Tensor | None) -> TensorInfo:
     return TensorInfo(dtype_name(x.dtype), x.shape, torch.is_grad_enabled() and x.requires_grad)
 
 
-def _axis_of(axis: On) -> ParallelAxis:
-    if isinstance(axis, ParallelAxis):
-        return axis
-    found = axis_of(axis)
+def _axis_of(ranks: AxisRanks) -> ParallelAxis:
+    if isinstance(ranks, ParallelAxis):
+        return ranks
+    found = axis_of(ranks, WHAT)
     found.threads = torch.get_num_threads()
     return found
 

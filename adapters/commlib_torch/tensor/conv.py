@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE
@@ -18,7 +18,7 @@ from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._entry import enter
 from commlib_torch.tensor._sharding import shard_parameters
 from commlib_torch.tensor.linear import check_inputs, gather_outputs
-from commlib_torch.tensor.moves import On, axis_of, copy, redistribute
+from commlib_torch.tensor.moves import copy, redistribute
 
 
 class ColumnConv(ShardedModule, _ConvNd):
@@ -27,9 +27,9 @@ class ColumnConv(ShardedModule, _ConvNd):
     Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
     """
 
-    def __init__(self, *args: Any, axis: On, style: Column | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ranks: AxisRanks, style: Column | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.become(type(self).__name__, axis_of(axis), style or Column())
+        self.become(type(self).__name__, axis_of(ranks, "ColumnConv"), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
@@ -67,9 +67,9 @@ class RowConv(ShardedModule, _ConvNd):
     Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
     """
 
-    def __init__(self, *args: Any, axis: On, style: Row | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ranks: AxisRanks, style: Row | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.become(type(self).__name__, axis_of(axis), style or Row())
+        self.become(type(self).__name__, axis_of(ranks, "RowConv"), style or Row())
 
     def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""

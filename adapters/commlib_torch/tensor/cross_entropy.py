@@ -11,12 +11,11 @@ from torch.autograd import Function
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
 from commlib_torch._bridge import host_array
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.collectives import writing
-from commlib_torch.tensor.moves import On, axis_of
 
 _WHAT = "vocabulary_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -26,7 +25,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: On,
+    ranks: AxisRanks,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -48,7 +47,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: (..., this rank's tokens), of any floating dtype.
         target: Token ids (...), of the full vocabulary.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         weight: One number per token of the full vocabulary, without a gradient.
         ignore_index: The target whose rows do not count.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
@@ -59,7 +58,7 @@ def vocabulary_cross_entropy(
         UsageError: On all ranks, also for unsharded logits (equal on all ranks, which `vocabulary` rules out).
         MismatchError: If targets, weights or options differ among ranks.
     """
-    shared = axis_of(axis)
+    shared = axis_of(ranks, "vocabulary_cross_entropy")
     make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
@@ -190,7 +189,7 @@ _FACTOR = 0x9E3779B97F4A7C1
 
 def _reduce(x: Tensor, axis: ParallelAxis, op: str) -> None:
     if axis.size > 1:
-        writing.all_reduce_(x, op, comm=axis.comm).run()
+        writing.all_reduce_(x, op, ranks=axis.comm).run()
 
 
 def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -19,7 +19,7 @@ from commlib_torch._shards import ShardedModule, shards_of
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._sharding import shard_parameters
 from commlib_torch.tensor.linear import gather_outputs, shape_error
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 
 
 class VocabularyEmbedding(ShardedModule, nn.Embedding):
@@ -31,7 +31,7 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
     Args:
         num_embeddings: The number of token ids.
         embedding_dim: The features of the embedding.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         padding_idx: A token id whose row gets no gradient; None: none.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -44,14 +44,14 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        axis: On,
+        ranks: AxisRanks,
         padding_idx: int | None = None,
         *,
         style: Vocabulary | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
-        self.become("VocabularyEmbedding", axis_of(axis), style or Vocabulary())
+        self.become("VocabularyEmbedding", axis_of(ranks, "VocabularyEmbedding"), style or Vocabulary())
 
     def shardings(self, what: str, style: Vocabulary) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
@@ -124,7 +124,7 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
     Args:
         num_embeddings: The number of token ids.
         embedding_dim: The features of the embedding.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         padding_idx: A token id whose row gets no gradient; None: none.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -137,14 +137,14 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        axis: On,
+        ranks: AxisRanks,
         padding_idx: int | None = None,
         *,
         style: Column | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
-        self.become("ColumnEmbedding", axis_of(axis), style or Column())
+        self.become("ColumnEmbedding", axis_of(ranks, "ColumnEmbedding"), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""

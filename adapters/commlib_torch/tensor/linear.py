@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.sharding.shard_sharing import Sharers, sharers_of
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
@@ -18,7 +18,7 @@ from commlib.tensor_parallel.styles import Column, Row, Vocabulary
 from commlib_torch._shards import ShardedModule
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._sharding import shard_parameters
-from commlib_torch.tensor.moves import On, axis_of, copy, redistribute
+from commlib_torch.tensor.moves import copy, redistribute
 
 
 class ColumnLinear(ShardedModule, nn.Linear):
@@ -31,7 +31,7 @@ class ColumnLinear(ShardedModule, nn.Linear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -46,14 +46,14 @@ class ColumnLinear(ShardedModule, nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        axis: On,
+        ranks: AxisRanks,
         bias: bool = True,
         *,
         style: Column | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        self.become("ColumnLinear", axis_of(axis), style or Column())
+        self.become("ColumnLinear", axis_of(ranks, "ColumnLinear"), style or Column())
 
     def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
@@ -84,7 +84,7 @@ class VocabularyLinear(ColumnLinear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -94,14 +94,14 @@ class VocabularyLinear(ColumnLinear):
         self,
         in_features: int,
         out_features: int,
-        axis: On,
+        ranks: AxisRanks,
         bias: bool = True,
         *,
         style: Vocabulary | None = None,
         **kwargs: Any,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, **kwargs)
-        self.become("VocabularyLinear", axis_of(axis), style or Vocabulary())
+        self.become("VocabularyLinear", axis_of(ranks, "VocabularyLinear"), style or Vocabulary())
 
     def shardings(self, what: str, style: Column | Vocabulary) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
@@ -122,7 +122,7 @@ class RowLinear(ShardedModule, nn.Linear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -132,14 +132,14 @@ class RowLinear(ShardedModule, nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        axis: On,
+        ranks: AxisRanks,
         bias: bool = True,
         *,
         style: Row | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        self.become("RowLinear", axis_of(axis), style or Row())
+        self.become("RowLinear", axis_of(ranks, "RowLinear"), style or Row())
 
     def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._trial_run import preserve_model
 from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
-from commlib_torch.tensor.moves import On, axis_of
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -35,7 +35,7 @@ class ParallelMLP(nn.Module):
     Args:
         width: The features of inputs and outputs.
         hidden: The features between both layers.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         gated: The activation of one half of 2 * hidden features times the other half.
         activation: Its name, or an elementwise function.
         sequence: The dimension along which inputs and outputs are sharded; None: unsharded.
@@ -55,7 +55,7 @@ class ParallelMLP(nn.Module):
         self,
         width: int,
         hidden: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         gated: bool = False,
         activation: str | Activation = "gelu",
@@ -64,7 +64,7 @@ class ParallelMLP(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis, self.gated = axis_of(axis), gated
+        self.axis, self.gated = axis_of(ranks, "ParallelMLP"), gated
         self.activation = activation_of("ParallelMLP", activation)
         if callable(activation) and not is_elementwise(self.activation, hidden):
             raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
@@ -19,63 +18,59 @@ from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.devices import device_of, use_device_streams
 from commlib_torch.tensor._comparison import note_eager_input, note_returned, takes_notes
 
-On = ParallelAxis | Communicator
-"""The ranks of an axis: `mesh["tp"]`, or an Axis."""
-
-
 _LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
 """Redistributions that end a sharded part of a model: the next one has another input, even in the same tensor."""
 
 
-def copy(x: Tensor, axis: On) -> Tensor:
+def copy(x: Tensor, ranks: AxisRanks) -> Tensor:
     """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f).
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.copy(torch.ones(2), comm)
         tensor([1., 1.])
     """
-    return redistribute(x, axis_of(axis), COPY)
+    return redistribute(x, axis_of(ranks, "copy"), COPY)
 
 
-def reduce(x: Tensor, axis: On) -> Tensor:
+def reduce(x: Tensor, ranks: AxisRanks) -> Tensor:
     """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.reduce(torch.ones(2), comm)
         tensor([2., 2.])
     """
-    return redistribute(x, axis_of(axis), REDUCE)
+    return redistribute(x, axis_of(ranks, "reduce"), REDUCE)
 
 
-def scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
+def scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
     """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
         >>> ct.tensor.scatter(torch.zeros(4, 3), comm, 0).shape
         torch.Size([2, 3])
     """
-    return redistribute(x, axis_of(axis), moves.scatter(dim))
+    return redistribute(x, axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
-def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tensor:
+def gather(x: Tensor, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> Tensor:
     """Return the shards of all ranks, joined along `dim`; their lengths may differ.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used differently on each rank, so its gradients are summed.
 
@@ -83,30 +78,30 @@ def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tenso
         >>> ct.tensor.gather(torch.tensor([comm.rank]), comm, 0)
         tensor([0, 1])
     """
-    return redistribute(x, axis_of(axis), moves.gather(dim, partial=partial))
+    return redistribute(x, axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
-def reduce_scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
+def reduce_scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
     """Return this rank's shard along `dim` of the sum of `x` over the ranks.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
         >>> ct.tensor.reduce_scatter(torch.ones(4), comm, 0)
         tensor([2., 2.])
     """
-    return redistribute(x, axis_of(axis), moves.reduce_scatter(dim))
+    return redistribute(x, axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
-def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
+def all_to_all(x: Tensor, ranks: AxisRanks, divide: int, join: int) -> Tensor:
     """Split `x` along one dimension among the ranks, and join the received pieces along another.
 
     Args:
         x: A tensor.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
 
@@ -114,12 +109,7 @@ def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
         >>> ct.tensor.all_to_all(torch.zeros(2, 4), comm, divide=1, join=0).shape
         torch.Size([4, 2])
     """
-    return redistribute(x, axis_of(axis), moves.all_to_all(divide, join))
-
-
-def axis_of(axis: On) -> ParallelAxis:
-    """Return an Axis over a communicator."""
-    return axis if isinstance(axis, ParallelAxis) else ParallelAxis(axis)
+    return redistribute(x, axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 
 @disable_compile

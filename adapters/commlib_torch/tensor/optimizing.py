@@ -55,7 +55,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_scaler(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     shards = (shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     for comm in {id(shard.axis.comm): shard.axis.comm for shard in shards if shard is not None}.values():
-        check_scaler(scaler, world_ranks(comm), "shards of weights", "commlib_torch.GradScaler(mesh=mesh)")
+        check_scaler(scaler, world_ranks(comm), "shards of weights", "commlib_torch.GradScaler(ranks=mesh)")
 
 
 class _StepCount:

@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._heads import attend
 from commlib_torch.tensor._sharding import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
-from commlib_torch.tensor.moves import On, axis_of, copy
+from commlib_torch.tensor.moves import copy
 
 
 class ParallelAttention(nn.Module):
@@ -29,7 +30,7 @@ class ParallelAttention(nn.Module):
     Args:
         width: The features of inputs and outputs.
         heads: The number of heads of queries.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         kv_heads: The number of heads of K and V, by default the same; each serves several adjacent heads of Q.
         causal: Whether a token sees only itself and earlier ones.
         bias: Whether the layer has a bias.
@@ -50,7 +51,7 @@ class ParallelAttention(nn.Module):
         self,
         width: int,
         heads: int,
-        axis: On,
+        ranks: AxisRanks,
         *,
         kv_heads: int | None = None,
         causal: bool = False,
@@ -60,7 +61,8 @@ class ParallelAttention(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis, self.heads, self.kv_heads = axis_of(axis), heads, heads if kv_heads is None else kv_heads
+        self.axis = axis_of(ranks, "ParallelAttention")
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         if heads < 1 or width % heads or self.kv_heads < 1 or heads % self.kv_heads:
             raise UsageError(
                 f"ParallelAttention: width {width}, {heads} heads, {self.kv_heads} of K and V: each must be a multiple "

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from commlib.communicator import Communicator
 from commlib.comparison.agreement import agree_on_call, run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.checks.plan_checks import PlanChecks, find_plan
 from commlib.tensor_parallel.plan import Plan, lines, resolve
@@ -36,7 +36,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 def parallelize(
     model: ModelT,
-    axis: Communicator,
+    ranks: Ranks,
     plan: Plan | str,
     *,
     verify: Any = None,
@@ -45,7 +45,7 @@ def parallelize(
     divided_output: bool = False,
     report: Callable[[str], object] = print,
 ) -> ModelT:
-    """Shard the layers that `plan` names among the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
+    """Shard the layers that `plan` names among `ranks`, such as `mesh["tp"]`, and return `model`.
 
     It changes the model in place: modules and parameters keep their identity, with rank 0's values. Parameters are
     plain tensors, smaller if they are sharded. plan: styles by patterns of names, `{"layers.*.up": Column(),
@@ -60,10 +60,11 @@ def parallelize(
     `vocabulary_cross_entropy`: F.cross_entropy, argmax and generate() would see this rank's tokens only; with
     gather=True they are unsharded.
 
-    Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes
-    the results; MismatchError if ranks have different models or plans. The model is then unchanged, unless the failure
-    or the difference appeared after the sharding (verify=, example=): such a model must be rebuilt.
+    Collective. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes the results;
+    MismatchError if ranks have different models or plans. The model is then unchanged, unless the failure or the
+    difference appeared after the sharding (verify=, example=): such a model must be rebuilt.
     """
+    axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     run_together(axis, lambda: _check_weights(model))

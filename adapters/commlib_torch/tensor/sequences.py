@@ -14,23 +14,23 @@ from commlib.context_parallel import SequenceLayout, document_bounds, sequence_l
 from commlib.context_parallel.sequences import SequenceSpec, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._row_ranges import take_ranges
-from commlib_torch.tensor.moves import On, axis_of, redistribute
+from commlib_torch.tensor.moves import redistribute
 
 
-def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced") -> Tensor:
+def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> Tensor:
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
 
     Args:
         x: Full sequences, the same on every rank.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
 
@@ -39,7 +39,7 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
         >>> own.tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
         True
     """
-    over = axis_of(axis)
+    over = axis_of(ranks, "shard_sequence")
     dim = _dim("shard_sequence", x, dim)
     divided = SequenceLayout(x.shape[dim], over.size, layout)
     note_layout(over.comm, layout)
@@ -48,13 +48,19 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
 
 @disable_compile
 def unshard_sequence(
-    x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
+    x: Tensor,
+    ranks: AxisRanks,
+    dim: int = 1,
+    *,
+    layout: str = "balanced",
+    length: int | None = None,
+    partial: bool = False,
 ) -> Tensor:
     """Join the tokens of all ranks to full sequences, in order. dim: the dimension of tokens. Collective.
 
     Args:
         x: This rank's tokens.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         length: The length of the full sequence; by default the sum of the ranks' tokens.
@@ -69,7 +75,7 @@ def unshard_sequence(
         >>> ct.context.unshard_sequence(own, comm)
         tensor([[0, 1, 2, 3]])
     """
-    over, dim = axis_of(axis), _dim("unshard_sequence", x, dim)
+    over, dim = axis_of(ranks, "unshard_sequence"), _dim("unshard_sequence", x, dim)
     rest = {
         "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
         "partial": partial,
@@ -79,12 +85,14 @@ def unshard_sequence(
     return take_ranges(whole, divided.in_order, dim)
 
 
-def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: Iterable[int] | None = None) -> Tensor:
+def position_ids(
+    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
+) -> Tensor:
     """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64.
 
     Args:
         length: The length of the full sequence.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
 
@@ -92,13 +100,13 @@ def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: 
         >>> len(ct.context.position_ids(6, comm))
         3
     """
-    over = axis_of(axis)
+    over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
 @disable_compile
-def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
+def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
     The gradient of `loss_sum` is the number of ranks divided by the number of tokens of all ranks: an average of the
@@ -109,7 +117,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
         loss_sum: The sum of the losses of this rank's tokens, one number.
         n_tokens: The number of these tokens, excluding ignored labels, or with class weights the sum of their weights;
             a rank may have 0, and the result is NaN if all do.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
 
     Examples:
         >>> ct.context.loss_mean(torch.tensor(3.0), 2, comm)
@@ -123,7 +131,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
-    over = ParallelAxis(axis_of(axis).comm)
+    over = ParallelAxis(axis_of(ranks, "loss_mean").comm)
     total, tokens = redistribute(sums.detach(), over, REDUCE)
     own = over.size * sums[0] / tokens
     mean: Tensor = total / tokens + (own - own.detach())
@@ -135,12 +143,12 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
     Args:
         batches: An iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
-        axis: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         **options: See `commlib.context_parallel.sequence_loader`.
     """
 
-    def __init__(self, batches: Iterable[Any] | None, axis: On, **options: Any) -> None:
-        super().__init__(batches, axis_of(axis), to_array=_array, from_array=to_tensor, **options)
+    def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
+        super().__init__(batches, axis_of(ranks, "SequenceLoader"), to_array=_array, from_array=to_tensor, **options)
 
 
 def _array(value: Any) -> Any:

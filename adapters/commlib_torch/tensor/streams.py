@@ -15,10 +15,11 @@ from torch import Tensor
 
 from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
-from commlib.sharding.axis import ParallelAxis
+from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.streams import fold, seed_at
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor.moves import On, axis_of
+
+__all__ = ["divided", "draw", "dropout", "seed"]
 
 
 def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
@@ -39,30 +40,30 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
 
 
 @disable_compile
-def draw(axis: On, device: torch.device | str = "cpu") -> torch.Generator:
+def draw(ranks: AxisRanks, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator for a tensor sharded along an axis, a new one at each call.
 
     It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
 
     Args:
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         device: The device of the generator.
     """
-    return torch.Generator(device).manual_seed(_own_seed(axis_of(axis)))
+    return torch.Generator(device).manual_seed(_own_seed(axis_of(ranks, "draw")))
 
 
 @contextmanager
-def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
+def divided(ranks: AxisRanks, device: torch.device | str = "cpu") -> Iterator[None]:
     """Use this rank's stream as PyTorch's generator of a device within the context; restore it afterwards.
 
     For functions that accept no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing
     changes.
 
     Args:
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         device: The device whose generator is used.
     """
-    shared = axis_of(axis)
+    shared = axis_of(ranks, "divided")
     if shared.size == 1:
         yield
         return
@@ -76,18 +77,18 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @disable_compile
-def dropout(x: Tensor, p: float, training: bool, axis: On) -> Tensor:
+def dropout(x: Tensor, p: float, training: bool, ranks: AxisRanks) -> Tensor:
     """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank.
 
     Args:
         x: This rank's shard.
         p: The share of elements that is dropped.
         training: Whether anything is dropped.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
     """
     if not training or p == 0:
         return x
-    with divided(axis, x.device):
+    with divided(ranks, x.device):
         return torch.nn.functional.dropout(x, p, True)
 
 

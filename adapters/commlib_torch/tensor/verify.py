@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.dtypes import Array
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel.checks.trace_run import WHOLE, OutputPlacements, TracedRun, compare_runs, outputs_of
 from commlib_torch._bridge import host_array
@@ -17,11 +18,12 @@ from commlib_torch._graph_breaks import suspend_compile
 from commlib_torch._shards import shards_in
 from commlib_torch._trial_run import map_leaves, preserve_model
 from commlib_torch.tensor._placeholders import substitute_weights, zeros_in
-from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.tracing import TraceRecorder, arguments_of, styles_in, tensors_in
 
 
-def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tolerance: float | None = None) -> None:
+def verify(
+    model: nn.Module, reference: nn.Module, ranks: AxisRanks, batch: Any, *, tolerance: float | None = None
+) -> None:
     """Compare one forward and backward of a sharded model with those of the unsharded one.
 
     Collective over the axis. All state is restored: gradients of parameters, random states, buffers, arguments, and
@@ -34,14 +36,14 @@ def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tole
     Args:
         model: The sharded model.
         reference: The unsharded model.
-        axis: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         batch: A tensor, or a tuple or dict of the model's arguments, unsharded and equal on every rank.
         tolerance: Relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
 
     Raises:
         UsageError: On all ranks with the first difference, its size, and its ranks.
     """
-    on, styles, call = axis_of(axis), styles_in(model), arguments_of(batch)
+    on, styles, call = axis_of(ranks, "verify"), styles_in(model), arguments_of(batch)
     whole = run_model(reference, call, styles, WHOLE)
     own = run_model(model, call, styles, outputs_of(whole, styles, on))
     compare_runs(on, whole, own, styles, tolerance)

@@ -31,7 +31,7 @@ class Cell:
 def saved(folder: Path, size: int, step: int, *, own: Any = lambda rank: rank, keep: int = 2) -> None:
     def rank(comm: Any) -> None:
         parts = {"alike": Cell(7).part(), "own": Cell(own(comm.rank)).part()}
-        Checkpoint(folder, parts, keep=keep, comm=comm).save(step)
+        Checkpoint(folder, parts, keep=keep, ranks=comm).save(step)
 
     run(size, rank)
 
@@ -39,7 +39,7 @@ def saved(folder: Path, size: int, step: int, *, own: Any = lambda rank: rank, k
 def resumed(folder: Path, size: int, **options: Any) -> list[tuple[int, Any, Any]]:
     def rank(comm: Any) -> tuple[int, Any, Any]:
         alike, own = Cell(None), Cell(None)
-        step = Checkpoint(folder, {"alike": alike.part(), "own": own.part(**options)}, comm=comm).resume()
+        step = Checkpoint(folder, {"alike": alike.part(), "own": own.part(**options)}, ranks=comm).resume()
         return step, alike.value, own.value
 
     return run(size, rank)
@@ -84,7 +84,7 @@ def test_an_error_of_one_rank_is_that_of_all_and_nothing_is_there(tmp_path: Path
             return 0
 
         with pytest.raises(CommlibError) as error:
-            Checkpoint(tmp_path, {"x": CheckpointPart(state, print)}, comm=comm).save(8)
+            Checkpoint(tmp_path, {"x": CheckpointPart(state, print)}, ranks=comm).save(8)
         return str(error.value)
 
     said = f"checkpoint of step 8 in {tmp_path}: OSError: [Errno 28] No space left on device (rank 1)"
@@ -95,7 +95,7 @@ def test_an_error_of_one_rank_is_that_of_all_and_nothing_is_there(tmp_path: Path
 def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         with pytest.raises(UsageError, match=r"ranks save different steps, 0, 1"):
-            Checkpoint(tmp_path, {"x": Cell(0).part()}, comm=comm).save(comm.rank)
+            Checkpoint(tmp_path, {"x": Cell(0).part()}, ranks=comm).save(comm.rank)
 
     run(2, rank)
 
@@ -124,7 +124,7 @@ def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
 
     def rank(comm: Any) -> None:
         with pytest.raises(UsageError, match=r"the checkpoint has no other, only alike, own \(rank 0\)"):
-            Checkpoint(tmp_path, {"other": Cell(0).part()}, comm=comm).resume()
+            Checkpoint(tmp_path, {"other": Cell(0).part()}, ranks=comm).resume()
 
     run(1, rank)
 
@@ -151,7 +151,7 @@ def test_bits_are_the_same(tmp_path: Path) -> None:
 
     def rank(comm: Any) -> None:
         cell = Cell(x)
-        checkpoint = Checkpoint(tmp_path, {"x": cell.part()}, comm=comm)
+        checkpoint = Checkpoint(tmp_path, {"x": cell.part()}, ranks=comm)
         checkpoint.save(1)
         cell.value = None
         assert checkpoint.resume() == 1
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> 
     cut(tmp_path / "step-000000004" / "own.0.npz")
 
     def rank(comm: Any) -> None:
-        checkpoint = Checkpoint(tmp_path, {"own": Cell(0).part()}, comm=comm)
+        checkpoint = Checkpoint(tmp_path, {"own": Cell(0).part()}, ranks=comm)
         assert checkpoint.resume() == 2
         checkpoint.save(3)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from commlib.comparison.parameter_check import renumber
-from commlib.data_parallel import check_agreement
+from commlib.comparison.parameter_check import check_agreement, renumber
 from commlib.errors import MismatchError
 from tests.unit.data_parallel.fake import FakeComm, FakeWorld
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.compress import BucketPart, GradientCompression, scheme_of
+from commlib.compress import scheme_of
 from commlib.compress.gaps import Gaps
+from commlib.compress.gradients import GradientCompression
+from commlib.compress.scheme import BucketPart
 from commlib.devices.host import HOST
 from tests.bodies import loopback
 from tests.late import LATE

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.compress import GradientCompression
 from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.codecs.sparse import TopK
+from commlib.compress.gradients import GradientCompression
 from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.config.settings import Config
-from commlib.data_parallel import BucketReducer, Parameter, make_buckets
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.buckets import Parameter, make_buckets
 from commlib.data_parallel.compressed_plans import CompressedPlans
 from commlib.data_parallel.memory import BucketMemory
 from commlib.devices.array import DeviceArray

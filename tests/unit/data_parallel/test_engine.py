@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import BucketReducer, Parameter, make_buckets, overlap_pays
-from commlib.data_parallel.buckets import Bucket
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.buckets import Bucket, Parameter, make_buckets
+from commlib.group.overlap import overlap_pays
 from tests.bodies import loopback
 
 from .fake import FakeComm, FakePlan, FakeWorld

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from commlib.communicator import Communicator
-from commlib.data_parallel import Gradient, GradientReducer, Options, OrderedRanks
 from commlib.data_parallel.array_values import ArrayValues
+from commlib.data_parallel.options import Gradient, Options
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reducer_ranks import OrderedRanks
 from commlib.errors import MismatchError, UsageError
 from tests.bodies import loopback
 

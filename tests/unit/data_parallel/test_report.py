@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from commlib.data_parallel import Statistics, StepClock, StepReport
+from commlib.data_parallel import Statistics, StepReport
+from commlib.data_parallel.report import StepClock
 
 
 def test_reports_are_differences() -> None:

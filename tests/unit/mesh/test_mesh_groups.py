@@ -37,7 +37,7 @@ def test_groups_are_those_of_the_shape(sizes, nodes, data):
     )
 
     def check(comm):
-        mesh = Mesh(comm=comm, **dict(zip(names, sizes, strict=True)))
+        mesh = Mesh(ranks=comm, **dict(zip(names, sizes, strict=True)))
         assert mesh.axes == names
         for axes in (*names, *products):
             group = mesh[axes]
@@ -55,7 +55,7 @@ def test_groups_are_those_of_the_shape(sizes, nodes, data):
 
 def test_a_refactored_mesh_shares_communicators():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=-1, tp=2)
+        mesh = Mesh(ranks=comm, dp=-1, tp=2)
         experts = mesh.refactor({"dp": {"edp": -1, "ep": 2}})
         assert experts.axes == ("edp", "ep", "tp")
         assert experts["tp"] is mesh["tp"] and experts["dp"] is mesh["dp"]
@@ -78,7 +78,7 @@ def test_a_refactored_mesh_shares_communicators():
 
 def test_names_of_axes_are_asked_for():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=-1, tp=2)
+        mesh = Mesh(ranks=comm, dp=-1, tp=2)
         experts = mesh.refactor({"dp": {"edp": -1, "ep": 1}})
         assert list(mesh) == ["dp", "tp"] and list(experts) == ["edp", "ep", "tp"]
         assert "dp" in experts and "ep" in experts and "ep" not in mesh and 0 not in mesh
@@ -99,10 +99,10 @@ def test_names_of_axes_are_asked_for():
 def test_ranks_that_want_different_meshes_are_told():
     def check(comm):
         with pytest.raises(MismatchError) as caught:
-            Mesh(comm=comm, dp=4, tp=1) if comm.rank == 2 else Mesh(comm=comm, dp=-1, tp=2)
+            Mesh(ranks=comm, dp=4, tp=1) if comm.rank == 2 else Mesh(ranks=comm, dp=-1, tp=2)
         assert "ranks 0, 1, 3: Mesh(dp=2, tp=2)" in str(caught.value)
         assert "rank 2: Mesh(dp=4, tp=1)" in str(caught.value)
-        mesh = Mesh(comm=comm, dp=2, tp=2)  # the group is still in step
+        mesh = Mesh(ranks=comm, dp=2, tp=2)  # the group is still in step
         with pytest.raises(MismatchError, match=r"Mesh\(a=2, b=1, tp=2; dp=2\)"):
             mesh.refactor({"dp": {"a": 1 + comm.rank % 2, "b": -1}})
         check_group(comm, mesh["dp"], mesh.shape.group(comm.rank, "dp"))
@@ -115,16 +115,16 @@ def test_sizes_that_are_wrong_on_one_rank_only():
 
     def check(comm):
         with pytest.raises(MismatchError, match=r"rank 1: .*3, but there are 2 ranks; with dp=-1 it would be 2"):
-            Mesh(comm=comm, dp=3 if comm.rank == 1 else 2)
+            Mesh(ranks=comm, dp=3 if comm.rank == 1 else 2)
         with pytest.raises(UsageError, match="with dp=-1 it would be 2"):
-            Mesh(comm=comm, dp=3)
+            Mesh(ranks=comm, dp=3)
 
     run(2, check)
 
 
 def test_order_of_names_in_a_product_is_the_order_of_ranks():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=2, tp=3)
+        mesh = Mesh(ranks=comm, dp=2, tp=3)
         assert mesh["dp", "tp"] is not mesh["tp", "dp"]
         assert mesh["dp", "tp"].rank == comm.rank
         assert mesh["tp", "dp"].rank == mesh.coordinate("tp") * 2 + mesh.coordinate("dp")
@@ -134,7 +134,7 @@ def test_order_of_names_in_a_product_is_the_order_of_ranks():
 
 def test_picture_and_repr_know_the_nodes():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=2, tp=-1)
+        mesh = Mesh(ranks=comm, dp=2, tp=-1)
         return repr(mesh), mesh.picture(), mesh.shape.picture(ranks_per_node=2)
 
     for rank, (text, picture, expected) in enumerate(run(4, check, nodes=[0, 0, 1, 1])):
@@ -144,7 +144,7 @@ def test_picture_and_repr_know_the_nodes():
 
 def test_with_closes_it():
     def check(comm):
-        with Mesh(comm=comm, dp=-1) as mesh:
+        with Mesh(ranks=comm, dp=-1) as mesh:
             check_group(comm, mesh["dp"], (0, 1))
         for use in (lambda: mesh["dp"], lambda: mesh.refactor({"dp": {"a": -1}})):
             with pytest.raises(UsageError, match=r"Mesh\(dp=2\) over world is closed"):
@@ -159,10 +159,10 @@ def test_an_exception_on_one_rank_passes_through_with():
 
     def check(comm):
         if comm.rank == 0:
-            with pytest.raises(ZeroDivisionError), Mesh(comm=comm, dp=-1) as mesh:
+            with pytest.raises(ZeroDivisionError), Mesh(ranks=comm, dp=-1) as mesh:
                 raise ZeroDivisionError
         else:
-            mesh = Mesh(comm=comm, dp=-1)
+            mesh = Mesh(ranks=comm, dp=-1)
         assert comm.all_reduce(np.ones(1)).tolist() == [2.0]
         return mesh
 
@@ -171,7 +171,7 @@ def test_an_exception_on_one_rank_passes_through_with():
 
 def test_a_rank_that_does_not_close_is_named():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=-1)
+        mesh = Mesh(ranks=comm, dp=-1)
         if comm.rank == 0:
             with pytest.raises(StallError, match="barrier"):
                 mesh.close()
@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_close_is_named():
 
 def test_a_product_that_one_rank_asks_for_alone_is_no_hang():
     def check(comm):
-        mesh = Mesh(comm=comm, dp=-1, tp=1)
+        mesh = Mesh(ranks=comm, dp=-1, tp=1)
         if comm.rank == 0:
             with pytest.raises(StallError, match="rank 1"):
                 mesh["dp", "tp"]
@@ -190,5 +190,5 @@ def test_a_product_that_one_rank_asks_for_alone_is_no_hang():
 
 
 def test_what_is_no_communicator_is_refused():
-    with pytest.raises(UsageError, match="comm is 3, expected"):
-        Mesh(comm=3, dp=-1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Mesh: ranks is the int 3: expected a Communicator"):
+        Mesh(ranks=3, dp=-1)  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from commlib.compress.schemes.all_gather import AllGather
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.coordinator import Coordinator, OpRequest
-from commlib.data_parallel import BucketReducer, Parameter, make_buckets
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.buckets import Parameter, make_buckets
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import chain, make, verify
 from tests.bodies.loopback import run

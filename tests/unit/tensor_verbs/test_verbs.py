@@ -60,31 +60,31 @@ def test_each_verb_gives_what_the_core_gives() -> None:
         rank, size = comm.rank, comm.size
         mine, last = box(rank, 10.0), size - 1
         everyone = np.concatenate([[r, 10.0] for r in range(size)])
-        for got in both(ORDERED.all_reduce(mine, "max", comm=comm)):
+        for got in both(ORDERED.all_reduce(mine, "max", ranks=comm)):
             np.testing.assert_array_equal(got.array, [last, 10.0])
-        for got in both(ORDERED.all_gather(mine, comm=comm)) + both(ORDERED.all_gather_v(mine, comm=comm)):
+        for got in both(ORDERED.all_gather(mine, ranks=comm)) + both(ORDERED.all_gather_v(mine, ranks=comm)):
             np.testing.assert_array_equal(got.array, everyone)
-        for got in both(ORDERED.broadcast(mine, last, comm=comm)):
+        for got in both(ORDERED.broadcast(mine, last, ranks=comm)):
             np.testing.assert_array_equal(got.array, [last, 10.0])
-        for got in both(ORDERED.reduce(mine, root=last, comm=comm)):
+        for got in both(ORDERED.reduce(mine, root=last, ranks=comm)):
             assert (got is None) == (rank != last)
-        for got in both(ORDERED.gather(mine, last, comm=comm)):
+        for got in both(ORDERED.gather(mine, last, ranks=comm)):
             assert (got is None) if rank != last else np.array_equal(got.array, everyone)
         whole = Boxed(np.arange(2.0 * size)) if rank == last else None
-        for got in both(ORDERED.scatter(whole, last, comm=comm)):
+        for got in both(ORDERED.scatter(whole, last, ranks=comm)):
             np.testing.assert_array_equal(got.array, [2.0 * rank, 2.0 * rank + 1])
-        for got in both(ORDERED.reduce_scatter(Boxed(np.arange(1.0 * size)), comm=comm)):
+        for got in both(ORDERED.reduce_scatter(Boxed(np.arange(1.0 * size)), ranks=comm)):
             np.testing.assert_array_equal(got.array, [size * rank])
-        for got in both(ORDERED.all_to_all(Boxed(np.full(size, rank)), comm=comm)):
+        for got in both(ORDERED.all_to_all(Boxed(np.full(size, rank)), ranks=comm)):
             np.testing.assert_array_equal(got.array, range(size))
         for splits in ([1] * size, Boxed(np.ones(size, int))):
-            for out, rows in both(ORDERED.all_to_all_v(Boxed(np.full(size, rank)), splits, comm=comm)):
+            for out, rows in both(ORDERED.all_to_all_v(Boxed(np.full(size, rank)), splits, ranks=comm)):
                 np.testing.assert_array_equal(out.array, range(size))
                 np.testing.assert_array_equal(rows.array, [1] * size)
         np.testing.assert_array_equal(mine.array, [rank, 10.0])  # none of them wrote to it
-        assert both(ORDERED.all_gather_object(rank, comm=comm)) == [list(range(size))] * 2
-        assert both(ORDERED.broadcast_object(rank, last, comm=comm)) == [last] * 2
-        assert both(ORDERED.barrier(comm=comm)) == [None] * 2
+        assert both(ORDERED.all_gather_object(rank, ranks=comm)) == [list(range(size))] * 2
+        assert both(ORDERED.broadcast_object(rank, last, ranks=comm)) == [last] * 2
+        assert both(ORDERED.barrier(ranks=comm)) == [None] * 2
 
     run(SIZE, body)
 
@@ -93,16 +93,16 @@ def test_messages_are_written_or_returned() -> None:
     def body(comm: Any) -> None:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         mine, like = box(comm.rank, 1.0), box(-1.0, -1.0)
-        got = RETURNING.send_recv(mine, right, like, left, comm=comm).run()
+        got = RETURNING.send_recv(mine, right, like, left, ranks=comm).run()
         np.testing.assert_array_equal(got.array, [left, 1.0])
-        work = RETURNING.recv(like, left, 5, comm=comm).start()
-        assert ORDERED.send(mine, right, 5, comm=comm).run() is None
+        work = RETURNING.recv(like, left, 5, ranks=comm).start()
+        assert ORDERED.send(mine, right, 5, ranks=comm).run() is None
         np.testing.assert_array_equal(work.wait().array, [left, 1.0])
         np.testing.assert_array_equal(like.array, [-1.0, -1.0])
-        assert WRITING.send_recv(mine, right, like, left, comm=comm).run() is like
+        assert WRITING.send_recv(mine, right, like, left, ranks=comm).run() is like
         np.testing.assert_array_equal(like.array, [left, 1.0])
-        work = WRITING.recv(like, left, 6, comm=comm).start()
-        ORDERED.send(box(7.0, 8.0), right, 6, comm=comm).run()
+        work = WRITING.recv(like, left, 6, ranks=comm).start()
+        ORDERED.send(box(7.0, 8.0), right, 6, ranks=comm).run()
         assert work.wait() is work.result() is like
         np.testing.assert_array_equal(like.array, [7.0, 8.0])
 
@@ -120,7 +120,7 @@ def test_results_may_have_room_of_their_own() -> None:
             return given[-1]
 
         verbs = OrderedVerbs(Bridge(Boxed, lambda box: box.array, Boxed, room))
-        for call in (verbs.all_reduce(box(1.0), comm=comm), verbs.broadcast(box(1.0), comm=comm)):
+        for call in (verbs.all_reduce(box(1.0), ranks=comm), verbs.broadcast(box(1.0), ranks=comm)):
             for got in both(call):
                 assert any(np.shares_memory(got.array, memory) for memory in given)
 
@@ -130,11 +130,11 @@ def test_results_may_have_room_of_their_own() -> None:
 def test_what_users_call() -> None:
     def body(comm: Any) -> None:
         mine = box(1.0)
-        np.testing.assert_array_equal(all_reduce(mine, comm=comm).array, [SIZE])
-        work = all_reduce_async(mine, op="mean", comm=comm).then(lambda got: got.array + 1)
+        np.testing.assert_array_equal(all_reduce(mine, ranks=comm).array, [SIZE])
+        work = all_reduce_async(mine, op="mean", ranks=comm).then(lambda got: got.array + 1)
         np.testing.assert_array_equal(work.wait(), [2.0])
         assert work.done() and work.exception() is None
-        assert broadcast_(mine, 0, comm=comm) is broadcast_async_(mine, 0, comm=comm).wait() is mine
+        assert broadcast_(mine, 0, ranks=comm) is broadcast_async_(mine, 0, ranks=comm).wait() is mine
 
     run(SIZE, body)
 
@@ -144,7 +144,7 @@ def test_they_have_names_docstrings_and_signatures() -> None:
     assert all_reduce_async.__doc__ == "Start `all_reduce`."
     assert [f.__name__ for f in (broadcast_, broadcast_async_)] == ["broadcast_", "broadcast_async_"]
     assert str(inspect.signature(all_reduce)) == (
-        "(tensor: 'Boxed', op: 'str' = 'sum', *, algorithm: 'str' = 'auto', comm: 'Comm' = None) -> 'Boxed'"
+        "(tensor: 'Boxed', op: 'str' = 'sum', *, algorithm: 'str' = 'auto', ranks: 'Ranks | None' = None) -> 'Boxed'"
     )
     assert inspect.signature(all_reduce_async).return_annotation == "Work[Boxed]"
     assert pickle.loads(pickle.dumps(all_reduce)) is all_reduce
@@ -158,7 +158,7 @@ def test_an_adapter_may_run_calls_elsewhere() -> None:
 
     def body(comm: Any) -> None:
         mine: Any = object()  # nobody reads it
-        assert verb(mine, "max", comm=comm) == ("all_reduce", (mine,), (5, "max"))
+        assert verb(mine, "max", ranks=comm) == ("all_reduce", (mine,), (5, "max"))
 
     run(1, body)
 

@@ -216,7 +216,7 @@ def test_misuse() -> None:
             move_on(axis, reduce_scatter(1, (1, 1)), WHOLE)
         with pytest.raises(UsageError, match="cannot be both split and joined"):
             move_on(axis, all_to_all(2, -1), WHOLE)
-        with pytest.raises(UsageError, match="expected the communicator of an axis"):
+        with pytest.raises(UsageError, match="expected a Communicator"):
             ParallelAxis("tp")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="needs a fixed length"):
             ParallelAxis(comm, "topk:ratio=0.1")
