@@ -39,7 +39,7 @@ MADE_BY_COMMLIB = re.compile(
 """Classes that users do not construct: their constructors have no entries."""
 
 INTERNAL = re.compile(
-    r"commlib\.communicator\.Communicator\.(watch|parts|private|plan_program)|.*\.Work\.(ended|finish)|"
+    r".*\.Communicator\.(watch|parts|private|plan_program)|.*\.Mesh\.communicator|.*\.Work\.(ended|finish)|"
     r".*\.Channel\.(send_later|has_room|await_room|flush|connect|give_up)"
 )
 """Methods for commlib itself, which the pages leave out."""
