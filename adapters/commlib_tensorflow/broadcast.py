@@ -17,8 +17,8 @@ from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_name
 from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.named_verbs._autograd import broadcast_tensors
 
 __all__ = (
@@ -154,7 +154,7 @@ def broadcast_object(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast_object(obj, source, ranks=ranks))
+        return run(ordered.broadcast_object(obj, source, ranks=ranks))
     return core.broadcast_object(obj, source, name, process_set)
 
 

@@ -25,7 +25,7 @@ from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import check_ordered, choose_root
+from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
     FunctionT,
@@ -36,7 +36,7 @@ from commlib_tensorflow._host_calls import (
     operation_name,
     refuse_vectorized,
 )
-from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.named_verbs._autograd import (
     allgather_tensors,
@@ -218,6 +218,7 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
@@ -241,7 +242,8 @@ def broadcast(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast(tensor, source, ranks=ranks))
+        return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
+    check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
@@ -417,7 +419,7 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     """
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.barrier(ranks=ranks))
+        return run(ordered.barrier(ranks=ranks))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 

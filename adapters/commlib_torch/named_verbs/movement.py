@@ -16,9 +16,9 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import Startable, check_ordered, choose_root
-from commlib_torch._call import Work, verb_maker
-from commlib_torch.collectives import ordered, writing
+from commlib.tensor_verbs import Startable, check_named, check_ordered, choose_root
+from commlib_torch._call import Work
+from commlib_torch._recorded_verbs import ordered, ordered_verb_maker, writing
 from commlib_torch.named_verbs import _autograd
 from commlib_torch.named_verbs._named_operations import (
     NamedOperation,
@@ -36,7 +36,7 @@ __all__ = (
     "grouped_allgather_async", "poll", "synchronize",
 )  # fmt: skip
 
-_verb = verb_maker(__name__)
+_verb = ordered_verb_maker(__name__)
 
 
 def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
@@ -84,6 +84,7 @@ def _broadcast(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
@@ -103,7 +104,8 @@ def _broadcast(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast(tensor, source, ranks=ranks)
+        return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -117,6 +119,7 @@ def _broadcast_(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
@@ -137,7 +140,8 @@ def _broadcast_(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return writing.broadcast_(tensor, source, ranks=ranks)
+        return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
