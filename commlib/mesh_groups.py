@@ -27,7 +27,7 @@ class Mesh:
     ranks. Making a mesh is collective.
 
     Args:
-        ranks: The group; None: all ranks (`init` is called if needed).
+        ranks: The group: a communicator, a mesh or a process set; None: all ranks (`init` is called if needed).
         **axes: The sizes by name, slowest axis first; one may be -1 and is inferred.
 
     Raises:
@@ -85,7 +85,11 @@ class Mesh:
         group.kept["mesh"] = self  # sharded layers along this axis find in the mesh the ranks that hold the same shards
 
     def communicator(self, verb: str) -> Communicator:
-        """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more."""
+        """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more.
+
+        Args:
+            verb: The call that asks, for errors.
+        """
         if len(self.axes) > 1:
             from commlib.ranks import ranks_error
 

@@ -45,7 +45,7 @@ class Preemption:
     Args:
         signals: The signals to handle; SIGTERM and SIGINT end the job without a restart.
         every: Ranks synchronise in every `every`-th call of `requested`.
-        ranks: Those that synchronise; None: all. A mesh means all its ranks.
+        ranks: The ranks that synchronise; a mesh means all its ranks; None: all.
 
     Raises:
         UsageError: Outside the main thread, where Python cannot set signal handlers.

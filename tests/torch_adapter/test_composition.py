@@ -130,7 +130,9 @@ def test_pairs(comm: Any, pair: str) -> None:
 
     rows = 2 * dp.size
     whole = [batch(rows, step, dtype) for step in range(STEPS)]
-    scaler = ct.GradScaler(mesh=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = (
+        ct.GradScaler(ranks=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
+    )
     train(called, optimizer, scaler, [(own(x), own(y)) for x, y in whole], amp, loss_of)
     found = ct.gather_state_dict(model)
     expected = alone(comm, rows, dtype, amp, experts)

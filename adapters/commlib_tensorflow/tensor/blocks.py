@@ -50,7 +50,7 @@ class ParallelAttention(_ParallelBlock):
     Args:
         width: The features of inputs and outputs, (batch, sequence, width).
         heads: The number of heads of queries.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         kv_heads: The number of K and V heads, each shared by equally many heads of Q; these are sharded over the ranks.
         causal: No position sees a later one.
         bias: Whether the layer has a bias.
@@ -154,7 +154,7 @@ class ParallelMLP(_ParallelBlock):
     Args:
         width: The features of inputs and outputs, (..., width).
         hidden: The features between both layers.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         gated: activation(gate) * up, both in one fused layer.
         activation: The name of an activation, or an elementwise function.
         sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.

@@ -74,7 +74,7 @@ def attention(
             many heads of q.
         k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
         v: Values, like `k`; head_dim may be another.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         causal: A token sees itself and earlier tokens of the whole sequence.
         scale: By default 1 / sqrt(head_dim); it may be negative.
         layout: "balanced" or "contiguous", as in `shard_sequence`.

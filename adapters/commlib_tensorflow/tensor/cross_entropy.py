@@ -56,7 +56,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: (..., this rank's tokens), of any floating dtype.
         target: Token ids (...), of the full vocabulary.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         weight: One number for each token of the full vocabulary, without a gradient.
         ignore_index: The target whose rows do not count; None: none.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
@@ -120,7 +120,7 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
     y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens).
 
     Args:
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         ignore_index: Like Keras' `ignore_class`, a token whose rows do not count in the mean.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
         weight: One number for each token of the full vocabulary; it multiplies losses as `sample_weight` does, so

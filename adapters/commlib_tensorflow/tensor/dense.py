@@ -40,7 +40,7 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
 
     Args:
         units: The number of outputs.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
     """
@@ -89,7 +89,7 @@ class VocabularyDense(ColumnDense):
 
     Args:
         units: The number of outputs.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
     """
@@ -116,7 +116,7 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
 
     Args:
         units: The number of outputs.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         features: The number of inputs of the unsharded layer, by default as Keras infers it.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.

@@ -34,7 +34,7 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
     Args:
         input_dim: The number of token ids.
         output_dim: The features of the embedding.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
 

@@ -31,7 +31,7 @@ def copy(x: Any, ranks: AxisRanks) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.copy(tf.ones([2]), comm).numpy()
@@ -46,7 +46,7 @@ def reduce(x: Any, ranks: AxisRanks) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.reduce(tf.ones([2]), comm).numpy()
@@ -61,7 +61,7 @@ def scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
@@ -77,7 +77,7 @@ def gather(x: Any, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> 
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used in rank-dependent computation, so its gradients are summed.
 
@@ -94,7 +94,7 @@ def reduce_scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
@@ -110,7 +110,7 @@ def all_to_all(x: Any, ranks: AxisRanks, divide: int, join: int) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
 

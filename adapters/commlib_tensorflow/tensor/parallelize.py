@@ -51,28 +51,38 @@ def parallelize(
     """Shard the layers that `plan` names over `ranks`, such as `mesh["tp"]`, and return `model`.
 
     The model stays the same object, and so do its layers and variables, with rank 0's values; sharded variables become
-    smaller. plan: styles by patterns of layers' names from the model down, `{"block_*/up": Column(), "block_*/down":
-    Row()}`; or, like Keras' LayoutMap, axes by patterns (regular expressions) of variables' paths, `{"up/kernel":
-    (None, "tp")}`; or "auto" for models like transformers, where rank 0 prints the plan as a table. The model must be
-    built; compile it before or after. Existing optimizer state is sharded, too.
-
-    verify: a batch with which the model is called, the same on all ranks: one forward and backward is compared with the
-    unsharded model, whose values are kept for that time. example: a batch on which the plan is checked by
-    `commlib.tensor_parallel.rules`, with a comparison of values if the rules cannot decide, before anything is sharded;
-    it may consist of `tf.TensorSpec`s, which get random values. Functional and Sequential models need none: their
-    inputs are known. Others are checked at their first call. codec: the wire format of activations and their gradients,
-    such as "bf16". divided_output: the model's outputs may stay sharded. Logits of `Vocabulary()` without gather always
-    may, for `vocabulary_cross_entropy`: Keras' losses and metrics, argmax and generate() would see only this rank's
-    tokens; with gather=True they see all.
+    smaller. The model must be built; compile it before or after. Existing optimizer state is sharded, too. Functional
+    and Sequential models are checked here, others at their first call.
 
     All ranks of the axis need the same rows: if their seeds differ, or none was set, they get the same seed here, so
     that `fit` shuffles in the same order. A regularizer of a sharded variable has the gradient and the loss of the
     unsharded one.
 
-    Collective. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes results, and
-    for jit_compile=True, also later, because XLA cannot call the host; MismatchError if ranks have different models or
-    plans. After an error the model is unchanged, unless it was already sharded when a check failed (verify=, example=):
-    then it must be constructed again.
+    Collective. After an error the model is unchanged, unless it was already sharded when a check failed (`verify`,
+    `example`): then it must be constructed again.
+
+    Args:
+        model: A model of Keras 3 or tf_keras.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        plan: Styles by patterns of layers' names from the model down, `{"block_*/up": Column(), "block_*/down":
+            Row()}`; or, like Keras' LayoutMap, axes by patterns (regular expressions) of variables' paths,
+            `{"up/kernel": (None, "tp")}`; or "auto" for models like transformers, where rank 0 prints the plan as a
+            table.
+        verify: A batch with which the model is called, the same on all ranks: one forward and backward is compared with
+            the unsharded model, whose values are kept for that time.
+        example: A batch on which the plan is checked by `commlib.tensor_parallel.rules`, with a comparison of values if
+            the rules cannot decide, before anything is sharded; it may consist of `tf.TensorSpec`s, which get random
+            values.
+        codec: The wire format of activations and their gradients, such as "bf16"; None: as they are.
+        divided_output: Whether the model's output may stay sharded. Logits of `Vocabulary()` without gather always may,
+            for `vocabulary_cross_entropy`: Keras' losses and metrics, argmax and generate() would see only this rank's
+            tokens; with gather=True they see all.
+        report: A function that gets the text that rank 0 reports about "auto".
+
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit, breaks a rule, or changes results, and for
+            jit_compile=True, also later, because XLA cannot call the host.
+        MismatchError: If ranks have different models or plans.
     """
     axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec, empty=result_empty)

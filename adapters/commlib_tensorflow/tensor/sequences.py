@@ -29,7 +29,7 @@ def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "bal
 
     Args:
         x: Full sequences, the same on every rank.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
 
@@ -63,7 +63,7 @@ def unshard_sequence(
 
     Args:
         x: This rank's tokens.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
@@ -93,7 +93,7 @@ def position_ids(
 
     Args:
         length: The length of the full sequence.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
     """
@@ -114,7 +114,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
         loss_sum: The sum of the losses of this rank's tokens, a scalar.
         n_tokens: The number of tokens in it, such as those whose label is not ignored, or with class weights the sum of
             their weights; pass 0 on a rank without any; the result is NaN if all ranks pass 0.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
     check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
@@ -132,7 +132,7 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
     Args:
         batches: Any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         **options: See `commlib.context_parallel.sequence_loader`.
     """
 

@@ -65,7 +65,7 @@ def dropout(x: Any, rate: float, seed_generator: Any, ranks: AxisRanks) -> Any:
         rate: The share of elements that is dropped.
         seed_generator: A SeedGenerator, or the result of its `next()`: draw that outside of a function that
             `tf.recompute_grad` calls twice, so that both calls drop the same.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         ct.tensor.dropout(x, 0.1, self.seed_generator, mesh["tp"])

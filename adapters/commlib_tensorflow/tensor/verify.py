@@ -24,7 +24,7 @@ def verify(model: Any, reference: Any, ranks: AxisRanks, batch: Any, *, toleranc
     Args:
         model: The sharded model.
         reference: The unsharded model.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         batch: The arguments of both, unsharded and the same on every rank.
         tolerance: Relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
 

@@ -21,11 +21,18 @@ from commlib_torch.pipelines._stage_module import StageModule
 def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write the mixtures of experts of a model to a file, with their optimizer states.
 
-    Experts have their global numbers in it. Collective; the first rank writes. Raises UsageError on all ranks for
-    optimizer states that are neither per element nor one number per parameter; MismatchError if ranks have different
-    kinds of state.
+    Experts have their global numbers in it. Collective; the first rank writes.
 
         ct.save_experts("run/experts", model, optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for optimizer states that are neither per element nor one number per parameter.
+        MismatchError: If ranks have different kinds of state.
     """
     layers = _layers(model)
     if layers:
@@ -49,10 +56,18 @@ def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.Ar
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load a file that `save_experts` of either framework has written: each rank takes its shards. Collective.
 
-    From Keras' files an optimizer loads the states of Adam, AdamW and SGD. Raises UsageError on all ranks for another
-    model, for another optimizer's states, or for other settings; the model is then unchanged.
+    From Keras' files an optimizer loads the states of Adam, AdamW and SGD.
 
         ct.load_experts("run/experts", model, optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for another model, for another optimizer's states, or for other settings; the model is
+            then unchanged.
     """
     layers = _layers(model)
     if not layers:

@@ -34,18 +34,22 @@ def expertize(
 ) -> ModelT:
     """Convert the MLPs that `plan` names to mixtures of experts among `ranks`, and return `model`.
 
-    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: those that share the experts,
-    such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep or a part of dp. Each MLP is a module from
-    (..., width) to the same shape. Experts are modules like it, with new values; with copy=True they have its values
-    (upcycling: with a top_k above 1 the model initially gives the same results); with hidden= they are built-in MLPs
-    instead. The rest of the model gets the values of rank 0.
+    Each MLP is a module from (..., width) to the same shape. Experts are modules like it, with new values; with
+    copy=True they have its values (upcycling: with a `top_k` above 1 the model initially gives the same results); with
+    hidden= they are built-in MLPs instead. The rest of the model gets the values of rank 0. Collective.
 
-    verify: a batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
-    backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
-    example: as verify, but only outputs and the gradient of the first router are compared.
+    Args:
+        model: A module.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        plan: Experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`.
+        verify: A batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
+            backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
+        example: As `verify`, but only outputs and the gradient of the first router are compared.
 
-    Collective. Raises UsageError on all ranks for a plan that does not fit or changes the results, and then leaves the
-    model unchanged. MismatchError if ranks have different models or plans.
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit or changes the results; the model is then unchanged.
+        MismatchError: If ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)

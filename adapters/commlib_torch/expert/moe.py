@@ -36,15 +36,20 @@ from commlib_torch.expert.mlp import MLP
 class MoE(ShardedModule, AuxiliaryLossModule):
     """A mixture of experts: a router sends each token to a few experts, and sums their outputs.
 
-    x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: their number, and
-    the routing options. ranks: those that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for
-    its axis ep or a part of dp. expert: makes one, a module from (rows, width) to the same shape, instead of the
-    built-in MLP; if it has a method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once.
-    name: for errors and `stats`.
+    Called with (..., width), other tokens on each rank; a rank may have none. Returns the same shape.
 
     The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are shards of stacks
     [experts, ...] in state dicts: see `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline does so
     by itself. The constructor and calls, forward and backward, are collective.
+
+    Args:
+        width: The features of inputs and outputs.
+        experts: Their number, and the routing options.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        expert: A function that makes one, a module from (rows, width) to the same shape; None: the built-in MLP. If the
+            module has a method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once.
+        name: The name for errors and `stats`.
     """
 
     expert_bias: Tensor | None

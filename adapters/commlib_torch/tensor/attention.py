@@ -35,7 +35,7 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
     Args:
         embed_dim: The features of inputs and outputs.
         num_heads: The number of heads.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         *args: Arguments of the layer that is sharded.
         **kwargs: Arguments of the layer that is sharded.

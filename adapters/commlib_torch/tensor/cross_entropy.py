@@ -54,7 +54,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: (..., this rank's tokens), of any floating dtype.
         target: Token ids (...), of the full vocabulary.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         weight: One number per token of the full vocabulary, without a gradient.
         ignore_index: The target whose rows do not count.
         label_smoothing: The share of the target that is spread over all tokens, 0 to 1.

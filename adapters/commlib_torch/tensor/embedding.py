@@ -31,7 +31,7 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     Args:
         num_embeddings: The number of token ids.
         embedding_dim: The features of the embedding.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         padding_idx: A token id whose row gets no gradient; None: none.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -118,7 +118,7 @@ class ColumnEmbedding(ShardedLayer, nn.Embedding):
     Args:
         num_embeddings: The number of token ids.
         embedding_dim: The features of the embedding.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         padding_idx: A token id whose row gets no gradient; None: none.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.

@@ -30,7 +30,7 @@ class ColumnLinear(ShardedLayer, nn.Linear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -72,7 +72,7 @@ class VocabularyLinear(ColumnLinear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.
@@ -110,7 +110,7 @@ class RowLinear(ShardedLayer, nn.Linear):
     Args:
         in_features: The features of the input, unsharded.
         out_features: The features of the output, unsharded.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         bias: Whether the layer has a bias.
         style: How the layer is sharded: see `commlib.tensor_parallel`.
         **kwargs: Arguments of the layer that is sharded.

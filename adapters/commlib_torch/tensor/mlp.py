@@ -35,7 +35,7 @@ class ParallelMLP(nn.Module):
     Args:
         width: The features of inputs and outputs.
         hidden: The features between both layers.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         gated: The activation of one half of 2 * hidden features times the other half.
         activation: Its name, or an elementwise function.
         sequence: The dimension along which inputs and outputs are sharded; None: unsharded.

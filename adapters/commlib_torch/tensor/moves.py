@@ -27,7 +27,7 @@ def copy(x: Tensor, ranks: AxisRanks) -> Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.copy(torch.ones(2), comm)
@@ -41,7 +41,7 @@ def reduce(x: Tensor, ranks: AxisRanks) -> Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
 
     Examples:
         >>> ct.tensor.reduce(torch.ones(2), comm)
@@ -55,7 +55,7 @@ def scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
@@ -70,7 +70,7 @@ def gather(x: Tensor, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) 
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
         partial: The result is used differently on each rank, so its gradients are summed.
 
@@ -86,7 +86,7 @@ def reduce_scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         dim: The dimension of the shards.
 
     Examples:
@@ -101,7 +101,7 @@ def all_to_all(x: Tensor, ranks: AxisRanks, divide: int, join: int) -> Tensor:
 
     Args:
         x: A tensor.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         divide: The dimension along which `x` is split.
         join: The dimension along which received pieces are joined.
 

@@ -31,7 +31,7 @@ class ParallelAttention(nn.Module):
     Args:
         width: The features of inputs and outputs.
         heads: The number of heads of queries.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         kv_heads: The number of heads of K and V, by default the same; each serves several adjacent heads of Q.
         causal: Whether a token sees only itself and earlier ones.
         bias: Whether the layer has a bias.

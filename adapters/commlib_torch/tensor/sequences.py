@@ -28,7 +28,7 @@ def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "
 
     Args:
         x: Full sequences, the same on every rank.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
 
@@ -58,7 +58,7 @@ def unshard_sequence(
 
     Args:
         x: This rank's tokens.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         dim: The dimension of tokens.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         length: The length of the full sequence; by default the sum of the ranks' tokens.
@@ -87,7 +87,7 @@ def position_ids(
 
     Args:
         length: The length of the full sequence.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
         documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
 
@@ -112,7 +112,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Ten
         loss_sum: The sum of the losses of this rank's tokens, one number.
         n_tokens: The number of these tokens, excluding ignored labels, or with class weights the sum of their weights;
             a rank may have 0, and the result is NaN if all do.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
 
     Examples:
         >>> ct.context.loss_mean(torch.tensor(3.0), 2, comm)
@@ -134,7 +134,7 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
     Args:
         batches: An iterable, such as a DataLoader, of mappings of tensors or arrays. The results are tensors.
-        ranks: The axis' communicator, such as `mesh["cp"]`.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
         **options: See `commlib.context_parallel.sequence_loader`.
     """
 

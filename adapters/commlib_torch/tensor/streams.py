@@ -43,7 +43,7 @@ def draw(ranks: AxisRanks, device: torch.device | str = "cpu") -> torch.Generato
     It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
 
     Args:
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         device: The device of the generator.
     """
     return torch.Generator(device).manual_seed(_own_seed(axis_of(ranks, "draw")))
@@ -57,7 +57,7 @@ def divided(ranks: AxisRanks, device: torch.device | str = "cpu") -> Iterator[No
     changes.
 
     Args:
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
         device: The device whose generator is used.
     """
     shared = axis_of(ranks, "divided")
@@ -81,7 +81,7 @@ def dropout(x: Tensor, p: float, training: bool, ranks: AxisRanks) -> Tensor:
         x: This rank's shard.
         p: The share of elements that is dropped.
         training: Whether anything is dropped.
-        ranks: The axis' communicator, such as `mesh["tp"]`.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
     """
     if not training or p == 0:
         return x

@@ -39,7 +39,7 @@ MADE_BY_COMMLIB = re.compile(
 """Classes that users do not construct: their constructors have no entries."""
 
 INTERNAL = re.compile(
-    r"commlib\.communicator\.Communicator\.(watch|parts|private|plan_program)|.*\.Work\.(ended|finish)|"
+    r".*\.Communicator\.(watch|parts|private|plan_program)|.*\.Mesh\.communicator|.*\.Work\.(ended|finish)|"
     r".*\.Channel\.(send_later|has_room|await_room|flush|connect|give_up)"
 )
 """Methods for commlib itself, which the pages leave out."""
@@ -83,6 +83,7 @@ def faults(name: str, entry: Mapping[str, Any]) -> list[str]:
         lacks.append("imperative")
     if not TWIN.match(doc) and not MADE_BY_COMMLIB.fullmatch(name):
         lacks += [f"args {each}" for each in entry["parameters"] if each not in described(doc)]
+        lacks += [f"no parameter {each}" for each in sorted(described(doc) - set(entry["parameters"]))]
         if re.search(r"\b[Rr]aises? \w*Error", doc) and not re.search(r"^Raises:$", doc, re.MULTILINE):
             lacks.append("raises")
     has_example = ">>> " in doc or re.search(
@@ -129,6 +130,7 @@ def test_public_names_are_documented(framework: str) -> None:
             ["raises"],
         ),
         ("Add up `x`.\n\nArgs:\n    x: An array.\n\nRaises:\n    UsageError: For text.\n", ["x"], ["example"]),
+        ("Add up `x`.\n\n    f(1)\n\nArgs:\n    x: An array.\n    y: Gone.\n", ["x"], ["no parameter y"]),
         ("Start `total`.", ["x"], []),
         ("Add up `x`.\n\n    total = f(x)\n\nArgs:\n    x: An array.\n", ["x"], []),
         ("", [], ["docstring"]),
