@@ -47,7 +47,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, op, out=None if room is None else room(x), algorithm=algorithm),
             (tensor,),
             SAME,
-            {"op": op, "algorithm": algorithm},
+            lambda: {"op": op, "algorithm": algorithm},
         )
 
     def reduce_scatter(
@@ -65,7 +65,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, op, algorithm=algorithm),
             (tensor,),
             ROWS,
-            {"op": op},
+            lambda: {"op": op},
         )
 
     def reduce_scatter_v(
@@ -84,7 +84,8 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x, *arrays: verb(x, *rows(arrays), op, algorithm=algorithm),
             (tensor, *asked),
             ROWS,
-            {"op": op},
+            lambda: {"op": op},
+            (tensor,),
         )
 
     def reduce(
@@ -102,7 +103,7 @@ class OrderedVerbs(Generic[T]):
 
         op: sum, min, max or prod. The sum differentiates: the gradients are summed from the last rank to this one.
         """
-        return TensorCall(self._bridge, comm, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, {"op": op})
+        return TensorCall(self._bridge, comm, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, lambda: {"op": op})
 
     def exscan(self, tensor: T, op: str = "sum", *, comm: Comm = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
@@ -127,7 +128,7 @@ class OrderedVerbs(Generic[T]):
                 device_of(x).copy(own, x)
             return verb(own, root, algorithm=algorithm)
 
-        return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, {"root": root})
+        return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, lambda: {"root": root})
 
     def all_gather(self, tensor: T, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree.
@@ -168,7 +169,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, *x: verb(*(x or (None,)), root, algorithm=algorithm),
             inputs,
             ROWS,
-            {"root": root},
+            lambda: {"root": root},
         )
 
     def all_to_all(self, tensor: T, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
@@ -183,7 +184,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, algorithm=algorithm),
             (tensor,),
             SAME,
-            {"algorithm": algorithm},
+            lambda: {"algorithm": algorithm},
         )
 
     def all_to_all_v(
@@ -201,7 +202,9 @@ class OrderedVerbs(Generic[T]):
             sent, taken = rows(arrays)
             return verb(x, sent, takes=taken)
 
-        return TensorCall(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, {"splits": splits})
+        return TensorCall(
+            self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, lambda: {"splits": splits}, (tensor,)
+        )
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed. Does not differentiate."""
@@ -240,9 +243,8 @@ class WritingVerbs(Generic[T]):
             lambda verb: verb(x, op, out=x, algorithm=algorithm),
             (),
             place,
-            {"op": op, "algorithm": algorithm},
+            lambda: {"op": op, "algorithm": algorithm},
             operands=(tensor,),
-            written=tensor,
         )
 
     def broadcast_(self, tensor: T, root: int = 0, *, algorithm: str = "auto", comm: Comm = None) -> TensorCall[T]:
@@ -258,9 +260,8 @@ class WritingVerbs(Generic[T]):
             lambda verb: verb(place.array, root, algorithm=algorithm),
             (),
             place,
-            {"root": root},
+            lambda: {"root": root},
             operands=(tensor,),
-            written=tensor,
         )
 
     def recv(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
@@ -274,7 +275,6 @@ class WritingVerbs(Generic[T]):
             (),
             place,
             operands=(tensor,),
-            written=tensor,
         )
 
     def send_recv(self, tensor: T, peer: int, out: T, source: int, tag: int = 0, *, comm: Comm = None) -> TensorCall[T]:
@@ -290,9 +290,8 @@ class WritingVerbs(Generic[T]):
             lambda verb, x: verb(x, peer, place.array, source, tag),
             (tensor,),
             place,
-            {"peer": peer, "source": source, "tag": tag},
+            lambda: {"peer": peer, "source": source, "tag": tag},
             operands=(tensor, out),
-            written=out,
         )
 
 
@@ -325,7 +324,8 @@ class ReturningVerbs(Generic[T]):
             lambda verb, x, y: verb(x, peer, room(y), source, tag),
             (tensor, like),
             SAME,
-            {"peer": peer, "source": source, "tag": tag},
+            lambda: {"peer": peer, "source": source, "tag": tag},
+            (tensor,),
         )
 
 
