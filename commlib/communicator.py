@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from numpy import empty, ndarray
 
-from commlib.buffers.plain_arrays import are_plain
+from commlib.buffers.views import are_plain
 from commlib.collectives.call_table import Calls
 from commlib.collectives.host import objects
 from commlib.collectives.verbs.all_gather import all_gather
@@ -33,7 +34,7 @@ from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.registry import Channels
 from commlib.p2p.messenger import Messenger
-from commlib.p2p.rendezvous_owner import RendezvousOwner
+from commlib.p2p.rendezvous import RendezvousOwner
 from commlib.process import forks
 from commlib.runtime.compiled_call import Plan
 from commlib.runtime.process import Runtime
@@ -72,6 +73,7 @@ class Communicator:
         self._all_reduces = self._calls.all_reduces
         self._subgroups = Subgroups(self.group, _of_group)
         self._barrier_plan: Plan | None = None
+        self._labelled: dict[str, Communicator] = {}
         self.kept: dict[Any, Any] = {}
         """Objects that other parts of commlib cache for these ranks, by key."""
 
@@ -187,6 +189,21 @@ class Communicator:
             array([1., 1., 1.])
         """
         return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
+
+    def labelled(self, label: str) -> Communicator:
+        """Return these ranks' communicator with a label in the text of each array collective, except barriers.
+
+        Not collective, and not another group: its calls keep their order with all others. A call with a label matches
+        only calls with the same label: MismatchError otherwise. The label is for purposes that must not mix, such as
+        the gradients of a backward.
+        """
+        found = self._labelled.get(label)
+        if found is None:
+            found = self._labelled[label] = copy.copy(self)
+            found._calls = self._calls.labelled(label)
+            found._all_reduces = found._calls.all_reduces
+            found._labelled, found.kept = {}, {}
+        return found
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
@@ -822,6 +839,8 @@ class Communicator:
         forks.check(f"close of {self.name}")
         self._subgroups.close()
         self._calls.clear()
+        for labelled in self._labelled.values():
+            labelled._calls.clear()
         self.group.close()
 
 

@@ -53,33 +53,8 @@ def statistics() -> dict[tuple[str, str], Count]:
     return world().runtime.recording.counters().counts()
 
 
-def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
-    """Write operations, from now on, to a Chrome trace (chrome://tracing, Perfetto).
-
-    Rank 0 writes it, or each rank if the path contains `{rank}` for its number. Not collective; other ranks may call it
-    too.
-
-    Args:
-        path: The file; `{rank}` in it becomes the number of the rank.
-        mark_cycles: Also mark the cycles in which ranks agree on named operations.
-
-    Raises:
-        UsageError: If a trace is being written already, or cannot be written.
-
-    Examples:
-        >>> commlib.start_timeline("/tmp/trace.json")  # doctest: +SKIP
-    """
-    comm = world()
-    comm.runtime.recording.start_timeline(path, comm.rank, mark_cycles=mark_cycles)
-
-
-def stop_timeline() -> None:
-    """Finish the trace, if there is one."""
-    world().runtime.recording.stop_timeline()
-
-
 class timeline:
-    """Write operations to a Chrome trace from now on, until `stop` or the end of a `with` block.
+    """Write operations to a Chrome trace (chrome://tracing, Perfetto) until `stop` or the end of a `with` block.
 
         with commlib.timeline("run/trace{rank}.json"):
             train()
@@ -87,8 +62,7 @@ class timeline:
     With `{rank}` in the path each rank writes a separate file, and the call is collective: ranks on several machines
     compare their clocks by some messages, here and at the end of a `with` block that ends without an exception. Then
     `commlib trace merge` can merge the files. Without `{rank}` rank 0 writes its own operations, and any ranks may make
-    this call. `start_timeline` does the same without comparing clocks, and is never collective; COMMLIB_TIMELINE turns
-    it on from the start.
+    this call. COMMLIB_TIMELINE turns it on from the start.
 
     Args:
         path: The file; `{rank}` in it becomes the number of the rank.
@@ -110,7 +84,7 @@ class timeline:
         except UsageError as caught:
             if self._comm is None:
                 raise
-            error = str(caught)
+            error = str(caught).removeprefix("timeline: ")
         self._written = self._recording.timeline
         if self._comm is not None:
             everyone = comm.all_gather_object((error, clock_id()))

@@ -13,6 +13,7 @@ from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.launch.launcher_match import check_launcher
 from commlib.launch.mpi_start import delay_interrupts, load_mpi
 from commlib.process import exits, forks
+from commlib.process.error_board import ErrorBoard
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -57,7 +58,9 @@ def init(
         if comm is not None or transport is not None:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
         return _world
-    exits.hook(lambda: _world, _leave, _become_child)  # first: an error on one rank must end the wait of the others
+    exits.hook(
+        lambda: _world, _leave, _become_child, _find_board
+    )  # first: an error on one rank must end the wait of the others
     _joining = True
     try:
         with delay_interrupts():
@@ -85,7 +88,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         report = cuda_aware_mpi.report(settings)
 
     from commlib import bootstrap
-    from commlib.launch import mpi_memory
+    from commlib.launch import mpi_start
     from commlib.runtime.hang_watch import Answers, watch_for_hangs
     from commlib.runtime.recording import Recording
 
@@ -102,7 +105,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         transport.close(met=False)
         raise
     if over_mpi is not None:
-        mpi_memory.unlink_files()  # all ranks have called MPI_Init
+        mpi_start.unlink_memory_files()  # all ranks have called MPI_Init
     if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
@@ -191,6 +194,14 @@ def _leave() -> str:
     if comm is not None:
         return _close(comm) or ("calls that differ from other ranks'" if comm.runtime.difference else "")
     return "commlib.init unfinished, in which the others may wait" if _joining else ""
+
+
+def _find_board() -> ErrorBoard | None:
+    """Return the folder in which failing ranks agree which of them reports; None: all of them do."""
+    watch = None if _world is None else _world.runtime.hang_watch
+    if watch is None or watch.errors is None or (_world is not None and _world.config.traceback == "full"):
+        return None
+    return ErrorBoard(watch.errors, watch.hangs)
 
 
 def _become_child() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class

@@ -17,8 +17,8 @@ from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_name
 from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.named_verbs._autograd import broadcast_tensors
 
 __all__ = (
@@ -105,7 +105,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Args:
         root_rank: The global rank whose values the others get.
-        device: Unused; Horovod has it.
+        device: The device on which TensorFlow assigns the values; empty: its choice.
 
     Examples:
         hooks = [ct.BroadcastGlobalVariablesHook(0)]
@@ -149,12 +149,12 @@ def broadcast_object(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
     """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast_object(obj, source, ranks=ranks))
+        return run(ordered.broadcast_object(obj, source, ranks=ranks))
     return core.broadcast_object(obj, source, name, process_set)
 
 

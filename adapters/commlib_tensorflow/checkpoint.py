@@ -14,6 +14,7 @@ from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
+from commlib.horovod.pytree import map_leaves
 from commlib.ranks import Ranks
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import DistributedMixin
@@ -107,7 +108,8 @@ def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], l
 
     def load(saved: Any) -> None:
         if (found := reducing()) is not None and saved:
-            found.load_compression_state(_arrays(saved))
+            arrays = map_leaves(saved, lambda leaf: leaf.array() if isinstance(leaf, PackedTensor) else leaf)
+            found.load_compression_state(arrays)
 
     return {name: _of_variables(name, variables), f"{name}.compression": CheckpointPart(state, load, is_needed=False)}
 
@@ -128,14 +130,3 @@ def _of_variables(name: str, variables: Callable[[], list[Any]]) -> CheckpointPa
             variable.assign(one.array())
 
     return CheckpointPart(state, load)
-
-
-def _arrays(value: Any) -> Any:
-    """Return nested state with numpy arrays in place of packed ones."""
-    if isinstance(value, PackedTensor):
-        return value.array()
-    if isinstance(value, dict):
-        return {key: _arrays(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_arrays(one) for one in value]
-    return value

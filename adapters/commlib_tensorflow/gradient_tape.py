@@ -11,7 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.compress.casts import Compressing
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh

@@ -14,6 +14,7 @@ from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
+from commlib.horovod.pytree import map_leaves
 from commlib.ranks import Ranks
 from commlib_torch.expert.rebalance import owners_of, put_owners
 from commlib_torch.optimizer import KEY
@@ -136,14 +137,11 @@ def pack(value: Any, at: str) -> Any:
 
 def unpack(value: Any) -> Any:
     """Return nested state with tensors again, on the host."""
-    if isinstance(value, PackedTensor):
-        dtype = getattr(torch, value.dtype)
-        if not value.data.size:  # without a matching stride
-            return torch.empty(value.shape, dtype=dtype)
-        return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
-    if isinstance(value, dict):
-        return {key: unpack(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        items = [unpack(one) for one in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
+    return map_leaves(value, lambda leaf: _tensor_of(leaf) if isinstance(leaf, PackedTensor) else leaf)
+
+
+def _tensor_of(packed: PackedTensor) -> Tensor:
+    dtype = getattr(torch, packed.dtype)
+    if not packed.data.size:  # without a matching stride
+        return torch.empty(packed.shape, dtype=dtype)
+    return torch.from_numpy(packed.data).view(dtype).reshape(packed.shape)

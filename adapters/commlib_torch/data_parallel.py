@@ -16,7 +16,7 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import drop_duplicates
 from commlib.data_parallel.options import Options
 from commlib.data_parallel.reducer import GradientReducer
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name

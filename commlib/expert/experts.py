@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 _ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
 
@@ -99,8 +100,9 @@ class Experts:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            if getattr(self, name) not in words:
-                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected one of {', '.join(words)}")
+            if (value := getattr(self, name)) not in words:
+                hint = suggest(value, words)
+                raise UsageError(f"Experts: {name} is {value!r}, expected one of {', '.join(words)}{hint}")
         for name, least in (
             ("count", 1),
             ("top_k", 1),
@@ -166,6 +168,19 @@ class Experts:
     def has_losses(self) -> bool:
         """Whether the router has losses in training."""
         return (self.balance != "none" and self.balance_weight > 0) or self.z_weight > 0
+
+    def mlp_features(self, times: int) -> int:
+        """Return the features within the built-in MLP of so many experts. Raises UsageError if `hidden` is None."""
+        if self.hidden is None:
+            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return times * self.hidden
+
+    def check_conversion(self, what: str) -> None:
+        """Raise UsageError for settings that a dense MLP cannot become. what: the MLP, for errors."""
+        if self.shared and self.hidden is None:
+            raise UsageError(f"{what}: shared experts are built-in MLPs: pass hidden=, their features")
+        if self.copy and self.hidden is not None:
+            raise UsageError(f"{what}: copies of a dense MLP have its size: pass copy=True or hidden=")
 
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return the maximum number of tokens, of `tokens` in all, that an expert takes; None: all."""

@@ -62,7 +62,7 @@ def _start(comm: Any) -> Communicator:
     if variables.ignored and world.rank == 0:
         _warn_ignored(variables.ignored)
     if variables.timeline and not world.config.timeline:
-        commlib.start_timeline(variables.timeline, mark_cycles=variables.mark_cycles)
+        world.runtime.recording.start_timeline(variables.timeline, world.rank, mark_cycles=variables.mark_cycles)
     registry()
     return world
 
@@ -190,7 +190,8 @@ def rocm_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start to write a Chrome trace of all operations (chrome://tracing, Perfetto). Rank 0 writes it.
 
-    The trace is that of `commlib.start_timeline`, so it includes other operations too.
+    The trace is that of `commlib.timeline`, so it includes other operations too; but this call is not collective, and
+    with `{rank}` in the path, for a file of each rank, the clocks of several machines are not compared.
 
     Args:
         file_path: The file.
@@ -202,14 +203,13 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Examples:
         >>> ct.start_timeline("/tmp/trace.json")  # doctest: +SKIP
     """
-    require_world()
-    commlib.start_timeline(file_path, mark_cycles=mark_cycles)
+    world = require_world()
+    world.runtime.recording.start_timeline(file_path, world.rank, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Finish the trace started by `start_timeline`."""
-    require_world()
-    commlib.stop_timeline()
+    """Finish the trace that is being written, if any: of `start_timeline`, COMMLIB_TIMELINE or HOROVOD_TIMELINE."""
+    require_world().runtime.recording.stop_timeline()
 
 
 def _native(comm: Any) -> Any:

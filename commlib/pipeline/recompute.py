@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 CHECKPOINTS = ("none", "selective", "full")
 """The part of a stage's or layer's forward that its backward recomputes: none, all except products, all."""
@@ -63,5 +64,6 @@ def _check_mode(word: Any, of: str = "") -> str:
     if word not in CHECKPOINTS:
         place = f" of {of}" if of else ""
         more = "" if of else ", or these by names of layers, or a function of a layer's name and the layer"
-        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {', '.join(CHECKPOINTS)}{more}")
+        known = f"{', '.join(CHECKPOINTS)}{more}{suggest(word, CHECKPOINTS)}"
+        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {known}")
     return str(word)

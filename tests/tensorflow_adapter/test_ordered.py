@@ -337,12 +337,3 @@ def test_a_scattered_tensor_of_another_dtype(comm: Any) -> None:
     else:
         with pytest.raises(UsageError, match="received float32, this rank passed int32"):
             run()
-
-
-def test_no_gradient_flows_through(comm: Any) -> None:
-    x = tf.Variable([1.0, 2.0])
-    for run in (ct.all_reduce, tf.function(ct.all_reduce)):
-        with tf.GradientTape() as tape:
-            y = run(x * 2.0)
-        check(y, x * 2.0 * float(comm.size))
-        assert tape.gradient(y, x) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,20 +37,16 @@ def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
         MismatchError: If ranks pass different ones.
     """
     layers = _layers(model)
-    if not layers:
-        return
-    ranks = layers[0].mixture.ranks
-    parts = checkpoint.agree_on_layers(
-        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
-    )
-    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+    if layers:
+        ranks = layers[0].mixture.ranks
+        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
-def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return the functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
-        parts: dict[str, Callable[[], Array]] = {}
+        parts: checkpoint.ArrayMakers = {}
         for name, variable, is_kernel in _named_weights(layer):
             parts[name] = partial(_to_file, variable, variable, is_kernel)
             for key, kept in states.of(variable).items():

@@ -141,15 +141,12 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
     for place, layer, experts in found:
         name = list(named)[place]
         if isinstance(layer, MoE):
-            raise UsageError(f"expertize: {name} is already a mixture of experts: leave it out of the plan")
+            raise UsageError(f"expertize: {name} is a mixture of experts already: leave it out of the plan")
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
         check_layer(f"expertize: {name}", layer)
         width = width_of(name, layer)
-        if experts.shared and experts.hidden is None:
-            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: pass hidden=, their features")
-        if experts.copy and experts.hidden is not None:
-            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: pass copy=True or hidden=")
+        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is not None:
             check_plain(f"expertize: {name}", layer)
             continue

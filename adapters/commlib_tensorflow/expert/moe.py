@@ -114,11 +114,9 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
 
     def _mlp(self, times: int) -> Any:
         options = self.options
-        if options.hidden is None:
-            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
-            times * options.hidden,
+            options.mlp_features(times),
             gated=options.gated,
             activation=options.activation,
             use_bias=options.bias,

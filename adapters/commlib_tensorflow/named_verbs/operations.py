@@ -25,7 +25,7 @@ from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import check_ordered, choose_root
+from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
     FunctionT,
@@ -36,7 +36,7 @@ from commlib_tensorflow._host_calls import (
     operation_name,
     refuse_vectorized,
 )
-from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.named_verbs._autograd import (
     allgather_tensors,
@@ -218,12 +218,13 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
     The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
-    ordered verb on those ranks, `root` is a rank among them, and there is no gradient.
+    ordered verb on those ranks: `root` is a rank among them, and the root's gradient is the sum.
 
     Args:
         tensor: A tensor, variable, array or number.
@@ -232,7 +233,7 @@ def broadcast(
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
 
     Examples:
         >>> ct.broadcast(tf.constant([comm.rank]), root_rank=1).numpy()
@@ -241,7 +242,8 @@ def broadcast(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast(tensor, source, ranks=ranks))
+        return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
+    check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
@@ -413,11 +415,11 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     Args:
         process_set: The ranks that take part; None: all.
         name: The name of the operation, by which ranks meet; None: a name by counting.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
     """
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.barrier(ranks=ranks))
+        return run(ordered.barrier(ranks=ranks))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 

@@ -20,22 +20,24 @@ import keras
 import tensorflow as tf
 
 from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
-from commlib.sharding.axis import AxisRanks
+from commlib.sharding.axis import AxisRanks, ParallelAxis
+from commlib.tensor_parallel.moves import gather
 from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized
+from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
 from commlib_tensorflow.tensor._head_exchange import attention_by_heads
-from commlib_tensorflow.tensor._key_masks import whole_mask
 from commlib_tensorflow.tensor._ring import RingCall, ring_attention
-from commlib_tensorflow.tensor.moves import axis_of
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
     loss_mean,
     position_ids,
     shard_sequence,
+    take_ranges,
     unshard_sequence,
 )
 
@@ -150,3 +152,20 @@ def _number(seed: Any) -> Any:
 
 
 _SEED = (1 << 62) - 1
+
+
+def whole_mask(
+    mask: tf.Tensor | None, key_mask: tf.Tensor | None, axis: ParallelAxis, layout: SequenceLayout
+) -> tf.Tensor | None:
+    """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a mask of keys."""
+    found = None
+    if mask is not None:
+        found = take_ranges(mask[(tf.newaxis,) * (4 - mask.shape.rank)], layout.by_rank, 3)
+    if key_mask is None:
+        return found
+    plain = ParallelAxis(axis.comm, empty=result_empty)
+    keys = tf.cast(redistribute(tf.cast(key_mask, tf.uint8), plain, gather(1, lengths=layout.counts)), tf.bool)
+    keys = keys[:, tf.newaxis, tf.newaxis]
+    if found is None:
+        return keys
+    return found & keys if found.dtype == tf.bool else tf.where(keys, found, tf.constant(-float("inf"), found.dtype))

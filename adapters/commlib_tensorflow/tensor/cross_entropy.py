@@ -11,16 +11,23 @@ import tensorflow as tf
 
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError
 from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import REDUCE
-from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
+from commlib.tensor_parallel.run.loss_checks import (
+    ROWS,
+    WHAT,
+    TensorForm,
+    check_arguments,
+    check_vocabulary,
+    different_logits,
+    refuse_targets,
+    refuse_whole,
+    stride,
+)
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, refuse_vectorized
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
-
-_WHAT = "vocabulary_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 @no_autograph
@@ -63,12 +70,17 @@ def vocabulary_cross_entropy(
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
-    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, _WHAT)  # a codec must not change sums
+    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, WHAT)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
+    given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)
+
+    def check() -> None:
+        check_arguments(*given, of_weight, label_smoothing, reduction, plain_loss="Keras' loss")
+
     if tf.executing_eagerly():
-        make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+        make_or_refuse(shared.comm, WHAT, check)
     else:
-        _check(logits, target, weight, label_smoothing, reduction)
+        check()
     wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
@@ -182,29 +194,23 @@ def _shared_maximum(
             try:
                 mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
             except MismatchError as error:
-                raise MismatchError(
-                    f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
-                    f"{len(words)} rows, and other ranks have others; expected the same rows and dtype on all: {error}"
-                ) from error
+                raise different_logits(axis, options["dtype"], len(words), error) from error
         counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
         if len(set(digests)) > 1:
-            check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", [*lines, *given])
-        _check_words(axis, counts, options["vocabulary"], words if ignored is None else words[words != ignored])
-        if weights and len(weights[0]) != sum(counts):
-            raise UsageError(
-                f"vocabulary_cross_entropy: weight has {len(weights[0])} tokens, expected the {sum(counts)} of the "
-                "full vocabulary, the same on every rank"
-            )
+            check_agreement(axis.comm, f"{WHAT} on {axis.comm.name}", [*lines, *given])
+        check_vocabulary(axis, counts, options["vocabulary"], len(weights[0]) if weights else None)
+        known = words if ignored is None else words[words != ignored]
+        refuse_targets(known[(known < 0) | (known >= sum(counts))], sum(counts))
         most, least = mine[: len(words)], -mine[len(words) : len(words) + rows]
         if options["vocabulary"] is None and axis.size > 1 and rows and np.array_equal(most[:rows], least):
-            refuse_whole(axis, _WHAT, sample, own)
+            refuse_whole(axis, sample, own)
         place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
         return [np.ascontiguousarray(most), place]
 
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), [tf.cast(tf.shape(x)[-1], x.dtype)]], 0)
     sample = tf.stop_gradient(x[:ROWS, :: stride(x.shape[-1])])
     inputs = [mine, target, sample, *([] if weight is None else [weight])]
-    most, place = call_in_order(_WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
+    most, place = call_in_order(WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
     return most, place[0], place[1]
 
 
@@ -212,45 +218,5 @@ def _digest(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, reduction: str) -> None:
-    if target.dtype.is_floating:
-        raise UsageError("vocabulary_cross_entropy: the target has class probabilities, expected integers: token ids")
-    if weight is not None and (weight.shape.rank != 1 or not weight.dtype.is_floating):
-        raise UsageError(
-            f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each token "
-            "of the full vocabulary"
-        )
-    if logits.shape.rank and logits.shape[-1] == 0:
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {logits.shape} have no tokens, expected some on each rank: do "
-            "not shard a vocabulary of fewer tokens than ranks, and use Keras' loss"
-        )
-    if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of {logits.dtype.name}{logits.shape}, expected floats with this rank's "
-            "tokens as a last dimension of known length"
-        )
-    if not logits.shape[:-1].is_compatible_with(target.shape):
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {logits.shape} for a target of shape {target.shape}, expected "
-            "one token id for each row of logits"
-        )
-    if not 0 <= smoothing <= 1:
-        raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
-    if reduction not in _REDUCTIONS:
-        raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
-
-
-def _check_words(axis: ParallelAxis, counts: list[int], total: int | None, words: Array) -> None:
-    if total is not None and sum(counts) != total:
-        raise UsageError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} tokens, together "
-            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and use the same axis for the "
-            "layers of all ranks"
-        )
-    wrong = words[(words < 0) | (words >= sum(counts))]
-    if wrong.size:
-        raise UsageError(
-            f"vocabulary_cross_entropy: a target is token {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
-            "ignore_index"
-        )
+def _form_of(x: tf.Tensor) -> TensorForm:
+    return TensorForm(x.dtype.name, None if x.shape.rank is None else x.shape.as_list())

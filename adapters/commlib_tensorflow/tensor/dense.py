@@ -24,7 +24,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
@@ -65,13 +65,6 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
         if self.bias is not None:
             found.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
         return [*found, *sharded_factors(self, found[0][1])]
-
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain layer in place."""
-        shardings = ColumnDense.shardings(self, what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
@@ -150,10 +143,7 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # actual inputs are shorter than Keras has recorded
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -26,7 +26,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor.moves import copy, redistribute
 
@@ -63,9 +63,7 @@ class ColumnEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore
     def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
         """Shard a plain layer in place."""
         shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.dim = Einsum.of(what, self.equation).columns[0].outside
         self.bias_dim = next((sharding.dim for variable, sharding in shardings if variable is self.bias), None)
 
@@ -110,10 +108,7 @@ class RowEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore[mi
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.dim = Einsum.of(what, self.equation).rows[0].outside
 
     def call(self, inputs: Any, training: Any = None) -> Any:

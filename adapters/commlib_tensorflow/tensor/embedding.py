@@ -19,7 +19,7 @@ from commlib_tensorflow.tensor._gathering import gather_outputs
 from commlib_tensorflow.tensor._lora import sharded_factors
 from commlib_tensorflow.tensor._masks import gather_mask, scatter_mask
 from commlib_tensorflow.tensor._sharded_layer import ShardedLayer, check_plain
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
@@ -67,10 +67,7 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
 
     def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
         """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.find_words()
 
     def find_words(self) -> None:
@@ -117,13 +114,6 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
         parts = parts_of(what, style.parts, self.output_dim)
         found = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
         return [(self._embeddings, found), *sharded_factors(self, found)]
-
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of token ids, or all of them."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from commlib.comparison.agreement import agree_on_call, run_together
 from commlib.comparison.parameter_check import check_agreement
@@ -20,11 +22,10 @@ from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, check_numbers
 from commlib.tensor_parallel.styles import PerRank, Style
 from commlib_tensorflow._host_calls import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor._built_optimizers import watch_earlier_optimizers
 from commlib_tensorflow.tensor._callbacks import watch_callbacks
 from commlib_tensorflow.tensor._file_layers import disguise_class
-from commlib_tensorflow.tensor._layer_changes import watch_changes
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._structure import structure_of
 from commlib_tensorflow.tensor._values import use_rank_0_values
@@ -190,3 +191,43 @@ def _describe(variable: Any) -> str:
     """Return a variable's dtype and unsharded shape, which ranks compare."""
     shard = shard_of(variable)
     return f"{variable.dtype}{list(variable.shape if shard is None else shard.sharding.shape)}"
+
+
+_CHECK = "_check_variables_are_known"
+
+
+def watch_earlier_optimizers() -> None:
+    """Make optimizers outside of a model, as in custom training loops, find their variables again after sharding."""
+    kinds = [kind for kind in keras.optimizers.Optimizer.__mro__ if _CHECK in vars(kind)]
+    for kind in kinds[:1]:  # a Keras without this method needs no change
+        replace(kind, _CHECK, _wrap_known_check)
+
+
+def _wrap_known_check(original: Any) -> Any:
+    @functools.wraps(original)
+    def _check_variables_are_known(self: Any, variables: Any) -> Any:
+        known = self._trainable_variables_indices
+        if any(shard_of(variable) is not None and self._var_key(variable) not in known for variable in variables):
+            with tf.init_scope():
+                shard_optimizer(self)
+        return original(self, variables)
+
+    return _check_variables_are_known
+
+
+def watch_changes() -> None:
+    """Make sharded models be checked again after a Sequential in them has changed."""
+    for name in ("add", "pop"):
+        replace(keras.Sequential, name, _wrap_change)
+
+
+def _wrap_change(original: Any) -> Any:
+    @functools.wraps(original)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        for layer in self._flatten_layers():
+            check = getattr(layer, "plan_check", None)
+            if check is not None:
+                check.change()
+        return original(self, *args, **options)
+
+    return told

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import SequenceSpec
+from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis
@@ -18,7 +18,6 @@ from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._host_calls import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
-from commlib_tensorflow.tensor._row_ranges import take_ranges
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
@@ -40,7 +39,7 @@ def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "bal
         True
     """
     x, over = as_tensor(x), axis_of(ranks, "shard_sequence")
-    dim = _dim("shard_sequence", x, dim)
+    dim = dimension("shard_sequence", _shape(x), dim)
     if x.shape[dim] is None:
         raise UsageError(
             f"shard_sequence: dimension {dim} of shape {x.shape} must be known: shard batches before the graph"
@@ -80,12 +79,9 @@ def unshard_sequence(
         array([[0, 1, 2, 3]], dtype=int32)
     """
     x, over = as_tensor(x), axis_of(ranks, "unshard_sequence")
-    dim = _dim("unshard_sequence", x, dim)
-    rest = {
-        "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
-        "partial": partial,
-    }  # fmt: skip
-    divided, x, _ = agree_on_sequence(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x, dim)
+    dim = dimension("unshard_sequence", _shape(x), dim)
+    terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
+    divided, x, _ = agree_on_sequence(over, terms, x, dim)
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
@@ -121,11 +117,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
         ranks: The ranks of the axis, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
-    if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
-        raise UsageError(
-            f"loss_mean: loss_sum has shape {loss_sum.shape} and dtype {dtype_name(loss_sum.dtype)}, expected a "
-            "scalar float: the sum over this rank's tokens"
-        )
+    check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
     over = ParallelAxis(axis_of(ranks, "loss_mean").comm, empty=result_empty)
@@ -148,7 +140,14 @@ class SequenceLoader(sequence_loader.SequenceLoader):
         super().__init__(batches, axis_of(ranks, "SequenceLoader"), from_array=to_tensor, **options)
 
 
-def _dim(what: str, x: tf.Tensor, dim: int) -> int:
-    if x.shape.rank is None or not -x.shape.rank <= dim < x.shape.rank:
-        raise UsageError(f"{what}: a tensor of shape {x.shape} has no dimension {dim}")
-    return dim % int(x.shape.rank)
+def _shape(x: tf.Tensor) -> list[int | None] | None:
+    return None if x.shape.rank is None else x.shape.as_list()
+
+
+def take_ranges(x: tf.Tensor, ranges: Sequence[range], dim: int) -> tf.Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    front = (slice(None),) * dim
+    parts = [x[(*front, slice(part.start, part.stop))] for part in ranges]
+    return tf.concat(parts, dim) if parts else x[(*front, slice(0, 0))]

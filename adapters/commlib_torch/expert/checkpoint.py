@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,20 +35,16 @@ def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
         MismatchError: If ranks have different kinds of state.
     """
     layers = _layers(model)
-    if not layers:
-        return
-    ranks = layers[0].mixture.ranks
-    parts = checkpoint.agree_on_layers(
-        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
-    )
-    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+    if layers:
+        ranks = layers[0].mixture.ranks
+        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
-def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
-        parts: dict[str, Callable[[], Array]] = {}
+        parts: checkpoint.ArrayMakers = {}
         for name, tensor in _named_layers(layer):
             parts[name] = partial(gather_full, tensor, tensor)
             for key, kept in states.of(name, tensor).items():

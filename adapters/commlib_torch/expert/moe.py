@@ -28,8 +28,7 @@ from commlib_torch.expert._expert_stack import is_called_plainly, run_experts, s
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._functions import CombineFunction, DispatchFunction, RouteFunction
 from commlib_torch.expert._pending_gradients import is_recomputing
-from commlib_torch.expert._step_hooks import call_after_step
-from commlib_torch.expert._steppers import watch_steps
+from commlib_torch.expert._step_hooks import call_after_step, watch_steps
 from commlib_torch.expert.losses import AuxiliaryLossModule
 from commlib_torch.expert.mlp import MLP
 
@@ -92,11 +91,9 @@ class MoE(ShardedModule, AuxiliaryLossModule):
 
     def _mlp(self, times: int) -> MLP:
         options = self.options
-        if options.hidden is None:
-            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
-            times * options.hidden,
+            options.mlp_features(times),
             gated=options.gated,
             activation=options.activation,
             bias=options.bias,

@@ -16,9 +16,9 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import Startable, check_ordered, choose_root
-from commlib_torch._call import Work, verb_maker
-from commlib_torch.collectives import ordered, writing
+from commlib.tensor_verbs import Startable, check_named, check_ordered, choose_root
+from commlib_torch._call import Work
+from commlib_torch._recorded_verbs import ordered, ordered_verb_maker, writing
 from commlib_torch.named_verbs import _autograd
 from commlib_torch.named_verbs._named_operations import (
     NamedOperation,
@@ -36,7 +36,7 @@ __all__ = (
     "grouped_allgather_async", "poll", "synchronize",
 )  # fmt: skip
 
-_verb = verb_maker(__name__)
+_verb = ordered_verb_maker(__name__)
 
 
 def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
@@ -84,9 +84,12 @@ def _broadcast(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
+    """Return a new tensor with the values of rank `root_rank`.
+
+    Differentiable: the root gets the mean of the gradients by name, their sum with `ranks`; the others get zeros.
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
@@ -94,7 +97,7 @@ def _broadcast(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
 
     Examples:
         >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
@@ -103,7 +106,8 @@ def _broadcast(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast(tensor, source, ranks=ranks)
+        return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -117,6 +121,7 @@ def _broadcast_(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
@@ -127,7 +132,7 @@ def _broadcast_(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
 
     Examples:
         >>> x = torch.tensor([comm.rank])
@@ -137,7 +142,8 @@ def _broadcast_(
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return writing.broadcast_(tensor, source, ranks=ranks)
+        return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
@@ -178,7 +184,7 @@ def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> N
 
     Args:
         process_set: The ranks that take part; None: all.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
     """
     if ranks is not None:
         check_ordered(None, process_set)
@@ -204,7 +210,7 @@ def broadcast_object(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
     """
     source = choose_root(root_rank, root)
     if ranks is not None:

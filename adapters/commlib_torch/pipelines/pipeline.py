@@ -40,7 +40,6 @@ from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.pipelines._batch_statistics import WholeBatchStatistics
 from commlib_torch.pipelines._batches import arguments
-from commlib_torch.pipelines._constructors import are_constructors, build, outline
 from commlib_torch.pipelines._first_comparison import FirstComparison
 from commlib_torch.pipelines._loading import Loading
 from commlib_torch.pipelines._loss_module import NAME as LOSS
@@ -68,7 +67,7 @@ from commlib_torch.pipelines._steps import StepRunner
 from commlib_torch.pipelines._sync_batch_norms import check_batch_norms
 from commlib_torch.pipelines._tied_weights import TiedWeights
 from commlib_torch.pipelines._traced_model import TracedModel
-from commlib_torch.pipelines._units import costs_of, layers_of, units_of
+from commlib_torch.pipelines._units import are_constructors, build, costs_of, layers_of, outline, units_of
 from commlib_torch.pipelines._verify import check_with_example, unpack_batch, verify_cut
 from commlib_torch.tensor._norms import watch_norms
 from commlib_torch.tensor.plan_check import check_stages

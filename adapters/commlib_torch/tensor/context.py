@@ -17,14 +17,23 @@ import torch
 from torch import Tensor
 
 from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
+from commlib.tensor_parallel.moves import gather
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._head_exchange import attention_by_heads
-from commlib_torch.tensor._key_masks import whole_mask
 from commlib_torch.tensor._ring import RingCall, ring_attention
-from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
+from commlib_torch.tensor.moves import redistribute
+from commlib_torch.tensor.sequences import (
+    SequenceLoader,
+    loss_mean,
+    position_ids,
+    shard_sequence,
+    take_ranges,
+    unshard_sequence,
+)
 
 _SEEDS = 1 << 62
 
@@ -140,3 +149,20 @@ def _cast(x: Tensor) -> Tensor:
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.dtype is torch.float32
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
+
+
+def whole_mask(
+    mask: Tensor | None, key_mask: Tensor | None, axis: ParallelAxis, layout: SequenceLayout
+) -> Tensor | None:
+    """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a key mask."""
+    found = None
+    if mask is not None:
+        found = take_ranges(mask[(None,) * (4 - mask.dim())], layout.by_rank, 3)
+    if key_mask is None:
+        return found
+    keys = redistribute(key_mask.byte(), ParallelAxis(axis.comm), gather(1, lengths=layout.counts)).bool()[
+        :, None, None
+    ]
+    if found is None:
+        return keys
+    return found & keys if found.dtype is torch.bool else found.masked_fill(~keys, -torch.inf)

@@ -15,14 +15,14 @@ from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Vocabulary
 from commlib.tensor_parallel.vocabulary import words_of
-from commlib_torch._shards import ShardedModule, shards_of
+from commlib_torch._shards import shards_of
 from commlib_torch.tensor._comparison import note_input
-from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor.linear import gather_outputs, shape_error
 from commlib_torch.tensor.moves import redistribute
 
 
-class VocabularyEmbedding(ShardedModule, nn.Embedding):
+class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     """An embedding sharded by vocabulary: each rank has some rows of the weight; outputs are summed.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
@@ -66,9 +66,7 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
 
     def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
         """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+        super().become(what, axis, style)
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -110,12 +108,8 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
                 f"{self.num_embeddings - 1}"
             )
 
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
-
-class ColumnEmbedding(ShardedModule, nn.Embedding):
+class ColumnEmbedding(ShardedLayer, nn.Embedding):
     """An embedding with sharded features: each rank has some columns of the weight.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
@@ -153,12 +147,6 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
         parts = parts_of(what, style.parts, self.embedding_dim)
         return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 1, parts, style.units)}
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-
     def forward(self, words: Tensor) -> Tensor:
         """Return this rank's features of token ids, or all of them."""
         note_input(self, words, sequence=self.style.sequence)
@@ -166,7 +154,3 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
             words = redistribute(words, self.axis, moves.gather(self.style.sequence))
         found = super().forward(words)
         return gather_outputs(found, self.axis, self.sharding, layer=self) if self.style.gather else found
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"

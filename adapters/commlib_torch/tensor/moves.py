@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
 from commlib_torch._bridge import array_of, core_array, pack, to_tensor
+from commlib_torch._function_transforms import explain
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.devices import device_of, use_device_streams
 from commlib_torch.tensor._comparison import note_eager_input, note_returned, takes_notes
@@ -132,20 +132,10 @@ def redistribute(
             return _run(x, axis, move, may_write)[0]
         found: Tensor = _Redistribute.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise explain(error) from error
+        raise explain(error, "sharded layers") from error
     if notes and move.name in ("reduce", "gather"):
         note_returned(layer, found)
     return found
-
-
-def explain(error: RuntimeError) -> Exception:
-    """Return the exception for an error of PyTorch: a UsageError if a torch.func transform surrounds communication."""
-    if "functorch transforms" in f"{error}" or "doesn't have storage" in f"{error}":
-        return UsageError(
-            "function transforms (torch.func.grad, vmap, jvp, ...) do not support sharded layers, because these "
-            "communicate. Use torch.autograd.grad, with create_graph=True for gradients of gradients"
-        )
-    return error
 
 
 def _run(x: Tensor, axis: ParallelAxis, move: Redistribute, may_write: bool) -> tuple[Tensor, Redistribute]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, axis_of
+from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._heads import attend
@@ -61,15 +62,12 @@ class ParallelAttention(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis = axis_of(ranks, "ParallelAttention")
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if heads < 1 or width % heads or self.kv_heads < 1 or heads % self.kv_heads:
-            raise UsageError(
-                f"ParallelAttention: width {width}, {heads} heads, {self.kv_heads} of K and V: each must be a multiple "
-                "of the next"
-            )
-        if not 0 <= dropout < 1:
-            raise UsageError(f"ParallelAttention: dropout is {dropout}, expected at least 0, and less than 1")
+        self.axis, self.heads, self.kv_heads = (
+            axis_of(ranks, "ParallelAttention"),
+            heads,
+            heads if kv_heads is None else kv_heads,
+        )
+        check_attention("ParallelAttention", width, heads, self.kv_heads, dropout)
         self.causal, self.dropout, self.head_width = causal, dropout, width // heads
         parts = (width, *(self.kv_heads * self.head_width,) * 2)
         columns = Column(parts=parts, units=self.kv_heads, sequence=sequence)

@@ -18,13 +18,12 @@ from commlib.tensor_parallel.plan import Plan, lines, resolve
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, check_numbers, split_numbers
 from commlib.tensor_parallel.styles import PerRank, Slice, Style
-from commlib_torch._fast_path import keep_padding
 from commlib_torch._graph_breaks import unwrap_compiled
 from commlib_torch._readiness import check_shapes
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._numbers import numbers_in
-from commlib_torch.tensor._sharding import describe_everywhere
+from commlib_torch.tensor._sharding import describe_everywhere, keep_padding
 from commlib_torch.tensor._structure import structure_of
 from commlib_torch.tensor._values import values_of_rank_0
 from commlib_torch.tensor.layers import check_layers, find_layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,13 @@ from torch import Tensor
 
 from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import SequenceSpec, settle
+from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
-from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.tensor._row_ranges import take_ranges
 from commlib_torch.tensor.moves import redistribute
 
 
@@ -40,7 +38,7 @@ def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "
         True
     """
     over = axis_of(ranks, "shard_sequence")
-    dim = _dim("shard_sequence", x, dim)
+    dim = dimension("shard_sequence", x.shape, dim)
     divided = SequenceLayout(x.shape[dim], over.size, layout)
     note_layout(over.comm, layout)
     return take_ranges(x, divided.ranges(over.rank), dim)
@@ -75,12 +73,9 @@ def unshard_sequence(
         >>> ct.context.unshard_sequence(own, comm)
         tensor([[0, 1, 2, 3]])
     """
-    over, dim = axis_of(ranks, "unshard_sequence"), _dim("unshard_sequence", x, dim)
-    rest = {
-        "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
-        "partial": partial,
-    }  # fmt: skip
-    divided = settle(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x.shape[dim])
+    over, dim = axis_of(ranks, "unshard_sequence"), dimension("unshard_sequence", x.shape, dim)
+    terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
+    divided = settle(over, terms, x.shape[dim])
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
@@ -123,11 +118,7 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, ranks: AxisRanks) -> Ten
         >>> ct.context.loss_mean(torch.tensor(3.0), 2, comm)
         tensor(1.5000)
     """
-    if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
-        raise UsageError(
-            f"loss_mean: loss_sum has shape {list(loss_sum.shape)} and dtype {dtype_name(loss_sum.dtype)}, expected "
-            "one float: the sum over this rank's tokens (reduction='sum')"
-        )
+    check_loss_sum(loss_sum.shape, dtype_name(loss_sum.dtype))
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
@@ -157,7 +148,9 @@ def _array(value: Any) -> Any:
     return host_array(torch.as_tensor(value))
 
 
-def _dim(what: str, x: Tensor, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"{what}: a tensor of shape {list(x.shape)} has no dimension {dim}")
-    return dim % x.ndim
+def take_ranges(x: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    parts = [x.narrow(dim, part.start, len(part)) for part in ranges]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)

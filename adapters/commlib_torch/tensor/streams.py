@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.streams import fold, seed_at
@@ -32,8 +31,6 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
         number: The seed, the same on every rank.
         same: Names of axes along which ranks draw the same numbers.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
     torch.manual_seed(found)
     return found

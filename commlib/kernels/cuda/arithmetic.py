@@ -9,8 +9,7 @@ import numpy as np
 
 from commlib.dtypes import FLOATS, NUMPY, Array, name_of
 from commlib.errors import UsageError
-from commlib.kernels.cuda.arguments import f32, pointer_to, u32, u64
-from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.cuda.launcher import KernelLauncher, f32, pointer_to, u32, u64
 
 # Bytes that a worker processes at once: a load of 16 bytes in each lane.
 _STEP = 32 * 16

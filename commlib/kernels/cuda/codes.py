@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.kernels.cuda.arguments import f32, pointer_to, u32, u64
-from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.cuda.launcher import KernelLauncher, f32, pointer_to, u32, u64
 from commlib.kernels.protocol import Code
 
 # As in the .cu files: elements, or bytes of codes, that a worker processes at a time.

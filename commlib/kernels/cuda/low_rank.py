@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.kernels.cuda.arguments import pointer_to, u32, u64
-from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.cuda.launcher import KernelLauncher, pointer_to, u32, u64
 
 # The numbers of low_rank.cu.
 _ROWS = 8

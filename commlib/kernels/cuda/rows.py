@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from commlib.dtypes import name_of
-from commlib.kernels.cuda.arguments import pointer_to, u64
-from commlib.kernels.cuda.launcher import Defines, KernelLauncher
+from commlib.kernels.cuda.launcher import Defines, KernelLauncher, pointer_to, u64
 
 _Rows = np.dtype([("here", "u8"), ("there", "u8"), ("factors", "u8"), ("width", "u8")])
 

@@ -1,4 +1,4 @@
-"""Sparse payloads: the largest or random elements, and their positions. See select.cu and sparse.cu.
+"""Sparse payloads: the largest or random elements, and their positions. See select.cu, sparse.cu and places.cu.
 
 All selections run on the device. The caller waits for one number at the end: the length of the payload, or the fault in
 it.
@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from commlib.kernels.cuda import arithmetic, places
-from commlib.kernels.cuda.arguments import f32, pointer_to, u32, u64
-from commlib.kernels.cuda.launcher import KernelLauncher
+from commlib.kernels.cuda import arithmetic
+from commlib.kernels.cuda.launcher import KernelLauncher, f32, pointer_to, u32, u64
 from commlib.kernels.protocol import Fault, Value
 
 # The constants of sparse.cu, select.cu, scan.cuh and digits.cuh.
@@ -74,8 +73,8 @@ def random(
 ) -> int:
     """Write k elements that `seed` chooses, and return the payload's length in bytes."""
     indices, values = launcher.scratch(4 * k).view(np.uint32), launcher.scratch(4 * k).view(np.float32)
-    places.draw(launcher, len(x), seed, indices)
-    places.take(launcher, x, before, after, indices, scale, values)
+    draw(launcher, len(x), seed, indices)
+    take(launcher, x, before, after, indices, scale, values)
     return _write(
         launcher,
         pointer_to(indices),
@@ -189,3 +188,32 @@ def _zeros(launcher: KernelLauncher, nbytes: int) -> Any:
     memory = launcher.scratch(nbytes)
     arithmetic.fill(launcher, memory.view(np.uint32), 0)
     return memory
+
+
+def draw(launcher: KernelLauncher, count: int, seed: int, places: Any) -> None:
+    """Draw random places in an array. See `kernels.host.draw`."""
+    arguments = u64(count), u64(seed % 2**64), pointer_to(places), u64(len(places))
+    launcher.launch("places.cu", "draw", {}, _divide_up(len(places), 32), *arguments)
+
+
+def take(launcher: KernelLauncher, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
+    """Take elements at distinct places. At a repeated place, the residual would be undefined."""
+    broken = launcher.scratch(4)
+    launcher.launch("places.cu", "begin", {}, 1, pointer_to(broken))
+    arrays = pointer_to(x), pointer_to(before), pointer_to(after)
+    launcher.launch("places.cu", "feed_back", {}, _divide_up(len(x), 128), *arrays, u64(len(x)), pointer_to(broken))
+    source = x if before is None else after
+    chosen = pointer_to(source), pointer_to(places), u64(len(places)), f32(scale), pointer_to(values)
+    launcher.launch(
+        "places.cu", "take", {}, _divide_up(len(places), 32), *chosen, pointer_to(broken), u32(before is not None)
+    )
+
+
+def place(launcher: KernelLauncher, values: Any, places: Any, out: Any) -> None:
+    """Write elements at places."""
+    arguments = pointer_to(values), pointer_to(places), u64(len(places)), pointer_to(out)
+    launcher.launch("places.cu", "place", {}, _divide_up(len(places), 32), *arguments)
+
+
+def _divide_up(count: int, share: int) -> int:
+    return -(-count // share)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.kernels.cuda import arithmetic, blocks, codes, low_rank, places, rows, sparse
-from commlib.kernels.cuda.launcher import KernelLauncher
+import numpy as np
+
+from commlib.kernels.cuda import arithmetic, codes, low_rank, rows, sparse
+from commlib.kernels.cuda.launcher import KernelLauncher, pointer_to
 from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
 
 
@@ -82,23 +84,23 @@ class CudaKernels:
     def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
         codes.unsign(self._launcher, payload, out, block, add)
 
-    def draw(self, count: int, seed: int, places_: Any) -> None:
-        places.draw(self._launcher, count, seed, places_)
+    def draw(self, count: int, seed: int, places: Any) -> None:
+        sparse.draw(self._launcher, count, seed, places)
 
-    def take(self, x: Any, before: Any, after: Any, places_: Any, scale: float, values: Any) -> None:
-        places.take(self._launcher, x, before, after, places_, scale, values)
+    def take(self, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
+        sparse.take(self._launcher, x, before, after, places, scale, values)
 
-    def place(self, values: Any, places_: Any, out: Any) -> None:
-        places.place(self._launcher, values, places_, out)
+    def place(self, values: Any, places: Any, out: Any) -> None:
+        sparse.place(self._launcher, values, places, out)
 
-    def copy_blocks(self, source: Any, target: Any, blocks_: BlockLayout) -> None:
-        blocks.copy_blocks(self._launcher, source, target, blocks_)
+    def copy_blocks(self, source: Any, target: Any, blocks: BlockLayout) -> None:
+        copy_blocks(self._launcher, source, target, blocks)
 
-    def take_rows(self, here: Any, there: Any, factors: Any, places_: Any, width: int, target: Any) -> None:
-        rows.take_rows(self._launcher, here, there, factors, places_, width, target)
+    def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
+        rows.take_rows(self._launcher, here, there, factors, places, width, target)
 
-    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places_: Any, width: int, target: Any) -> None:
-        rows.sum_rows(self._launcher, here, there, factors, starts, places_, width, target)
+    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places: Any, width: int, target: Any) -> None:
+        rows.sum_rows(self._launcher, here, there, factors, starts, places, width, target)
 
     def multiply_rows(self, rows_: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
         rows.multiply_rows(self._launcher, rows_, others, factors, width, scaled, products)
@@ -142,3 +144,25 @@ class CudaKernels:
         self, matrix: Any, after: Any, rows: int, cols: int, left: Any, right: Any, own_right: Any, rank: int
     ) -> None:
         low_rank.expand(self._launcher, matrix, after, rows, cols, left, right, own_right, rank)
+
+
+_FIELDS = ("rows", "columns", "run", "from_row", "from_column", "to_row", "to_column")
+_Blocks = np.dtype([(name, "u8") for name in _FIELDS])
+
+_SHORT, _THREADS = 32, 32
+"""Length of runs below which threads copy single elements, and the number of elements per worker."""
+
+
+def copy_blocks(launcher: KernelLauncher, source: Any, target: Any, blocks: BlockLayout) -> None:
+    """Copy blocks of elements of any dtype, the same in both arrays, to another order of dimensions. See blocks.cu."""
+    item = int(source.dtype.itemsize)
+    units, defines = max(1, item // 8), {"ELEMENT": f"u{8 * min(item, 8)}"}
+    layout = np.zeros((), _Blocks)
+    for name in _FIELDS:
+        layout[name] = getattr(blocks, name) * (units if name not in ("rows", "columns") else 1)
+    count, length = blocks.rows * blocks.columns, blocks.run * units
+    if length < _SHORT:
+        kernel, workers = "copy_elements", -(-count * length // _THREADS)
+    else:
+        kernel, workers = "copy_blocks", count
+    launcher.launch("blocks.cu", kernel, defines, workers, layout, pointer_to(source), pointer_to(target))

@@ -23,9 +23,8 @@ from commlib.group.arguments import integer
 from commlib.group.group import Group
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.ends import ChannelEnds
-from commlib.p2p.channels.payload import Shape
+from commlib.p2p.channels.payload import ChannelSpec, Shape
 from commlib.p2p.channels.send_checks import check_sendable
-from commlib.p2p.channels.spec import ChannelSpec
 from commlib.p2p.device.edge import DeviceEdge
 from commlib.p2p.device.header import Header
 from commlib.p2p.device.sender import SlotSender

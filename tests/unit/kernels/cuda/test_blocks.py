@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import DTYPES, NUMPY
-from commlib.kernels.cuda.blocks import copy_blocks
+from commlib.kernels.cuda.table import copy_blocks
 from commlib.kernels.host.table import HostKernels
 from commlib.kernels.protocol import BlockLayout
 from tests.cuda.hard import aside, assert_same_bits, values
