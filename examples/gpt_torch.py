@@ -136,7 +136,7 @@ class ParallelTraining:
 
     def __init__(self, mesh: commlib.Mesh) -> None:
         self.mesh = mesh
-        attend = partial(ct.context.attention, axis=mesh["cp"], causal=True)
+        attend = partial(ct.context.attention, ranks=mesh["cp"], causal=True)
         model = ct.parallelize(make_model(attend), mesh["tp"], PLAN)
         self.is_staged = mesh["pp"].size > 1
         self.model: Any = model

@@ -51,23 +51,22 @@ ordered = OrderedVerbs(_BRIDGE)
 returning = ReturningVerbs(_BRIDGE)
 
 
-def run(call: TensorCall[Any]) -> Any:
-    """Call a verb and wait; in a traced function, make a node that does so."""
+def run(call: TensorCall[Any], label: str = "") -> Any:
+    """Call a verb and wait; in a traced function, make a node that does so. label: see `Communicator.labelled`."""
     if not tf.executing_eagerly():
-        return _trace(call)
+        return _trace(call, label)
     if call.operands and is_recording() and is_recorded(operand := as_tensor(call.operands[0])):
         GRADIENTS.check(call)
-        call.label = call.label or WITH_GRADIENT
         others = call.inputs[1:]
 
         def forward(x: Any) -> Any:
             call.inputs = (x, *others)
-            results = call.run()
+            results = call.run(label or WITH_GRADIENT)
             call.inputs = ()  # the backward needs no input
             return results
 
         return _with_gradient(call, forward, operand)
-    return call.run()
+    return call.run(label)
 
 
 def check_async(call: TensorCall[Any]) -> None:
@@ -90,7 +89,7 @@ class _TensorForm:
 
     @property
     def length(self) -> int | None:
-        return self.static[0] if self.static.rank else None  # type: ignore[no-any-return]
+        return self.static[0] if self.static.rank else None
 
     def zeros(self) -> Any:
         return self.like(tf.zeros(self.shape, self._dtype))
@@ -123,35 +122,37 @@ def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any)
     return tf.custom_gradient(differentiable)(x)
 
 
-def _trace(call: TensorCall[Any]) -> Any:
+def _trace(call: TensorCall[Any], label: str) -> Any:
     """Return the tensors that a verb will return when the graph being traced runs."""
     if call.result is OBJECT:
         raise UsageError(f"{call.verb}: a traced function handles tensors only: call this outside of it")
-    if not is_ordered() and not call.label:
+    if not is_ordered() and not label:
         raise UsageError(
             f"{call.verb}: nothing orders the nodes of this graph, so ranks may run them in different orders: use "
             "operations by name (allreduce, allgather, ...) in it, or a tf.function"
         )
     inputs = [as_tensor(value) for value in call.inputs]
     if not call.operands or not (inputs[0].dtype.is_floating or inputs[0].dtype.is_complex):
-        return _node(call, inputs)
+        return _node(call, label, inputs)
     refuse_vectorized()
     if is_recorded(inputs[0]):  # by a tape in this function; one outside of it is not seen here
         GRADIENTS.check(call)
     if call.result is NOTHING:
-        return _node(call, inputs)
+        return _node(call, label, inputs)
     # A tensor of another graph is out of scope in the graph of the gradient's gradient; a copy in this graph is not.
     others = [tf.identity(tensor) for tensor in inputs[1:]]
     copies = {id(given): copy for given, copy in zip(call.inputs[1:], others, strict=True)}
-    call.options = {name: copies.get(id(value), value) for name, value in call.options.items()}
-    return _with_gradient(call, lambda x: _node(call, [x, *others]), inputs[0])
+    options = {name: copies.get(id(value), value) for name, value in call.options().items()}
+    call.options = lambda: options
+    return _with_gradient(call, lambda x: _node(call, label, [x, *others]), inputs[0])
 
 
-def _node(call: TensorCall[Any], inputs: Sequence[Any]) -> Any:
+def _node(call: TensorCall[Any], label: str, inputs: Sequence[Any]) -> Any:
     specs = _specs(call, inputs)
+    comm = call.comm.labelled(label) if label else call.comm
 
     def host(*arrays: Any) -> Sequence[Any]:
-        answer = call.call(*arrays)
+        answer = call.host(getattr(comm, call.verb), *arrays)
         if answer is None:
             return [np.zeros((), np.int64)]
         results = list(answer) if call.result is RECEIVED else [answer]
@@ -161,7 +162,7 @@ def _node(call: TensorCall[Any], inputs: Sequence[Any]) -> Any:
         return results
 
     # A node of a backward is ordered even in the graph that TensorFlow derives to compute gradients outside.
-    results = call_on_device(host, inputs, specs, what=call.verb if call.label else "")
+    results = call_on_device(host, inputs, specs, what=call.verb if label else "")
     if call.result is NOTHING:
         return None
     if isinstance(call.result, ResultOrZeros) and not _is_root(call):
@@ -171,7 +172,7 @@ def _node(call: TensorCall[Any], inputs: Sequence[Any]) -> Any:
 
 
 def _is_root(call: TensorCall[Any]) -> bool:
-    return bool(call.comm.rank == call.options["root"])
+    return bool(call.comm.rank == call.options()["root"])
 
 
 def _specs(call: TensorCall[Any], inputs: Sequence[Any]) -> list[Spec]:

@@ -105,7 +105,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Args:
         root_rank: The global rank whose values the others get.
-        device: The device on which TensorFlow assigns the values; empty: its choice.
+        device: Unused; Horovod has it.
 
     Examples:
         hooks = [ct.BroadcastGlobalVariablesHook(0)]
@@ -149,7 +149,7 @@ def broadcast_object(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     source = choose_root(root_rank, root)
     if ranks is not None:

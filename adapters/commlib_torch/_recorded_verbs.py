@@ -35,15 +35,25 @@ writing = WritingVerbs(BRIDGE, OutputTensor)
 _WAY_OUT = "pass tensor.detach(), or call it within torch.no_grad()"
 
 
-def run(call: Any) -> Any:
-    """Run a call and wait. Autograd records an ordered verb on a tensor that requires a gradient."""
-    return _record(call) if requires_gradient(call) else call.run()
+def run(call: Any, label: str = "") -> Any:
+    """Run a call and wait. Autograd records an ordered verb on a tensor that requires a gradient.
+
+    label: of an ordered verb, see `Communicator.labelled`.
+    """
+    if type(call) is not TensorCall:
+        return call.run()
+    for tensor in call.operands:
+        if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+            return _record(call, label or WITH_GRADIENT)
+    return call.run(label) if label else call.run()
 
 
 def start(call: Any) -> TensorWork[Any]:
     """Start a call. Raises UsageError for an ordered verb on a tensor that requires a gradient."""
-    if requires_gradient(call):
-        raise GRADIENTS.refuse_async(call)
+    if type(call) is TensorCall:
+        for tensor in call.operands:
+            if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+                raise GRADIENTS.refuse_async(call)
     work: TensorWork[Any] = call.start()
     return work
 
@@ -53,23 +63,13 @@ def ordered_verb_maker(module: str) -> VerbMaker:
     return VerbMaker(module, "Tensor", run, start)
 
 
-def requires_gradient(call: Any) -> bool:
-    """Return whether a call is an ordered verb that autograd must record."""
-    if type(call) is TensorCall:
-        for tensor in call.operands:
-            if getattr(tensor, "requires_grad", False):
-                return torch.is_grad_enabled()
-    return False
-
-
-def _record(call: TensorCall[Any]) -> Any:
+def _record(call: TensorCall[Any], label: str) -> Any:
     GRADIENTS.check(call)
-    written = call.written
+    written = call.result.tensor if isinstance(call.result, OutputTensor) else None
     if written is not None:
         _check_written(call, written)
-    call.label = call.label or WITH_GRADIENT
     try:
-        return _RecordedVerb.apply(call, call.operands[0], written)  # type: ignore[no-untyped-call]
+        return _RecordedVerb.apply(call, label, call.operands[0], written)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise explain(error, "ordered verbs on tensors that require a gradient") from error
 
@@ -81,7 +81,7 @@ def _check_written(call: TensorCall[Any], written: Tensor) -> None:
     place = f"{call.comm.name}: {call.verb} in place, rank {call.comm.rank}"
     if call.verb == "send_recv":
         raise UsageError(f"{place}: the tensor that is received into requires a gradient: {_WAY_OUT} for it")
-    base = written._base if written._is_view() else written  # type: ignore[no-untyped-call]
+    base = written._base if written._is_view() else written
     if base is not None and base.is_leaf and base.requires_grad:
         raise UsageError(
             f"{place}: the tensor is a leaf that requires a gradient, or a view of one, so it must not be overwritten: "
@@ -113,9 +113,9 @@ class _TensorForm:
 
 class _RecordedVerb(Function):
     @staticmethod
-    def forward(ctx: Any, call: TensorCall[Any], tensor: Tensor, written: Tensor | None) -> Any:
+    def forward(ctx: Any, call: TensorCall[Any], label: str, tensor: Tensor, written: Tensor | None) -> Any:
         ctx.form = _TensorForm(tensor)
-        answer = call.run()
+        answer = call.run(label)
         received = answer[1] if call.result is RECEIVED else None
         if received is not None:
             ctx.mark_non_differentiable(received)
@@ -125,5 +125,6 @@ class _RecordedVerb(Function):
         return answer
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, Tensor, None]:
-        return None, GRADIENTS.gradient(ctx.verb, ctx.form, gradient).reshape(ctx.form.shape), None
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, None, Tensor, None]:
+        found = GRADIENTS.gradient(ctx.verb, ctx.form, gradient)
+        return None, None, found.reshape(ctx.form.shape), None

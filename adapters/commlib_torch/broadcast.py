@@ -50,7 +50,7 @@ def broadcast_parameters(
         root_rank: The global rank whose values the others get.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Raises:
         MismatchError: On every rank if ranks give different names, shapes or dtypes.
@@ -98,7 +98,7 @@ def broadcast_optimizer_state(
         model: Unused; Horovod needs it for some optimizers.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Raises:
         MismatchError: On every rank if parameter groups differ.

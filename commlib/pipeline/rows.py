@@ -87,7 +87,7 @@ def number_of_rows(tensors: Iterable[tuple[Any, Sequence[int]]], what: str, none
             raise UsageError(f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(shape)}")
         counts.add(int(shape[place]))
     if len(counts) != 1:
-        got = f"different numbers: {', '.join(map(str, sorted(counts)))}" if counts else none
+        got = f"{len(counts)} different numbers: {', '.join(map(str, sorted(counts)))}" if counts else none
         raise UsageError(
             f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows are "
             f"in another dimension, or a tensor is for all microbatches, {REMEDY}"

@@ -96,19 +96,23 @@ class Startable(Protocol[R]):
         ...
 
 
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+Options = Mapping[str, Any]
+_NO_OPTIONS: Options = MappingProxyType({})
+
+
+def _no_options() -> Options:
+    return _NO_OPTIONS
 
 
 class TensorCall(Generic[R]):
     """A verb with its tensors.
 
     `host` gets the communicator's verb, or its `_async` twin, and an array for each of `inputs`; it calls the verb.
-    options: the arguments that the backward needs. operands: the tensors that the result depends on, and the tensor
-    that is written; by default the first input. written: the tensor that is written, if any. label: see
-    `Communicator.labelled`.
+    options: returns the arguments that the backward needs. operands: the tensor that the result depends on, and the
+    tensor that is written, if there is one; by default the inputs.
     """
 
-    __slots__ = ("bridge", "comm", "host", "inputs", "label", "operands", "options", "result", "verb", "written")
+    __slots__ = ("bridge", "comm", "host", "inputs", "operands", "options", "result", "verb")
 
     def __init__(
         self,
@@ -118,27 +122,19 @@ class TensorCall(Generic[R]):
         host: Callable[..., Any],
         inputs: tuple[Any, ...],
         result: TensorResult,
-        options: Mapping[str, Any] = _NO_OPTIONS,
-        *,
+        options: Callable[[], Options] = _no_options,
         operands: tuple[Any, ...] | None = None,
-        written: Any = None,
     ) -> None:
         self.bridge, self.comm, self.verb = bridge, group_of(ranks, verb), verb
         self.host, self.inputs, self.result = host, inputs, result
-        self.options, self.written, self.label = options, written, ""
-        self.operands = inputs[:1] if operands is None else operands
+        self.options, self.operands = options, inputs if operands is None else operands
 
-    def call(self, *arrays: Any) -> Any:
-        """Call the verb on the core's arrays for `inputs`, and return the core's result."""
-        comm = self.comm.labelled(self.label) if self.label else self.comm
-        return self.host(getattr(comm, self.verb), *arrays)
-
-    def run(self) -> R:
-        """Call the verb and wait."""
+    def run(self, label: str = "") -> R:
+        """Call the verb and wait. label: see `Communicator.labelled`."""
         bridge = self.bridge
         arrays = [*map(bridge.read, self.inputs)]
         with bridge.in_order():
-            answer = self.call(*arrays)
+            answer = self.host(getattr(self.comm.labelled(label) if label else self.comm, self.verb), *arrays)
         finished: R = self.result.finish(bridge, answer)
         return finished
 

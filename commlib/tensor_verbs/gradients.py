@@ -70,21 +70,21 @@ class RecordedVerb:
     @classmethod
     def of(cls, call: TensorCall[Any], received: Any = None) -> RecordedVerb:
         """Return what a backward needs of a call, which itself may keep tensors alive."""
-        return cls(call.verb, call.comm, call.options, received)
+        return cls(call.verb, call.comm, call.options(), received)
 
 
 class VerbGradients(Generic[T]):
     """The gradients of the ordered verbs of one framework.
 
-    send_recv: builds this verb. run: runs a call, and lets autograd record it if it is to be differentiated. way_out:
-    how to call a verb without a gradient, for errors.
+    send_recv: builds this verb. run: runs a call with a label, and lets autograd record it if it is to be
+    differentiated. way_out: how to call a verb without a gradient, for errors.
     """
 
     def __init__(
         self,
         bridge: Bridge[T],
         send_recv: Callable[..., TensorCall[T]],
-        run: Callable[[TensorCall[Any]], Any],
+        run: Callable[[TensorCall[Any], str], Any],
         way_out: str,
     ) -> None:
         self._bridge, self._verbs, self._send_recv, self._run = bridge, OrderedVerbs(bridge), send_recv, run
@@ -98,7 +98,7 @@ class VerbGradients(Generic[T]):
         if call.verb in _NO_BACKWARD:
             raise UsageError(f"{place}: no gradient flows through: {_NO_BACKWARD[call.verb]}, or {self._way_out}")
         try:
-            find_rule(call.verb, call.options.get("op", "sum"))
+            find_rule(call.verb, call.options().get("op", "sum"))
         except UsageError as error:
             raise UsageError(f"{place}: the tensor requires a gradient, but {error}: {self._way_out}") from error
 
@@ -114,15 +114,12 @@ class VerbGradients(Generic[T]):
         """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""
         rule = find_rule(recorded.verb, recorded.options.get("op", "sum"))
         call = _BACKWARD[recorded.verb](self, recorded, form, gradient)
-        found = self._run_backward(call)
+        found: Any = self._run(call, OF_GRADIENTS)
         if recorded.verb == "all_to_all_v":
             found = found[0]
         factor = rule.factor(recorded.comm.size)
-        return found if factor == 1 else found * factor
-
-    def _run_backward(self, call: TensorCall[Any]) -> Any:
-        call.label = OF_GRADIENTS
-        return self._run(call)
+        scaled: T = found if factor == 1 else found * factor
+        return scaled
 
     def _all_reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         return self._verbs.all_reduce(gradient, **recorded.options, ranks=recorded.comm)
@@ -139,7 +136,7 @@ class VerbGradients(Generic[T]):
         return self._verbs.reduce_scatter(gradient, ranks=recorded.comm)
 
     def _all_gather_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        counts = self._run_backward(self._verbs.all_gather(form.rows(), ranks=recorded.comm))
+        counts = self._run(self._verbs.all_gather(form.rows(), ranks=recorded.comm), OF_GRADIENTS)
         return self._verbs.reduce_scatter_v(gradient, counts, ranks=recorded.comm)
 
     def _broadcast(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
@@ -153,7 +150,13 @@ class VerbGradients(Generic[T]):
         root = recorded.options["root"]
         made = ResultOrZeros(form.zeros)
         return TensorCall(
-            self._bridge, recorded.comm, verb, lambda run, x: run(x, root=root), (gradient,), made, {"root": root}
+            self._bridge,
+            recorded.comm,
+            verb,
+            lambda run, x: run(x, root=root),
+            (gradient,),
+            made,
+            lambda: {"root": root},
         )
 
     def _reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
@@ -184,7 +187,7 @@ class VerbGradients(Generic[T]):
             lambda _, x: reversed_ranks(comm).scan(x),
             (gradient,),
             SAME,
-            {"op": "sum", "reverse": True},
+            lambda: {"op": "sum", "reverse": True},
         )
 
 

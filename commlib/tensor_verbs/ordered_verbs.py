@@ -52,7 +52,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, op, out=None if room is None else room(x), algorithm=algorithm),
             (tensor,),
             SAME,
-            {"op": op, "algorithm": algorithm},
+            lambda: {"op": op, "algorithm": algorithm},
         )
 
     def reduce_scatter(
@@ -76,7 +76,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, op, algorithm=algorithm),
             (tensor,),
             ROWS,
-            {"op": op},
+            lambda: {"op": op},
         )
 
     def reduce_scatter_v(
@@ -108,7 +108,8 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x, *arrays: verb(x, *rows(arrays), op, algorithm=algorithm),
             (tensor, *asked),
             ROWS,
-            {"op": op},
+            lambda: {"op": op},
+            (tensor,),
         )
 
     def reduce(
@@ -137,7 +138,7 @@ class OrderedVerbs(Generic[T]):
             op: "sum", "min", "max" or "prod".
             ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
-        return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, {"op": op})
+        return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, lambda: {"op": op})
 
     def exscan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
@@ -173,7 +174,7 @@ class OrderedVerbs(Generic[T]):
                 device_of(x).copy(own, x)
             return verb(own, root, algorithm=algorithm)
 
-        return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, {"root": root})
+        return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, lambda: {"root": root})
 
     def all_gather(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree.
@@ -238,7 +239,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, *x: verb(*(x or (None,)), root, algorithm=algorithm),
             inputs,
             ROWS,
-            {"root": root},
+            lambda: {"root": root},
         )
 
     def all_to_all(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
@@ -258,7 +259,7 @@ class OrderedVerbs(Generic[T]):
             lambda verb, x: verb(x, algorithm=algorithm),
             (tensor,),
             SAME,
-            {"algorithm": algorithm},
+            lambda: {"algorithm": algorithm},
         )
 
     def all_to_all_v(
@@ -285,7 +286,9 @@ class OrderedVerbs(Generic[T]):
             sent, taken = rows(arrays)
             return verb(x, sent, takes=taken)
 
-        return TensorCall(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, {"splits": splits})
+        return TensorCall(
+            self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, lambda: {"splits": splits}, (tensor,)
+        )
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed. Does not differentiate.
@@ -354,9 +357,8 @@ class WritingVerbs(Generic[T]):
             lambda verb: verb(x, op, out=x, algorithm=algorithm),
             (),
             place,
-            {"op": op, "algorithm": algorithm},
+            lambda: {"op": op, "algorithm": algorithm},
             operands=(tensor,),
-            written=tensor,
         )
 
     def broadcast_(
@@ -380,9 +382,8 @@ class WritingVerbs(Generic[T]):
             lambda verb: verb(place.array, root, algorithm=algorithm),
             (),
             place,
-            {"root": root},
+            lambda: {"root": root},
             operands=(tensor,),
-            written=tensor,
         )
 
     def recv(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
@@ -403,7 +404,6 @@ class WritingVerbs(Generic[T]):
             (),
             place,
             operands=(tensor,),
-            written=tensor,
         )
 
     def send_recv(
@@ -429,9 +429,8 @@ class WritingVerbs(Generic[T]):
             lambda verb, x: verb(x, peer, place.array, source, tag),
             (tensor,),
             place,
-            {"peer": peer, "source": source, "tag": tag},
+            lambda: {"peer": peer, "source": source, "tag": tag},
             operands=(tensor, out),
-            written=out,
         )
 
 
@@ -479,7 +478,8 @@ class ReturningVerbs(Generic[T]):
             lambda verb, x, y: verb(x, peer, room(y), source, tag),
             (tensor, like),
             SAME,
-            {"peer": peer, "source": source, "tag": tag},
+            lambda: {"peer": peer, "source": source, "tag": tag},
+            (tensor,),
         )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from commlib.dtypes import Array
-from commlib.kernels.cuda.launcher import Defines, expand_source
+from commlib.kernels.cuda.launcher import Defines
+from commlib.kernels.cuda.sources import expand_source
 from tests.cuda import build
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.kernels.cuda.launcher import OPTIONS, expand_source
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 WHEELS = "cuda-bindings==12.9.* nvidia-cuda-nvrtc-cu12==12.9.*"
 

@@ -120,7 +120,7 @@ def test_pairs(comm: Any, pair: str) -> None:
     x, y = (np.stack([own(each) for each in part]) for part in batches(rows))
     recompute = "recompute" in features
     model = make(x.shape[2], cp if cp.size > 1 else None, mesh if experts else None, recompute)
-    options = {"compression": "bf16", "compress_within_node": True} if compresses else {}
+    options: dict[str, Any] = {"compression": "bf16", "compress_within_node": True} if compresses else {}
     before = [np.asarray(each) for each in ct.gather_weights(model)]
     fit(model, ct.DistributedOptimizer(sgd(), mesh=mesh, **options), x, y)
     found = [np.asarray(each) for each in ct.gather_weights(model)]

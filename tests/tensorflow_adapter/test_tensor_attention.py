@@ -273,8 +273,9 @@ def test_dropout_of_parallel_attention(comm: Any) -> None:
 
 def test_blocks_that_do_not_fit(comm: Any) -> None:
     for options, said in [({"width": 10}, "multiple"), ({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout")]:
+        given: dict[str, Any] = {"width": 16, "heads": 4, "ranks": comm, **options}
         with pytest.raises(UsageError, match=said):
-            ParallelAttention(**{"width": 16, "heads": 4, "axis": comm, **options})
+            ParallelAttention(**given)
     with pytest.raises(UsageError, match="all hidden features"):
         ParallelMLP(4, 8, comm, activation="softmax")
     with pytest.raises(UsageError, match="width=4"):

@@ -111,7 +111,7 @@ def test_pairs(comm: Any, pair: str) -> None:
     graphs: list[Any] = []
     forwards: list[Any] = []
     if not compiles:  # the compiler breaks graphs at such a hook
-        model[0].qkv.register_forward_hook(lambda *_: forwards.append(1))  # type: ignore[operator,union-attr]
+        model[0].qkv.register_forward_hook(lambda *_: forwards.append(1))  # type: ignore[union-attr]
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)

@@ -17,7 +17,7 @@ from commlib.mesh_groups import Mesh
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(min=2, max=2)]
 
 
-def model() -> nn.Sequential:
+def model() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -31,8 +31,8 @@ def piped(ranks: Any) -> torch.Tensor:
 
 
 def sharded(ranks: Any) -> torch.Tensor:
-    plan = {"0": ct.Column(), "2": ct.Row()}
-    return ct.parallelize(model(), ranks=ranks, plan=plan, report=str)(X).detach()
+    plan: Any = {"0": ct.Column(), "2": ct.Row()}
+    return torch.as_tensor(ct.parallelize(model(), ranks=ranks, plan=plan, report=str)(X).detach())
 
 
 def optimized(ranks: Any) -> torch.Tensor:
@@ -40,13 +40,13 @@ def optimized(ranks: Any) -> torch.Tensor:
     optimizer = ct.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), ranks=ranks)
     nn.functional.mse_loss(net(X + ct.rank()), Y).backward()
     optimizer.step()
-    return net[0].weight.detach()
+    return torch.as_tensor(net[0].weight.detach())
 
 
 def averaged(ranks: Any) -> torch.Tensor:
     net = ct.DataParallel(model(), ranks=ranks)
     nn.functional.mse_loss(net(X + ct.rank()), Y).backward()
-    return next(net.parameters()).grad.clone()  # type: ignore[union-attr]
+    return torch.as_tensor(next(net.parameters()).grad)
 
 
 def one_bit(ranks: Any) -> torch.Tensor:
@@ -54,7 +54,7 @@ def one_bit(ranks: Any) -> torch.Tensor:
     optimizer = ct.OneBitAdam(net.parameters(), freeze_step=2, ranks=ranks)
     nn.functional.mse_loss(net(X + ct.rank()), Y).backward()
     optimizer.step()
-    return net[0].weight.detach()
+    return torch.as_tensor(net[0].weight.detach())
 
 
 def reduced(ranks: Any) -> torch.Tensor:

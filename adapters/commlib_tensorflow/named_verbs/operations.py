@@ -224,7 +224,7 @@ def broadcast(
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
     The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
-    ordered verb on those ranks: `root` is a rank among them, and the root's gradient is the sum.
+    ordered verb on those ranks, `root` is a rank among them, and there is no gradient.
 
     Args:
         tensor: A tensor, variable, array or number.
@@ -234,7 +234,7 @@ def broadcast(
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> ct.broadcast(tf.constant([comm.rank]), root_rank=1).numpy()
@@ -416,7 +416,7 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     Args:
         process_set: The ranks that take part; None: all.
         name: The name of the operation, by which ranks meet; None: a name by counting.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     if ranks is not None:
         check_ordered(name, process_set)

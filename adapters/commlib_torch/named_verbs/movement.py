@@ -87,9 +87,7 @@ def _broadcast(
     algorithm: str = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`.
-
-    Differentiable: the root gets the mean of the gradients by name, their sum with `ranks`; the others get zeros.
+    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
@@ -98,7 +96,7 @@ def _broadcast(
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
@@ -134,7 +132,7 @@ def _broadcast_(
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
         >>> x = torch.tensor([comm.rank])
@@ -186,7 +184,7 @@ def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> N
 
     Args:
         process_set: The ranks that take part; None: all.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     if ranks is not None:
         check_ordered(None, process_set)
@@ -212,7 +210,7 @@ def broadcast_object(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
-        ranks: A communicator, mesh or process set: then this is the ordered verb on those ranks.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     source = choose_root(root_rank, root)
     if ranks is not None:

@@ -25,7 +25,7 @@ from commlib.tensor_parallel.run.loss_checks import (
 )
 from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.collectives import writing
+from commlib_torch._recorded_verbs import writing
 
 
 @disable_compile

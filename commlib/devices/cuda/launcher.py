@@ -15,7 +15,8 @@ from commlib.devices.cuda.launch_tape import LaunchTape
 from commlib.devices.protocol import Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
-from commlib.kernels.cuda.launcher import OPTIONS, Defines, expand_source
+from commlib.kernels.cuda.launcher import Defines
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 _LANES = 32  # threads of a worker
 _WORKERS_OF_A_BLOCK = 8

@@ -1,19 +1,11 @@
-"""KernelLauncher: the interface that compiles and runs kernels, their arguments, and the text of their files.
-
-CuPy implements it on a GPU, g++ in the tests.
-"""
+"""KernelLauncher: the interface that compiles and runs kernels. CuPy implements it on a GPU, g++ in the tests."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from commlib.buffers.views import address_of
+from commlib.kernels.protocol import Kernels
 
 Defines = Mapping[str, object]
 """Compiler definitions, as `-DNAME=value`. Each combination is a separate module, compiled on first use."""
@@ -39,38 +31,8 @@ class KernelLauncher(Protocol):
         ...
 
 
-# numpy scalars of the exact widths that kernels declare
-u64, i32, u32, f32 = np.uint64, np.int32, np.uint32, np.float32
+class LaunchedKernels(Kernels):
+    """Kernels that a launcher runs: the base of each file's share of the table."""
 
-
-def pointer_to(x: Any) -> np.uint64:
-    """Return the address of an array; 0 for None."""
-    if x is None:
-        return np.uint64(0)
-    return np.uint64(address_of(x) if isinstance(x, np.ndarray) else x.address)
-
-
-FOLDER = Path(__file__).parent
-
-# Operations are rounded one by one, as on the host.
-OPTIONS = ("--std=c++17", "--fmad=false")
-
-_INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)".*\n', re.MULTILINE)
-
-
-@cache
-def expand_source(name: str) -> str:
-    """Return a file's text with its includes, each once, for a compiler without access to a folder.
-
-    A cache with the text as its key thus covers all of them.
-    """
-    seen: set[str] = set()
-
-    def text(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        written = (FOLDER / name).read_text().replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda found: text(found["name"]), written)
-
-    return text(name)
+    def __init__(self, launcher: KernelLauncher) -> None:
+        self._launch, self._scratch, self._read = launcher.launch, launcher.scratch, launcher.read

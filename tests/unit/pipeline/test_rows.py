@@ -69,7 +69,7 @@ def test_options() -> None:
 def test_tensors_with_rows_have_equal_numbers_of_them() -> None:
     assert number_of_rows([(0, (3, 2)), (1, (5, 3)), ("whole", (7,)), (0, ())], "x") == 3
     refused: list[tuple[list[tuple[Any, tuple[int, ...]]], str]] = [
-        ([(0, (3,)), (0, (4,))], "x: expected tensors with equal numbers .* got different numbers: 3, 4; if rows"),
+        ([(0, (3,)), (0, (4,))], "x: expected tensors with equal numbers .* got 2 different numbers: 3, 4; if rows"),
         ([(0, ()), ("whole", (2,))], "got no tensor with rows"),
         ([(1, (3,))], "rows gives dimension 1 for a tensor of shape \\(3,\\)"),
     ]

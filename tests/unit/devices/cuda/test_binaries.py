@@ -8,7 +8,7 @@ import pytest
 from commlib.devices.cuda.binaries import binary
 from commlib.devices.cuda.launcher import CupyLauncher
 from commlib.errors import TransportError
-from commlib.kernels.cuda.launcher import OPTIONS, expand_source
+from commlib.kernels.cuda.sources import OPTIONS, expand_source
 
 DEFINES = (*OPTIONS, "-DELEMENT=u32")
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import BITWISE, DTYPES, FLOATS, INTEGERS, kernel_operation, numpy_dtype
-from commlib.kernels.cuda.launcher import FOLDER, Defines
+from commlib.kernels.cuda.launcher import Defines
+from commlib.kernels.cuda.sources import FOLDER
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.protocol import BlockLayout
 from tests.cuda.nvrtc import compiled
@@ -148,7 +149,7 @@ def test_runs_are_loaded_and_stored_at_once(source: str) -> None:
 
 def test_an_error_and_a_warning_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else this file could not fail."""
-    monkeypatch.setattr("commlib.kernels.cuda.launcher.FOLDER", tmp_path)
+    monkeypatch.setattr("commlib.kernels.cuda.sources.FOLDER", tmp_path)
     tmp_path.joinpath("wrong.cu").write_text('extern "C" __global__ void wrong() { int x = y; }')
     with pytest.raises(AssertionError, match='identifier "y" is undefined'):
         compiled("wrong.cu", (), FIRST)
