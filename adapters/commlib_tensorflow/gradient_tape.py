@@ -176,7 +176,7 @@ def DistributedGradientTape(
             `commlib.compress`: fewer bytes between nodes.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
         op: Average, Sum or another one of `allreduce`.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         num_groups: The older name of `groups`.
         groups: A number of messages, or lists of variables that travel together; None: buckets.
         process_set: The ranks to reduce over; None: all.
@@ -234,7 +234,7 @@ def PartialDistributedGradientTape(
             `commlib.compress`: fewer bytes between nodes.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
         op: Average, Sum or another one of `allreduce`.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         num_groups: The older name of `groups`.
         groups: A number of messages, or lists of variables that travel together; None: buckets.
         process_set: The ranks to reduce over; None: all.

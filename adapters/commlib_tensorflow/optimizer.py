@@ -87,7 +87,7 @@ def DistributedOptimizer(
         backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
             `gradient_accumulation_steps`, which may be set instead and averages.
         op: Average or Sum.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         average_aggregated_gradients: Whether gradients of the k passes are averaged; otherwise they are summed.
         num_groups: The older name of `groups`.
         groups: A number of messages, or lists of variables that travel together; None: buckets.

@@ -102,7 +102,7 @@ def DistributedOptimizer(
         backward_passes_per_step: Only every k-th backward reduces; gradients of the k passes are summed, not averaged.
         op: Average ("mean", over all ranks, including those that have joined), Sum ("sum") or Adasum, which lets every
             rank step by itself and combines the steps.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         num_groups: The older name of `groups`.
         groups: Lists of parameters that share a bucket, or the number of such lists to make; None: by size.
         sparse_as_dense: Whether sparse gradients are sent dense, and are sparse again afterwards; otherwise they are

@@ -38,7 +38,11 @@ class OrderedVerbs(Generic[T]):
     ) -> TensorCall[T]:
         """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
-        op: sum, mean, min, max or prod. Sum and mean differentiate: the gradient is reduced in the same way.
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: Sum, mean, min, max or prod. Sum and mean differentiate: the gradient is reduced in the same way.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         room = self._bridge.room
         return TensorCall(
@@ -58,6 +62,12 @@ class OrderedVerbs(Generic[T]):
 
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more. Sum and mean
         differentiate: the gradients of the shards are gathered.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod".
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         return TensorCall(
             self._bridge,
@@ -81,6 +91,13 @@ class OrderedVerbs(Generic[T]):
         """Combine `tensor` of all ranks and return `counts[rank]` rows of the result; all ranks give the same counts.
 
         Sum and mean differentiate: the gradients of the rows are gathered.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            counts: The number of rows for each rank, the same on all ranks.
+            op: "sum", "mean", "min", "max" or "prod".
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         group = group_of(ranks, "reduce_scatter_v")
         rows, asked = _count_inputs(self._bridge, group, "reduce_scatter_v", (counts,))
@@ -98,7 +115,15 @@ class OrderedVerbs(Generic[T]):
     def reduce(
         self, tensor: T, op: str = "sum", root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T | None]:
-        """Combine `tensor` of all ranks; rank `root` gets the result, the others None. Does not differentiate."""
+        """Combine `tensor` of all ranks; rank `root` gets the result, the others None. Does not differentiate.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod".
+            root: The rank among them that gets the result.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         comm = group_of(ranks, "reduce")
         result = SAME if comm.rank == root else NOTHING
         return TensorCall(
@@ -108,14 +133,20 @@ class OrderedVerbs(Generic[T]):
     def scan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks up to and including this one.
 
-        op: sum, min, max or prod. The sum differentiates: the gradients are summed from the last rank to this one.
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: "sum", "min", "max" or "prod".
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, lambda: {"op": op})
 
     def exscan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
 
-        op: sum, min, max or prod.
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: "sum", "min", "max" or "prod".
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         comm = group_of(ranks, "exscan")
         result = SAME if comm.rank else NOTHING
@@ -127,6 +158,12 @@ class OrderedVerbs(Generic[T]):
         """Return a new tensor with the values of rank `root`. All ranks pass the same shape and dtype.
 
         Differentiates: rank `root` gets the sum of the gradients, the others zeros.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            root: The rank among them whose values the others get.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         comm = group_of(ranks, "broadcast")
         room, here = self._room, comm.rank == root
@@ -143,6 +180,11 @@ class OrderedVerbs(Generic[T]):
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree.
 
         Differentiates: each rank gets the sum of the gradients of its rows.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         return TensorCall(
             self._bridge, ranks, "all_gather", lambda verb, x: verb(x, algorithm=algorithm), (tensor,), ROWS
@@ -152,13 +194,24 @@ class OrderedVerbs(Generic[T]):
         """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ.
 
         Differentiates: each rank gets the sum of the gradients of its rows.
+
+        Args:
+            tensor: A tensor of the same dtype on all ranks; the lengths of dimension 0 may differ.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         return TensorCall(self._bridge, ranks, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
 
     def gather(
         self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T | None]:
-        """Like `all_gather`, but only rank `root` gets the result, the others None. Does not differentiate."""
+        """Return `all_gather` on rank `root`, and None on the others. Does not differentiate.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            root: The rank among them that gets the result.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         comm = group_of(ranks, "gather")
         result = ROWS if comm.rank == root else NOTHING
         return TensorCall(
@@ -171,6 +224,12 @@ class OrderedVerbs(Generic[T]):
         """Return this rank's equal part of rank `root`'s `tensor` along dimension 0; other tensors are ignored.
 
         Differentiates if every rank passes a tensor: rank `root` gets the gradients of all parts, the others zeros.
+
+        Args:
+            tensor: On rank `root` the tensor that is shared out; `size` divides the length of dimension 0.
+            root: The rank among them whose tensor is shared out.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         inputs = () if tensor is None else (tensor,)
         return TensorCall(
@@ -187,6 +246,11 @@ class OrderedVerbs(Generic[T]):
         """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return the parts received.
 
         Differentiates: the gradients of the parts go back to where the parts are from.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks; `size` divides the length of dimension 0.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         return TensorCall(
             self._bridge,
@@ -208,8 +272,12 @@ class OrderedVerbs(Generic[T]):
     ) -> TensorCall[tuple[T, T]]:
         """Send `splits[i]` rows of `tensor` to rank i; return (the rows received, int64 number of rows from each rank).
 
-        takes: number of rows received from each rank, if all ranks know it. Differentiates: the gradients of the rows
-        go back to where the rows are from.
+        Args:
+            tensor: A tensor; its rows go to the ranks in rank order.
+            splits: The number of rows for each rank.
+            takes: Number of rows received from each rank, if all ranks know it. Differentiates: the gradients of the
+                rows go back to where the rows are from.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         group = group_of(ranks, "all_to_all_v")
         rows, asked = _count_inputs(self._bridge, group, "all_to_all_v", (splits, takes))
@@ -223,19 +291,41 @@ class OrderedVerbs(Generic[T]):
         )
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[None]:
-        """Send `tensor` to rank `peer`. Returns when `tensor` may be changed. Does not differentiate."""
+        """Send `tensor` to rank `peer`. Returns when `tensor` may be changed. Does not differentiate.
+
+        Args:
+            tensor: A tensor of any shape.
+            peer: The rank that receives.
+            tag: A number that matches sends and receives.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         return TensorCall(self._bridge, ranks, "send", lambda verb, x: verb(x, peer, tag), (tensor,), NOTHING)
 
     def barrier(self, *, ranks: Ranks | None = None) -> TensorCall[None]:
-        """Wait until all ranks have called this. The work of `barrier_async` is done when all ranks have called it."""
+        """Wait until all ranks have called this. The work of `barrier_async` is done when all ranks have called it.
+
+        Args:
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         return TensorCall(self._bridge, ranks, "barrier", lambda verb: verb(), (), NOTHING)
 
     def broadcast_object(self, value: Any, root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[Any]:
-        """Return rank `root`'s picklable object on all ranks."""
+        """Return rank `root`'s picklable object on all ranks.
+
+        Args:
+            value: A picklable object.
+            root: The rank among them whose values the others get.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         return TensorCall(self._bridge, ranks, "broadcast_object", lambda verb: verb(value, root), (), OBJECT)
 
     def all_gather_object(self, value: Any, *, ranks: Ranks | None = None) -> TensorCall[list[Any]]:
-        """Return the picklable objects of all ranks, in rank order."""
+        """Return the picklable objects of all ranks, in rank order.
+
+        Args:
+            value: A picklable object.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         return TensorCall(self._bridge, ranks, "all_gather_object", lambda verb: verb(value), (), OBJECT)
 
 
@@ -251,6 +341,12 @@ class WritingVerbs(Generic[T]):
         """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it.
 
         Differentiates like `all_reduce`.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod".
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         place = self._place(tensor)
         x = place.array
@@ -271,6 +367,12 @@ class WritingVerbs(Generic[T]):
         """Overwrite `tensor` on every rank with the tensor of rank `root`, and return it.
 
         Differentiates like `broadcast`.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks.
+            root: The rank among them whose values the others get.
+            algorithm: "auto", or the name of a path or schedule: see `Communicator.all_reduce`.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         place = self._place(tensor)
         return TensorCall(
@@ -285,7 +387,14 @@ class WritingVerbs(Generic[T]):
         )
 
     def recv(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
-        """Receive the tensor that rank `peer` sends with this tag into `tensor`, and return it."""
+        """Receive the tensor that rank `peer` sends with this tag into `tensor`, and return it.
+
+        Args:
+            tensor: The tensor that is overwritten.
+            peer: The rank that sends.
+            tag: A number that matches sends and receives.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         place = self._place(tensor)
         return TensorCall(
             self._bridge,
@@ -303,6 +412,14 @@ class WritingVerbs(Generic[T]):
         """Send `tensor` to rank `peer` while receiving into `out` from rank `source`; return `out`.
 
         Differentiates with respect to `tensor`: the gradient of `out` goes back to rank `source`.
+
+        Args:
+            tensor: The tensor to send.
+            peer: The rank that receives it.
+            out: The tensor that is overwritten.
+            source: The rank whose tensor is received.
+            tag: A number that matches sends and receives.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         place = self._place(out)
         return TensorCall(
@@ -325,7 +442,14 @@ class ReturningVerbs(Generic[T]):
         self._room = bridge.room or np.empty_like
 
     def recv(self, like: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T]:
-        """Return the tensor that rank `peer` sends with this tag, as a new tensor of the shape and dtype of `like`."""
+        """Return the tensor that rank `peer` sends with this tag, as a new tensor of the shape and dtype of `like`.
+
+        Args:
+            like: A tensor of the shape and dtype of the message.
+            peer: The rank that sends.
+            tag: A number that matches sends and receives.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
+        """
         room = self._room
         return TensorCall(
             self._bridge, ranks, "recv", lambda verb, x: verb(room(x), peer, tag), (like,), SAME, operands=()
@@ -337,6 +461,14 @@ class ReturningVerbs(Generic[T]):
         """Send `tensor` to rank `peer`; return the tensor that rank `source` sends, as a new tensor like `like`.
 
         Differentiates with respect to `tensor`: the gradient of the result goes back to rank `source`.
+
+        Args:
+            tensor: The tensor to send.
+            peer: The rank that receives it.
+            like: A tensor of the shape and dtype of the received message.
+            source: The rank whose tensor is received.
+            tag: A number that matches sends and receives.
+            ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         room = self._room
         return TensorCall(

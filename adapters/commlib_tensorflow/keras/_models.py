@@ -44,7 +44,7 @@ def DistributedOptimizer(
         compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
             `commlib.compress`: fewer bytes between nodes.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         op: Average or Sum.
         backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
             `gradient_accumulation_steps`, which may be set instead and averages.
@@ -89,7 +89,7 @@ def PartialDistributedOptimizer(
         compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
             `commlib.compress`: fewer bytes between nodes.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
-        gradient_predivide_factor: F: divide by f before the sum, and multiply by f / size afterwards.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
         op: Average or Sum.
         backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
             `gradient_accumulation_steps`, which may be set instead and averages.

@@ -233,6 +233,7 @@ def broadcast(
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:

@@ -95,6 +95,7 @@ def _broadcast(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:
@@ -130,6 +131,7 @@ def _broadcast_(
         name: The name of the operation, by which ranks meet; None: a name by counting.
         process_set: The ranks that take part; None: all.
         root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Examples:

@@ -40,7 +40,10 @@ class _SequenceNorm(nn.Module):
 
 
 class SequenceLayerNorm(_SequenceNorm, nn.LayerNorm):
-    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
+
+    Arguments are those of `nn.LayerNorm`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
