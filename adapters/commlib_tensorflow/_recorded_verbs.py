@@ -89,7 +89,7 @@ class _TensorForm:
 
     @property
     def length(self) -> int | None:
-        return self.static[0] if self.static.rank else None  # type: ignore[no-any-return]
+        return self.static[0] if self.static.rank else None
 
     def zeros(self) -> Any:
         return self.like(tf.zeros(self.shape, self._dtype))

@@ -81,7 +81,7 @@ def _check_written(call: TensorCall[Any], written: Tensor) -> None:
     place = f"{call.comm.name}: {call.verb} in place, rank {call.comm.rank}"
     if call.verb == "send_recv":
         raise UsageError(f"{place}: the tensor that is received into requires a gradient: {_WAY_OUT} for it")
-    base = written._base if written._is_view() else written  # type: ignore[no-untyped-call]
+    base = written._base if written._is_view() else written
     if base is not None and base.is_leaf and base.requires_grad:
         raise UsageError(
             f"{place}: the tensor is a leaf that requires a gradient, or a view of one, so it must not be overwritten: "

@@ -114,11 +114,12 @@ class VerbGradients(Generic[T]):
         """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""
         rule = find_rule(recorded.verb, recorded.options.get("op", "sum"))
         call = _BACKWARD[recorded.verb](self, recorded, form, gradient)
-        found = self._run(call, OF_GRADIENTS)
+        found: Any = self._run(call, OF_GRADIENTS)
         if recorded.verb == "all_to_all_v":
             found = found[0]
         factor = rule.factor(recorded.comm.size)
-        return found if factor == 1 else found * factor
+        scaled: T = found if factor == 1 else found * factor
+        return scaled
 
     def _all_reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         return self._verbs.all_reduce(gradient, **recorded.options, comm=recorded.comm)

@@ -15,7 +15,7 @@ from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
 from commlib_torch._bridge import host_array
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.collectives import writing
+from commlib_torch._recorded_verbs import writing
 from commlib_torch.tensor.moves import On, axis_of
 
 _WHAT = "vocabulary_cross_entropy"
