@@ -24,7 +24,8 @@ def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Mod
     WIDTH.
     """
     titles = ("layer", "style", "full", f"rank 0 of {size}", "why")
-    rows, numbers = [titles], dict[str, int]()
+    rows: list[Cells] = [titles]
+    numbers: dict[str, int] = {}
     for *cells, why in _fold(_rows(plan, reasons, trace, size)):
         rows.append((*cells, str(numbers.setdefault(why, len(numbers) + 1))))
     widths = _widths(rows)
@@ -66,11 +67,11 @@ def _fold(rows: Iterable[tuple[str, str, str, str, str]]) -> list[Cells]:
             key = (same.sub("*", row[0]), *row[1:-1], same.sub("*", row[-1]))
             found.setdefault(key, []).append(int(number[0]))
         single.setdefault(key, row)
-    folded = []
-    for key, row in single.items():
+    folded: list[Cells] = []
+    for key, first in single.items():
         numbers = found.get(key, [])
         several = f"[{_ranges(numbers)}]"
-        folded.append(row if len(numbers) < 2 else tuple(cell.replace("*", several) for cell in key))
+        folded.append(first if len(numbers) < 2 else tuple(cell.replace("*", several) for cell in key))
     return folded
 
 

@@ -150,7 +150,13 @@ def test_every_rule_can_speak():
     """With figures as bad as they get each rule has its text; with all at 0 none speaks."""
     names = {name for rule in RULES for name in (rule.measure, rule.gain)}
     for rule in RULES:
-        bad = {**dict.fromkeys(names, 0.0), rule.gain: 0.5, rule.measure: 5.0, "worst": 3, "busiest": "m"}
+        bad: dict[str, Any] = {
+            **dict.fromkeys(names, 0.0),
+            rule.gain: 0.5,
+            rule.measure: 5.0,
+            "worst": 3,
+            "busiest": "m",
+        }
         assert any(text.startswith(rule.text[:12]) or "{" in rule.text[:12] for text in advise(bad).texts)
         assert not any("{" in text for text in advise(bad).texts)
     nothing = advise({**dict.fromkeys(names, 0.0), "worst": 0})
