@@ -226,12 +226,12 @@ def test_a_number_of_heads_is_not_the_number_of_a_layer():
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     for name in layers:
         x = m.linear(name, x, WIDTH)
-    reasons = {name: f"{name} has 4 heads for 8 ranks" for name in layers}
+    reasons = {name: f"{name} has 4 * 1 heads for 8 ranks" for name in layers}
     lines = plan_table({}, reasons, m.trace(x), 8).splitlines()
     assert (
         len(lines) == 4
         and lines[1].startswith("h.[0-9].attn")
-        and lines[3] == "1  h.[0-9].attn has 4 heads for 8 ranks"
+        and lines[3] == "1  h.[0-9].attn has 4 * 1 heads for 8 ranks"
     )
 
 
