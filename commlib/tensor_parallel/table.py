@@ -13,6 +13,7 @@ from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 WIDTH = 100  # columns of the text
 _GAP = "  "
+_NUMBER = "\0"  # stands for the number of a layer
 _NARROWEST = 16  # columns of names and of styles, which are broken if they do not fit
 Cells = tuple[str, ...]
 
@@ -64,14 +65,14 @@ def _fold(rows: Iterable[Cells]) -> list[Cells]:
         if number is not None:
             # A number in a name follows a separator; other numbers of a reason are counts.
             same = re.compile(rf"(?<=[._/]){number[0]}(?!\d)")
-            key = (same.sub("*", row[0]), *row[1:-1], same.sub("*", row[-1]))
+            key = (same.sub(_NUMBER, row[0]), *row[1:-1], same.sub(_NUMBER, row[-1]))
             found.setdefault(key, []).append(int(number[0]))
         single.setdefault(key, row)
-    folded = []
-    for key, row in single.items():
+    folded: list[Cells] = []
+    for key, first in single.items():
         numbers = found.get(key, [])
-        several = f"[{_ranges(numbers)}]"
-        folded.append(row if len(numbers) < 2 else tuple(cell.replace("*", several) for cell in key))
+        several = f"[{_ranges(sorted(numbers))}]"
+        folded.append(first if len(numbers) < 2 else tuple(cell.replace(_NUMBER, several) for cell in key))
     return folded
 
 

@@ -30,7 +30,8 @@ def test_two_ranks_and_the_files(mpirun, tmp_path):
     assert len(titles) == 1 and re.search(r"type redop .*time us .*#wrong +mpi us +ratio$", titles[0])
     rows = [line.split() for line in printed if line[:1] == " "][1:]
     assert [row[:4] for row in rows] == [[str(4**n), str(4 ** (n - 1)), "float32", "sum"] for n in range(1, 7)]
-    assert {row[8] for row in rows} == {"0"}
+    assert {row[9] for row in rows} == {"0"}
+    assert all(re.fullmatch(r"[\d.]+\.\.[\d.]+", row[5]) for row in rows)
     assert "# wrong elements: 0" in printed
     assert "\x1b" not in done.stdout  # Open MPI's ranks see a terminal, but this is none
     data, picture = sorted(out.iterdir())
@@ -59,8 +60,10 @@ def test_one_process(mpirun, launch_environment, tmp_path, launched):
 
 def test_a_barrier_has_one_line(mpirun):
     printed = lines(mpirun(3, [*BENCH, "barrier", "--peer", "mpi", *QUICK], timeout=120))
-    assert [line.split() for line in printed if "time us" in line] == [["time", "us", "mpi", "us", "ratio"]]
-    assert len(printed[-2].split()) == 3
+    assert [line.split() for line in printed if "time us" in line] == [
+        ["time", "us", "min..max", "us", "mpi", "us", "ratio"]
+    ]
+    assert len(printed[-2].split()) == 4
 
 
 WRONG = {
@@ -118,7 +121,7 @@ def test_a_wrong_element_is_shown_and_ends_with_1(mpirun, tmp_path):
     done = mpirun(2, program, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1] == " "][1:]
-    assert [row[8] for row in rows] == ["2", "2"]  # one before the bursts, one after
+    assert [row[9] for row in rows] == ["2", "2"]  # one before the bursts, one after
     assert "# wrong elements: 4" in done.stdout
     assert mpirun(2, [str(program), "--no-check"]).returncode == 0  # nothing is claimed then
 
