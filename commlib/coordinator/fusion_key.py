@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from commlib.coordinator.op_request import OpRequest
 from commlib.dtypes import INTEGERS
+from commlib.literals import Op
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object per kind, compared by identity
@@ -14,7 +15,7 @@ class FusionKey:
     """Key of tensors that can be reduced as one array."""
 
     dtype: str
-    op: str
+    op: Op
     prescale: float
     postscale: float
 

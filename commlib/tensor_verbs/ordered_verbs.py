@@ -15,6 +15,7 @@ import numpy as np
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
+from commlib.literals import AlgorithmName, Op
 from commlib.p2p.lanes.staging import stage_to_host
 from commlib.ranks import Ranks
 from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall, group_of
@@ -30,7 +31,7 @@ class OrderedVerbs(Generic[T]):
         self._room = bridge.room or np.empty_like
 
     def all_reduce(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
@@ -46,14 +47,14 @@ class OrderedVerbs(Generic[T]):
             SAME,
         )
 
-    def reduce_scatter(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
+    def reduce_scatter(self, tensor: T, op: Op = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return this rank's shard of the result along dimension 0.
 
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
         """
         return TensorCall(self._bridge, ranks, "reduce_scatter", lambda verb, x: verb(x, op), (tensor,), ROWS)
 
-    def reduce(self, tensor: T, op: str = "sum", root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T | None]:
+    def reduce(self, tensor: T, op: Op = "sum", root: int = 0, *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks; rank `root` gets the result, the others None."""
         comm = group_of(ranks, "reduce")
         result = SAME if comm.rank == root else NOTHING
@@ -146,7 +147,7 @@ class WritingVerbs(Generic[T]):
         self._bridge, self._place = bridge, place
 
     def all_reduce_(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it."""
         place = self._place(tensor)

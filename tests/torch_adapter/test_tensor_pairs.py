@@ -112,7 +112,7 @@ def test_pairs(comm: Any, axes: str) -> None:
     sizes: Any = {axis: 2 if axis in axes.split() else 1 for axis in ("pp", "dp", "cp", "tp")}
     mesh = Mesh(**sizes)
     cp, dp = mesh["cp"], mesh["dp"]
-    model: Any = parallelize(layers(partial(context.attention, axis=cp, causal=True)), mesh["tp"], PLAN)
+    model: Any = parallelize(layers(partial(context.attention, ranks=cp, causal=True)), mesh["tp"], PLAN)
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         total = vocabulary_cross_entropy(logits, targets, mesh["tp"], reduction="sum", label_smoothing=0.1)

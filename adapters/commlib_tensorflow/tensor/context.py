@@ -22,6 +22,7 @@ import tensorflow as tf
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
+from commlib.literals import AttentionMethod, SequenceOrder
 from commlib.sharding.axis import AxisRanks
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized
@@ -51,13 +52,13 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
     window: tuple[int, int] | None = None,
     mask: Any = None,
     key_mask: Any = None,
-    method: str = "ring",
+    method: AttentionMethod = "ring",
     dropout_p: float = 0.0,
     seed: Any = None,
 ) -> tf.Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
+from commlib.literals import AttentionMethod, SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._graph_breaks import disable_compile
@@ -40,13 +41,13 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
     key_mask: Tensor | None = None,
-    method: str = "ring",
+    method: AttentionMethod = "ring",
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:

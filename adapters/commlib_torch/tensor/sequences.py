@@ -14,6 +14,7 @@ from commlib.context_parallel import SequenceLayout, document_bounds, sequence_l
 from commlib.context_parallel.sequences import SequenceSpec, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
+from commlib.literals import SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -23,7 +24,7 @@ from commlib_torch.tensor._row_ranges import take_ranges
 from commlib_torch.tensor.moves import redistribute
 
 
-def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> Tensor:
+def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOrder = "balanced") -> Tensor:
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
@@ -41,7 +42,7 @@ def unshard_sequence(
     ranks: AxisRanks,
     dim: int = 1,
     *,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     partial: bool = False,
 ) -> Tensor:
@@ -62,7 +63,7 @@ def unshard_sequence(
 
 
 def position_ids(
-    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
+    length: int, ranks: AxisRanks, *, layout: SequenceOrder = "balanced", documents: Iterable[int] | None = None
 ) -> Tensor:
     """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64."""
     over = axis_of(ranks, "position_ids")
