@@ -65,7 +65,7 @@ def batch(kind: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def ours(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Tensor, y: Tensor) -> Step:
+def ours(comm: Any, model: nn.Sequential, name: Any, microbatches: int, x: Tensor, y: Tensor) -> Step:
     pipe = pipeline(model, comm, schedule=name, microbatches=microbatches, loss=nn.functional.mse_loss)
 
     def step() -> None:

@@ -126,7 +126,7 @@ def measured(comm: Any, pipe: Any, step: Callable[[], float]) -> tuple[Costs, fl
     return costs, min(comm.all_gather_object(statistics.median(rests)))
 
 
-def one(comm: Any, kind: str, rows: int, width: int, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def one(comm: Any, kind: str, rows: int, width: int, name: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of a step of both, and the predictions."""
     count = arguments.microbatches
     row_seconds = arguments.sleep_ms / 1e3 / rows

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
-from numpy import empty, ndarray
+from numpy import empty, generic, ndarray
+from numpy.typing import NDArray
 
 from commlib.buffers.views import are_plain
 from commlib.collectives.call_table import Calls
@@ -29,6 +30,7 @@ from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.group import symmetric_array
 from commlib.group.group import Group
+from commlib.literals import AlgorithmName, Op
 from commlib.observe.counters import Stats
 from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
@@ -45,6 +47,9 @@ from commlib.transport.base import Transport
 
 if TYPE_CHECKING:
     from commlib.p2p.channels.device_channel import DeviceChannel
+
+ScalarT = TypeVar("ScalarT", bound=generic)
+ArrayT = TypeVar("ArrayT", bound=Any)
 
 
 class Communicator:
@@ -209,7 +214,7 @@ class Communicator:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
         return self.group.watch(text, ())
 
-    def ways(self, device: Any = "cuda") -> tuple[str, ...]:
+    def ways(self, device: Any = "cuda") -> tuple[AlgorithmName, ...]:
         """Return the names of the paths that can move a device's arrays, in order of preference.
 
         "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on device memory), "host":
@@ -226,11 +231,24 @@ class Communicator:
             >>> comm.ways("cuda")  # doctest: +SKIP
             ('node', 'nccl', 'host')
         """
-        return self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
+        found = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
+        return cast(tuple[AlgorithmName, ...], found)
 
     # Reductions
 
-    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def all_reduce(
+        self,
+        x: NDArray[ScalarT],
+        op: Op = "sum",
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Return the sum over all ranks by default (Horovod's `allreduce` averages), the same bits on every rank.
 
         Args:
@@ -260,7 +278,7 @@ class Communicator:
             return out
         return all_reduce(self._calls, x, op, out, algorithm).run()
 
-    def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
+    def all_reduce_async(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
         """Start `all_reduce`."""
         if type(x) is ndarray:
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
@@ -269,7 +287,7 @@ class Communicator:
                 return known.start(x, target, value=target)
         return all_reduce(self._calls, x, op, out, algorithm).start()
 
-    def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare an `all_reduce` that will run many times on the same contiguous memory.
 
         `plan()` runs it now, `plan.start()` on the progress thread. Preparing is not collective; running is. The same
@@ -301,7 +319,19 @@ class Communicator:
         """
         return program(self._calls, text, run, on).plan("program")
 
-    def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def reduce_scatter(
+        self,
+        x: NDArray[ScalarT],
+        op: Op = "sum",
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def reduce_scatter(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def reduce_scatter(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its shard of the result along dimension 0.
 
         If the length of dimension 0 is not a multiple of the group's size, the first ranks get one row more.
@@ -322,16 +352,35 @@ class Communicator:
                 return known
         return reduce_scatter(self._calls, x, op, out, algorithm).run()
 
-    def reduce_scatter_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
+    def reduce_scatter_async(
+        self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Work:
         """Start `reduce_scatter`."""
         return reduce_scatter(self._calls, x, op, out, algorithm).start()
 
-    def plan_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_reduce_scatter(
+        self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Plan:
         """Prepare `reduce_scatter`."""
         return reduce_scatter(self._calls, x, op, out, algorithm).plan("reduce_scatter")
 
+    @overload
     def reduce_scatter_v(
-        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+        self,
+        x: NDArray[ScalarT],
+        counts: Sequence[int],
+        op: Op = "sum",
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Any: ...
+
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
     ) -> Any:
         """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. All ranks give the same counts.
 
@@ -349,18 +398,35 @@ class Communicator:
         return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).run()
 
     def reduce_scatter_v_async(
-        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+        self, x: Any, counts: Sequence[int], op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
     ) -> Work:
         """Start `reduce_scatter_v`."""
         return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).start()
 
     def plan_reduce_scatter_v(
-        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+        self, x: Any, counts: Sequence[int], op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
     ) -> Plan:
         """Prepare `reduce_scatter_v`."""
         return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).plan("reduce_scatter_v")
 
-    def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def reduce(
+        self,
+        x: NDArray[ScalarT],
+        op: Op = "sum",
+        root: int = 0,
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT] | None: ...
+    @overload
+    def reduce(
+        self, x: Any, op: Op = "sum", root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Any: ...
+
+    def reduce(
+        self, x: Any, op: Op = "sum", root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Any:
         """Combine `x` of all ranks; rank `root` gets the result, the others None.
 
         Args:
@@ -377,15 +443,24 @@ class Communicator:
         """
         return reduce(self._calls, x, op, root, out, algorithm).run()
 
-    def reduce_async(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
+    def reduce_async(
+        self, x: Any, op: Op = "sum", root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Work:
         """Start `reduce`."""
         return reduce(self._calls, x, op, root, out, algorithm).start()
 
-    def plan_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_reduce(
+        self, x: Any, op: Op = "sum", root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Plan:
         """Prepare `reduce`."""
         return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
 
-    def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    @overload
+    def scan(self, x: NDArray[ScalarT], op: Op = "sum", *, out: NDArray[ScalarT] | None = None) -> NDArray[ScalarT]: ...
+    @overload
+    def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
+
+    def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
         """Combine `x` of all ranks up to and including this one.
 
         Args:
@@ -399,15 +474,22 @@ class Communicator:
         """
         return scan(self._calls, "scan", x, op, out).run()
 
-    def scan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+    def scan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
         """Start `scan`."""
         return scan(self._calls, "scan", x, op, out).start()
 
-    def plan_scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+    def plan_scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Plan:
         """Prepare `scan`."""
         return scan(self._calls, "scan", x, op, out).plan("scan")
 
-    def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    @overload
+    def exscan(
+        self, x: NDArray[ScalarT], op: Op = "sum", *, out: NDArray[ScalarT] | None = None
+    ) -> NDArray[ScalarT] | None: ...
+    @overload
+    def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
+
+    def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
         """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` is unchanged.
 
         Args:
@@ -422,17 +504,17 @@ class Communicator:
         """
         return scan(self._calls, "exscan", x, op, out).run()
 
-    def exscan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+    def exscan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
         """Start `exscan`."""
         return scan(self._calls, "exscan", x, op, out).start()
 
-    def plan_exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+    def plan_exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Plan:
         """Prepare `exscan`."""
         return scan(self._calls, "exscan", x, op, out).plan("exscan")
 
     # Movement
 
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
+    def broadcast(self, x: ArrayT, root: int = 0, *, algorithm: AlgorithmName = "auto") -> ArrayT:
         """Overwrite `x` on all ranks with rank `root`'s `x`, and return it.
 
         Args:
@@ -446,20 +528,27 @@ class Communicator:
             array([1, 1])
         """
         if type(x) is ndarray and type(root) is int:
-            known = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
+            known: Any = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
-                return known
-        return broadcast(self._calls, x, root, algorithm).run()
+                return known  # type: ignore[no-any-return]
+        return broadcast(self._calls, x, root, algorithm).run()  # type: ignore[no-any-return]
 
-    def broadcast_async(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Work:
+    def broadcast_async(self, x: Any, root: int = 0, *, algorithm: AlgorithmName = "auto") -> Work:
         """Start `broadcast`."""
         return broadcast(self._calls, x, root, algorithm).start()
 
-    def plan_broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Plan:
+    def plan_broadcast(self, x: Any, root: int = 0, *, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare `broadcast`."""
         return broadcast(self._calls, x, root, algorithm).plan("broadcast")
 
-    def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def all_gather(
+        self, x: NDArray[ScalarT], *, out: NDArray[ScalarT] | None = None, algorithm: AlgorithmName = "auto"
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def all_gather(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def all_gather(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Concatenate `x` of all ranks along dimension 0, in rank order. Shapes must agree.
 
         Args:
@@ -477,13 +566,18 @@ class Communicator:
                 return known
         return all_gather(self._calls, x, out, algorithm).run()
 
-    def all_gather_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:
+    def all_gather_async(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
         """Start `all_gather`."""
         return all_gather(self._calls, x, out, algorithm).start()
 
-    def plan_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_all_gather(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare `all_gather`."""
         return all_gather(self._calls, x, out, algorithm).plan("all_gather")
+
+    @overload
+    def all_gather_v(self, x: NDArray[ScalarT]) -> NDArray[ScalarT]: ...
+    @overload
+    def all_gather_v(self, x: Any) -> Any: ...
 
     def all_gather_v(self, x: Any) -> Any:
         """Concatenate `x` of all ranks along dimension 0, in rank order. The lengths of dimension 0 may differ.
@@ -505,7 +599,19 @@ class Communicator:
         """Prepare `all_gather_v`."""
         return all_gather_v(self._calls, x).plan("all_gather_v")
 
-    def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def gather(
+        self,
+        x: NDArray[ScalarT],
+        root: int = 0,
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT] | None: ...
+    @overload
+    def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Concatenate `x` of all ranks along dimension 0 on rank `root`; the others get None.
 
         Args:
@@ -521,15 +627,27 @@ class Communicator:
         """
         return gather(self._calls, x, root, out, algorithm).run()
 
-    def gather_async(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
+    def gather_async(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
         """Start `gather`."""
         return gather(self._calls, x, root, out, algorithm).start()
 
-    def plan_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare `gather`."""
         return gather(self._calls, x, root, out, algorithm).plan("gather")
 
-    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def scatter(
+        self,
+        x: NDArray[ScalarT],
+        root: int = 0,
+        *,
+        out: NDArray[ScalarT] | None = None,
+        algorithm: AlgorithmName = "auto",
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Return this rank's equal share of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored.
 
         Args:
@@ -545,15 +663,24 @@ class Communicator:
         """
         return scatter(self._calls, x, root, out, algorithm).run()
 
-    def scatter_async(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
+    def scatter_async(
+        self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
+    ) -> Work:
         """Start `scatter`."""
         return scatter(self._calls, x, root, out, algorithm).start()
 
-    def plan_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare `scatter`."""
         return scatter(self._calls, x, root, out, algorithm).plan("scatter")
 
-    def all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
+    @overload
+    def all_to_all(
+        self, x: NDArray[ScalarT], *, out: NDArray[ScalarT] | None = None, algorithm: AlgorithmName = "auto"
+    ) -> NDArray[ScalarT]: ...
+    @overload
+    def all_to_all(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
+
+    def all_to_all(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Split `x` along dimension 0 into `size` equal blocks, send block i to rank i; return the received blocks.
 
         Args:
@@ -572,11 +699,11 @@ class Communicator:
                 return known
         return all_to_all(self._calls, x, out, algorithm).run()
 
-    def all_to_all_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:
+    def all_to_all_async(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
         """Start `all_to_all`."""
         return all_to_all(self._calls, x, out, algorithm).start()
 
-    def plan_all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Plan:
+    def plan_all_to_all(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Plan:
         """Prepare `all_to_all`."""
         return all_to_all(self._calls, x, out, algorithm).plan("all_to_all")
 
@@ -645,7 +772,7 @@ class Communicator:
         """Start `send`."""
         return messages.send(self.group, self._post, x, peer, tag).start()
 
-    def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
+    def recv(self, x: ArrayT, peer: int, tag: int = 0) -> ArrayT:
         """Receive a message from rank `peer` with this tag into `x`, and return `x`. The byte counts must agree.
 
         Args:
@@ -661,13 +788,13 @@ class Communicator:
         """
         if self._post.recv_now(x, peer, tag):
             return x
-        return messages.recv(self.group, self._post, x, peer, tag).complete()
+        return messages.recv(self.group, self._post, x, peer, tag).complete()  # type: ignore[no-any-return]
 
     def recv_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `recv`."""
         return messages.recv(self.group, self._post, x, peer, tag).start()
 
-    def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
+    def send_recv(self, x: Any, peer: int, out: ArrayT, source: int, tag: int = 0) -> ArrayT:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`.
 
         Args:
@@ -682,7 +809,7 @@ class Communicator:
             >>> comm.send_recv(np.array([comm.rank]), other, np.zeros(1, int), other).tolist() == [other]
             True
         """
-        return messages.exchange(self.group, self._post, x, peer, out, source, tag)
+        return messages.exchange(self.group, self._post, x, peer, out, source, tag)  # type: ignore[no-any-return]
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""

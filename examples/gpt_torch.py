@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 64, 4, 4, 33, 8, 12
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-PLAN: dict[str, Any] = {
+PLAN: ct.tensor.Plan = {
     "*.words": ct.Vocabulary(),
     "*.qkv": ct.Column(parts=3, units=HEADS),
     "*.out": ct.Row(units=HEADS),
@@ -112,7 +112,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(window[:, :-1], window[:, 1:].contiguous()) for window in windows]
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 
@@ -142,7 +142,7 @@ class ParallelTraining:
         self.model: Any = model
         if self.is_staged:
             self.model = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=2, loss=self.loss)
-        self.optimizer: Any = ct.DistributedOptimizer(
+        self.optimizer = ct.DistributedOptimizer(
             optimizer_of(self.model.parameters()), self.model.named_parameters(), mesh=mesh
         )
 

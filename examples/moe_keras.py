@@ -75,7 +75,7 @@ def batches() -> tuple[Any, Any]:
     return windows[..., :-1], windows[..., 1:]
 
 
-class Losses(keras.callbacks.Callback):  # type: ignore[misc]
+class Losses(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """The loss of each batch, over all ranks; rank 0 prints some."""
 
     def __init__(self, comm: commlib.Communicator) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ class Block(nn.Module):
         return out
 
 
-def make_model(ranks: Any, experts: ct.Experts) -> nn.Module:
+def make_model(ranks: commlib.Mesh | commlib.Communicator, experts: ct.Experts) -> nn.Module:
     """Return a model whose weights do not depend on the ranks that share the experts."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(LAYERS)]
@@ -75,11 +74,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(window[:, :-1], window[:, 1:].contiguous()) for window in windows]
 
 
-def optimizer_of(model: nn.Module) -> Any:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> float:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     """Train on these rows; return their loss, including the routers' loss."""
     loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) + ct.auxiliary_loss(model)
     loss.backward()
@@ -120,9 +119,10 @@ def main() -> None:
     if comm.rank > 0:
         return
     print(draw_stats(stats))
+    assert alone is not None
     full = make_model(alone, experts)
-    optimizer = optimizer_of(full)
-    expected = [train_step(full, optimizer, x, y) for x, y in text]
+    plain = optimizer_of(full)
+    expected = [train_step(full, plain, x, y) for x, y in text]
     # float32: another order of sums changes a loss by some 1e-7, and a weight by more after these steps of Adam.
     loss_gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
     weight_gap = max(float((state[name] - value).abs().max()) for name, value in full.state_dict().items())

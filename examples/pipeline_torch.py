@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(window[:, :-1], window[:, 1:].contiguous()) for window in windows]
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 

@@ -24,6 +24,7 @@ from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
 from commlib_tensorflow import elastic, tensor
+from commlib_tensorflow._keras_reduction import WrappedOptimizer
 from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.checkpoint import Checkpoint
 from commlib_tensorflow.clip import clip_by_global_norm
@@ -70,6 +71,7 @@ __all__ = [
     "Pipeline",
     "Row",
     "Vocabulary",
+    "WrappedOptimizer",
     "VocabularyCrossEntropy",
     "clip_by_global_norm",
     "context",

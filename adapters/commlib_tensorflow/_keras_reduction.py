@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -330,3 +330,14 @@ def check_variables(variables: Iterable[Any]) -> None:
                 f"variable {path_of(variable)} is overwritten by its gradient (float8 training), which ranks cannot "
                 "reduce: train without float8"
             )
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(DistributedKeras, Any):  # type: ignore[misc]
+        """What `DistributedOptimizer` returns: an optimizer of the user's class, with more methods.
+
+        Type checkers know these methods. Any stands for the user's class: a variable of that class may hold the result.
+        """
+else:
+    WrappedOptimizer = DistributedMixin

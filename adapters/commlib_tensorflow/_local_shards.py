@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.dtypes import Array
+from commlib.literals import Op
 from commlib.sharding.shards import Shard, group_local_shards
 from commlib_tensorflow._host_calls import Spec, call_in_order, result_empty
 from commlib_tensorflow._shards import shard_of
@@ -18,7 +19,7 @@ def places_of(variables: Sequence[Any]) -> list[int]:
     return [place for place, one in enumerate(variables) if (shard := shard_of(one)) is not None and shard.is_local]
 
 
-def reduce_local(gradients: Sequence[Any], variables: Sequence[Any], op: str, ranks: int) -> list[Any]:
+def reduce_local(gradients: Sequence[Any], variables: Sequence[Any], op: Op, ranks: int) -> list[Any]:
     """Reduce the gradients of such variables by `op` ("mean" or "sum") over all ranks that train together.
 
     None stays None. Collective over the ranks that hold copies of one. Raises UsageError if ranks hold parts of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -14,17 +14,16 @@ from commlib.compress.choice import choose
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along, process_set_over
+from commlib.horovod.reductions import OpName, ReduceOp
 from commlib.mesh_groups import Mesh
 from commlib.ranks import Ranks, check_one_choice
 from commlib.sharding.data_axes import data_axes
-from commlib_tensorflow._keras_reduction import KerasGradients
+from commlib_tensorflow._keras_reduction import KerasGradients, WrappedOptimizer
 from commlib_tensorflow.compression import Compression
-
-OptimizerT = TypeVar("OptimizerT")
 
 
 def DistributedOptimizer(
-    optimizer: OptimizerT,
+    optimizer: Any,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
@@ -32,7 +31,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: core.ReduceOp = core.Average,
+    op: ReduceOp | OpName = core.Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -46,7 +45,7 @@ def DistributedOptimizer(
     compress_within_node: bool = False,
     ranks: Ranks | None = None,
     mesh: Mesh | None = None,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
     The same object is returned, as an instance of a subclass of its own class, with all its state. `fit`, a custom
@@ -130,7 +129,7 @@ def DistributedOptimizer(
 
 
 def distribute(
-    optimizer: OptimizerT,
+    optimizer: Any,
     *,
     name: str | None,
     backward_passes_per_step: int,
@@ -140,7 +139,7 @@ def distribute(
     ranks: Ranks | None = None,
     mesh: Mesh | None = None,
     **settings: Any,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make `optimizer` reduce its gradients, and return it: the common part of all DistributedOptimizers."""
     op = core.resolve_op(op)
     if op not in (core.Average, core.Sum):
@@ -182,4 +181,4 @@ def distribute(
         raise UsageError(
             f"expected an optimizer of Keras 3, tf_keras or tf.compat.v1.train, got {type(optimizer).__name__}"
         )
-    return optimizer
+    return cast(WrappedOptimizer, optimizer)

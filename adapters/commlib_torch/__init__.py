@@ -46,7 +46,7 @@ from commlib_torch.named_verbs.movement import *
 from commlib_torch.named_verbs.reductions import *
 from commlib_torch.named_verbs.sparse import sparse_allreduce_async
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
-from commlib_torch.optimizer import DistributedOptimizer
+from commlib_torch.optimizer import DistributedOptimizer, WrappedOptimizer
 from commlib_torch.pipelines.pipeline import Pipeline, pipeline
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from commlib_torch.tensor import (
@@ -84,6 +84,7 @@ __all__ = [
     "Pipeline",
     "Row",
     "Vocabulary",
+    "WrappedOptimizer",
     "auxiliary_loss",
     "clip_grad_norm_",
     "context",

@@ -20,6 +20,7 @@ from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
+from commlib.literals import AveragingOp
 from commlib.ranks import Ranks, communicator_of
 from commlib_torch._bridge import to_array
 from commlib_torch._registrations import registrations
@@ -75,7 +76,7 @@ class DataParallel(nn.Module, Reporting):
         self,
         module: nn.Module,
         *,
-        op: str = "mean",
+        op: AveragingOp = "mean",
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
         overlap: bool | None = None,

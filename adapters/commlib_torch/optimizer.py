@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.group.single_rank import SingleRank
-from commlib.horovod.reductions import reduction_name
+from commlib.horovod.reductions import OpName, ReduceOp, reduction_name
 from commlib.horovod.wrapping import PlainPickling, change_class
 from commlib.mesh_groups import Mesh
 from commlib.named_gradients.named_buckets import reduce_by_name
@@ -41,15 +41,13 @@ from commlib_torch.named_verbs._named_operations import ProcessSets
 KEY = "commlib"
 """The key of the compression state in a `state_dict`; plain optimizers ignore it."""
 
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-
 
 def DistributedOptimizer(
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[Named] | None = None,
     compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Any = core.Average,
+    op: ReduceOp | OpName = core.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups = None,
@@ -62,7 +60,7 @@ def DistributedOptimizer(
     compress_within_node: bool = False,
     ranks: Ranks | None = None,
     mesh: Mesh | None = None,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
 
     The same object is returned, as an instance of a subclass of its class, with its state: schedulers, GradScaler,
@@ -156,7 +154,7 @@ def DistributedOptimizer(
         change_class(optimizer, AdasumMixin)
         wrapped: Any = optimizer
         wrapped._start_adasum(everything, compression, process_set)
-        return optimizer
+        return cast(WrappedOptimizer, optimizer)
     options = Options(
         op=reduction_name(op),
         bucket_cap_mib=bucket_cap_mib,
@@ -190,7 +188,7 @@ def DistributedOptimizer(
     # Hooks, not an override of step(): an earlier scheduler has replaced step on the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    return optimizer
+    return cast(WrappedOptimizer, optimizer)
 
 
 class DistributedMixin(PlainPickling, Reporting):
@@ -298,6 +296,20 @@ class DistributedMixin(PlainPickling, Reporting):
         everything = [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
         self._count = len(everything)
         self._left_out = [parameter for parameter in everything if not parameter.requires_grad]
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(DistributedMixin, Any):  # type: ignore[misc]
+        """What `DistributedOptimizer` returns: an optimizer of the user's class, with more methods.
+
+        Type checkers know these methods. Any stands for the user's class: a variable of that class may hold the result.
+        """
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            """Reduce the gradients unless backward has, and step as the user's class does. Collective."""
+else:
+    WrappedOptimizer = DistributedMixin
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

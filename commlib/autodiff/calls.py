@@ -15,6 +15,7 @@ from commlib.buffers.views import as_host
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.literals import Op
 from commlib.schedule.layout import even
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class VerbCall:
     """
 
     verb: str
-    op: str = "sum"
+    op: Op = "sum"
     root: int = 0
     peer: int = -1
     source: int = -1

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
+from commlib.literals import Op
 
 State = dict[str, dict[str, Array]]
 """The state of each parameter, by its name and the state's kind: {"layer.weight": {"residual": ...}}."""
@@ -44,7 +45,7 @@ class CodecRanks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any: ...
+    def all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
 
     def all_gather(self, x: Any, *, out: Any = None) -> Any: ...
 

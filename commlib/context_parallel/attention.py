@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from commlib.context_parallel import Heads, Mask, SequenceLayout, Window, check_key_mask, check_rate, steps
 from commlib.context_parallel.ring import ContextRing
 from commlib.context_parallel.sequences import SequenceSpec, settle_with
 from commlib.errors import UsageError
+from commlib.literals import AttentionMethod
 from commlib.sharding.axis import ParallelAxis
 
-METHODS = ("ring", "all_to_all")
+METHODS: tuple[str, ...] = get_args(AttentionMethod)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 WHAT = "attention"
 

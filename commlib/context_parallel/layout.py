@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import get_args
 
 from commlib.errors import UsageError
+from commlib.literals import SequenceOrder
 from commlib.schedule.layout import even
 
-ORDERS = ("balanced", "contiguous")
+ORDERS: tuple[str, ...] = get_args(SequenceOrder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.op_request import OpRequest
 from commlib.devices.protocol import Device, DeviceEvent, Stream
 from commlib.devices.waiting import wait_for
+from commlib.literals import Op
 from commlib.schedule.layout import even
 
 # Between nodes each collective costs latency, so smaller arrays are fused on the host.
@@ -104,7 +105,7 @@ class DeviceExecution:
     def _reduce_scatter(self, request: OpRequest, inputs: Sequence[DeviceOperand], *_: Any) -> Any:
         return [self._part(x, options_of(request)[0]) for x in inputs]
 
-    def _part(self, x: DeviceOperand, op: str) -> Any:
+    def _part(self, x: DeviceOperand, op: Op) -> Any:
         rows = even(x.shape[0], self._comm.size).counts[self._comm.rank]
         target, given = allocate_like(x.array, (rows, *x.shape[1:]))
         self._comm.reduce_scatter(x.array, op, out=target)

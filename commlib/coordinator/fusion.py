@@ -166,7 +166,7 @@ class FusionKey:
     """Key of tensors that can be reduced as one array."""
 
     dtype: str
-    op: str
+    op: Op
     prescale: float
     postscale: float
 

@@ -27,6 +27,7 @@ from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.data_parallel.traces import Traces
 from commlib.dtypes import Array
 from commlib.kernels.host.stream import stream_copy
+from commlib.literals import Op
 
 # Above this size, gradients do not stay in a core's caches until they are reduced: the model needs the caches too.
 CACHED_BYTES = 4 << 20
@@ -59,7 +60,7 @@ class BucketRanks(GatherRanks, Protocol):
 
     def watch(self, text: str) -> Callable[[], None]: ...
 
-    def plan_all_reduce(self, x: Any, op: str = ..., *, out: Any = ...) -> BucketPlan: ...
+    def plan_all_reduce(self, x: Any, op: Op = ..., *, out: Any = ...) -> BucketPlan: ...
 
 
 MakePlan = Callable[[Bucket, Array], BucketPlan]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from commlib.errors import UsageError
 from commlib.suggestions import suggest
 
 _ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
 
-_WORDS = {
-    "scores": ("softmax", "sigmoid"),
-    "capacity_over": ("rank", "all"),
-    "drop": ("position", "probability", "random"),
-    "second": ("all", "random"),
-    "choice": ("token", "expert"),
-    "balance": ("sequence", "microbatch", "global", "none"),
+Scores = Literal["softmax", "sigmoid"]
+CapacityOver = Literal["rank", "all"]
+Drop = Literal["position", "probability", "random"]
+Second = Literal["all", "random"]
+Choice = Literal["token", "expert"]
+Balance = Literal["sequence", "microbatch", "global", "none"]
+_WORDS: dict[str, tuple[str, ...]] = {
+    "scores": get_args(Scores),
+    "capacity_over": get_args(CapacityOver),
+    "drop": get_args(Drop),
+    "second": get_args(Second),
+    "choice": get_args(Choice),
+    "balance": get_args(Balance),
 }
 
 
@@ -70,21 +76,21 @@ class Experts:
 
     count: int
     top_k: int = 2
-    scores: str = "softmax"
+    scores: Scores = "softmax"
     normalise: bool | None = None
     scale: float = 1.0
     groups: int = 1
     max_groups: int | None = None
-    second: str = "all"
-    choice: str = "token"
+    second: Second = "all"
+    choice: Choice = "token"
     jitter: float = 0.0
     noise: float = 0.0
     capacity_factor: float | None = None
     eval_capacity_factor: float | None = None
     min_capacity: int = 4
-    capacity_over: str = "rank"
-    drop: str = "position"
-    balance: str = "sequence"
+    capacity_over: CapacityOver = "rank"
+    drop: Drop = "position"
+    balance: Balance = "sequence"
     balance_weight: float = 0.01
     z_weight: float = 0.0
     bias_rate: float = 0.0

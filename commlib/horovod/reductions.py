@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from commlib.autodiff import HOROVOD, find_rule
 from commlib.errors import UsageError
@@ -28,6 +28,9 @@ class ReduceOp(enum.IntEnum):
 
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
+
+OpName = Literal["mean", "sum", "adasum", "min", "max", "prod"]
+"""Their names in commlib."""
 
 _CORE = dict(zip(ReduceOp, ("mean", "sum", "adasum", "min", "max", "prod"), strict=True))
 _BY_NAME = {name: op for op, name in _CORE.items()}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.literals import BatchNormMode
 from commlib.pipeline.pipe import AnySchedule, resolve
 from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
 from commlib.suggestions import suggest
 
-BATCH_NORMS = ("microbatch", "batch")
+BATCH_NORMS: tuple[str, ...] = get_args(BatchNormMode)
 """The basis of the statistics that batch norm keeps for inference."""
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 from commlib.errors import UsageError
+from commlib.literals import CheckpointMode
 from commlib.suggestions import suggest
 
-CHECKPOINTS = ("none", "selective", "full")
-"""The part of a stage's or layer's forward that its backward recomputes: none, all except products, all."""
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointMode)
 
-Checkpoint = str | Mapping[str, str] | Callable[[str, Any], str]
+Checkpoint = CheckpointMode | Mapping[str, CheckpointMode] | Callable[[str, Any], CheckpointMode]
 """One of these modes; or modes by patterns of layers' names, in which `*` matches any characters; or a function of a
 layer's name and the layer that returns one.
 """

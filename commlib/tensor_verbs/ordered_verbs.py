@@ -19,6 +19,7 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
+from commlib.literals import AlgorithmName, Op
 from commlib.p2p.lanes.staging import stage_to_host
 from commlib.ranks import Ranks
 from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall, group_of
@@ -34,7 +35,7 @@ class OrderedVerbs(Generic[T]):
         self._room = bridge.room or np.empty_like
 
     def all_reduce(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Return a new tensor: the sum over all ranks by default (`allreduce` averages), the same bits on every rank.
 
@@ -56,7 +57,7 @@ class OrderedVerbs(Generic[T]):
         )
 
     def reduce_scatter(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return this rank's shard of the result along dimension 0.
 
@@ -83,9 +84,9 @@ class OrderedVerbs(Generic[T]):
         self,
         tensor: T,
         counts: Sequence[int] | T,
-        op: str = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str = "auto",
+        algorithm: AlgorithmName = "auto",
         ranks: Ranks | None = None,
     ) -> TensorCall[T]:
         """Combine `tensor` of all ranks and return `counts[rank]` rows of the result; all ranks give the same counts.
@@ -113,7 +114,7 @@ class OrderedVerbs(Generic[T]):
         )
 
     def reduce(
-        self, tensor: T, op: str = "sum", root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", root: int = 0, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks; rank `root` gets the result, the others None. Does not differentiate.
 
@@ -130,7 +131,7 @@ class OrderedVerbs(Generic[T]):
             self._bridge, comm, "reduce", lambda verb, x: verb(x, op, root, algorithm=algorithm), (tensor,), result
         )
 
-    def scan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
+    def scan(self, tensor: T, op: Op = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks up to and including this one.
 
         Args:
@@ -140,7 +141,7 @@ class OrderedVerbs(Generic[T]):
         """
         return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, lambda: {"op": op})
 
-    def exscan(self, tensor: T, op: str = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
+    def exscan(self, tensor: T, op: Op = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
 
         Args:
@@ -153,7 +154,7 @@ class OrderedVerbs(Generic[T]):
         return TensorCall(self._bridge, ranks, "exscan", lambda verb, x: verb(x, op), (tensor,), result)
 
     def broadcast(
-        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, root: int = 0, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Return a new tensor with the values of rank `root`. All ranks pass the same shape and dtype.
 
@@ -176,7 +177,7 @@ class OrderedVerbs(Generic[T]):
 
         return TensorCall(self._bridge, comm, "broadcast", host, (tensor,), SAME, lambda: {"root": root})
 
-    def all_gather(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
+    def all_gather(self, tensor: T, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
         """Return `tensor` of all ranks, one after another along dimension 0. Shapes must agree.
 
         Differentiates: each rank gets the sum of the gradients of its rows.
@@ -202,7 +203,7 @@ class OrderedVerbs(Generic[T]):
         return TensorCall(self._bridge, ranks, "all_gather_v", lambda verb, x: verb(x), (tensor,), ROWS)
 
     def gather(
-        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, root: int = 0, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T | None]:
         """Return `all_gather` on rank `root`, and None on the others. Does not differentiate.
 
@@ -219,7 +220,7 @@ class OrderedVerbs(Generic[T]):
         )
 
     def scatter(
-        self, tensor: T | None = None, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T | None = None, root: int = 0, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Return this rank's equal part of rank `root`'s `tensor` along dimension 0; other tensors are ignored.
 
@@ -242,7 +243,7 @@ class OrderedVerbs(Generic[T]):
             lambda: {"root": root},
         )
 
-    def all_to_all(self, tensor: T, *, algorithm: str = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
+    def all_to_all(self, tensor: T, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None) -> TensorCall[T]:
         """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return the parts received.
 
         Differentiates: the gradients of the parts go back to where the parts are from.
@@ -336,7 +337,7 @@ class WritingVerbs(Generic[T]):
         self._bridge, self._place = bridge, place
 
     def all_reduce_(
-        self, tensor: T, op: str = "sum", *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, op: Op = "sum", *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Reduce `tensor` over all ranks in place, to the sum by default (`allreduce_` averages), and return it.
 
@@ -362,7 +363,7 @@ class WritingVerbs(Generic[T]):
         )
 
     def broadcast_(
-        self, tensor: T, root: int = 0, *, algorithm: str = "auto", ranks: Ranks | None = None
+        self, tensor: T, root: int = 0, *, algorithm: AlgorithmName = "auto", ranks: Ranks | None = None
     ) -> TensorCall[T]:
         """Overwrite `tensor` on every rank with the tensor of rank `root`, and return it.
 

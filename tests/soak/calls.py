@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from commlib import Communicator, Plan, Work
 from commlib.dtypes import NUMPY
+from commlib.literals import AlgorithmName, Op
 from tests.oracles.oracle import assert_same, combined, values
 from tests.soak.script import ROOTED, SYMMETRIC, Step
 
@@ -287,7 +288,8 @@ def plan(step: Step, seat: Seat) -> list[Call]:
     key = step.slot, step.kind.shape[0], step.kind.op, step.kind.algorithm, step.kind.out
     if key not in seat.plans:
         out = outcome(step, seat, x, step.kind.shape)
-        seat.plans[key] = seat.comm.plan_all_reduce(x, step.kind.op, out=out, algorithm=step.kind.algorithm)
+        op, algorithm = cast(Op, step.kind.op), cast(AlgorithmName, step.kind.algorithm)
+        seat.plans[key] = seat.comm.plan_all_reduce(x, op, out=out, algorithm=algorithm)
     made = seat.plans[key]
 
     def check(result: Any) -> None:

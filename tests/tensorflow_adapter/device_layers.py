@@ -74,7 +74,7 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
     _both(place, run)
 
 
-def sequences(comm: Any, place: Any, method: str, traced: bool) -> None:
+def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
     """Attention over a divided sequence: keys, values and their gradients go from device to device."""
     counts = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
     axis = ParallelAxis(comm)

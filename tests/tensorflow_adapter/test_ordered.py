@@ -36,7 +36,7 @@ def test_all_reduce_in_every_dtype(comm: Any, mode: str) -> None:
 
 @both
 @pytest.mark.parametrize("op", ["mean", "min", "max", "prod"])
-def test_other_operations(comm: Any, op: str, mode: str) -> None:
+def test_other_operations(comm: Any, op: Any, mode: str) -> None:
     results = in_mode(mode, lambda *xs: [ct.all_reduce(x, op, algorithm="auto") for x in xs])(
         *(values(dtype, comm.rank) for dtype in FLOATS)
     )
@@ -311,7 +311,7 @@ def test_names_that_operations_by_name_have_too(comm: Any) -> None:
 @both
 def test_bad_arguments(comm: Any, mode: str) -> None:
     for call, text in (
-        (lambda x: ct.all_reduce(x, "avg"), "unknown operation"),
+        (lambda x: ct.all_reduce(x, "avg"), "unknown operation"),  # type: ignore[arg-type]
         (lambda x: ct.all_to_all_v(x, [1] * comm.size), "splits"),
         (lambda x: ct.broadcast(x, root=comm.size, ranks=comm), "root"),
         (lambda x: ct.send(x, comm.size), "peer"),

@@ -41,7 +41,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("microbatches", [3, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: str, microbatches: int) -> None:
+def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
     """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
     alone = Alone(layers(6 if comm.size < 3 else 12), keras.optimizers.Adam(0.1))
     model = layers(6 if comm.size < 3 else 12)
@@ -95,7 +95,7 @@ def skipping() -> Any:
         pytest.param("interleaved", "auto", marks=pytest.mark.long),
     ],
 )
-def test_skips_ties_masks_and_integers(comm: Any, name: str, split: str) -> None:
+def test_skips_ties_masks_and_integers(comm: Any, name: Any, split: str) -> None:
     chunks = 2 if name == "interleaved" and comm.size < 3 else 1
     places = ["second", "third", "head"][: comm.size * chunks - 1] if split == "names" else "auto"
     alone = Alone(skipping(), keras.optimizers.SGD(0.1, global_clipnorm=0.5))
@@ -150,7 +150,7 @@ def stateful() -> Any:
         ("interleaved", "full"),
     ],
 )
-def test_dropout_statistics_and_regularisers(comm: Any, name: str, checkpoint: str) -> None:
+def test_dropout_statistics_and_regularisers(comm: Any, name: Any, checkpoint: Any) -> None:
     """A forward that is computed again has the masks and statistics of the first time, and changes nothing.
 
     As one process that goes through the microbatches, and adds regularisers by their share.
@@ -398,7 +398,7 @@ def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_updates_while_the_pipeline_runs(comm: Any, name: str) -> None:
+def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
     """As one process that uses, for each microbatch and stage, the weights that the schedule says."""
     microbatches, every = 6, comm.size if name == "pipedream_2bw" else 1
     optimizer = {"class_name": "SGD", "config": {"learning_rate": 0.3, "momentum": 0.9}}

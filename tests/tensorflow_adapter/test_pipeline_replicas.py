@@ -78,7 +78,7 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if not plan.updates
     ],
 )
-def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: str) -> None:
+def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: Any) -> None:
     """The gradients of two batches are added up in each step, and clipped by the norm of all stages in the first."""
     mesh = Mesh(pp=2, dp=2)
     alone = Alone(tied(), keras.optimizers.Adam(0.05))
@@ -111,7 +111,7 @@ def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: s
         pytest.param("breadth_first", True, marks=pytest.mark.long),
     ],
 )
-def test_fit_is_that_of_one_process(comm: Any, by_stages: list[int], name: str, overlap: bool) -> None:
+def test_fit_is_that_of_one_process(comm: Any, by_stages: list[int], name: Any, overlap: bool) -> None:
     """Logs are averaged over the replicas."""
     mesh = Mesh(pp=2, dp=2)
     x, y = batch(4 * ROWS)

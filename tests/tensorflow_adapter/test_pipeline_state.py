@@ -62,7 +62,7 @@ def writing() -> Any:
         pytest.param("interleaved", "full", True, marks=pytest.mark.long),
     ],
 )
-def test_forwards_write_variables(comm: Any, name: str, checkpoint: str, eager: bool) -> None:
+def test_forwards_write_variables(comm: Any, name: Any, checkpoint: Any, eager: bool) -> None:
     """SpectralNormalization's kernel stayed as it was, gradients flowed through what was written and read again, and
 
     evaluate and predict changed nothing. As in one process that is given the microbatches one after the other.

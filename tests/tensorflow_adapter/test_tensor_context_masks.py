@@ -56,8 +56,8 @@ def weights_of(
 
 
 def compare(
-    comm: Any, *, method: str, kept: Any = None, graph: bool = False, heads: tuple[int, int] = (HEADS, 2),
-    layout: str = "balanced", mask: Any = None, key_mask: Any = None, tokens: int = TOKENS, **options: Any,
+    comm: Any, *, method: Any, kept: Any = None, graph: bool = False, heads: tuple[int, int] = (HEADS, 2),
+    layout: Any = "balanced", mask: Any = None, key_mask: Any = None, tokens: int = TOKENS, **options: Any,
 ) -> None:  # fmt: skip
     """Compare results, and gradients of q, k, v and an additive mask, with those of one process."""
     shapes = (heads[0], 6), (heads[1], 6), (heads[1], 7)
@@ -149,7 +149,7 @@ def test_in_a_graph(comm: Any, method: str) -> None:
     compare(comm, method=method, graph=True, mask=mask, key_mask=padded(), window=(6, 0), causal=True)
 
 
-def dropped(comm: Any, method: str, rate: float, seed: Any, tokens: int = TOKENS, graph: bool = False) -> Any:
+def dropped(comm: Any, method: Any, rate: float, seed: Any, tokens: int = TOKENS, graph: bool = False) -> Any:
     """This rank's weights after dropout, over what they are before: values that are one of each key show them."""
     q, k = (drawn(BATCH, heads, tokens, 6, seed=heads) for heads in (HEADS, 2))
     values = np.broadcast_to(np.eye(tokens), (BATCH, 2, tokens, tokens))

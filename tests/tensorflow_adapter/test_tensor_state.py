@@ -114,7 +114,7 @@ def test_a_model_goes_on_from_a_file(comm: Any, folder: Path) -> None:
 
 @pytest.mark.ranks(min=4, max=4)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
-def test_stages(comm: Any, folder: Path, schedule: str) -> None:
+def test_stages(comm: Any, folder: Path, schedule: Any) -> None:
     mesh = Mesh(pp=2, tp=2)
     plain = make()
     pipe = pipeline(parallelize(make(), mesh["tp"], PLAN), mesh["pp"], schedule=schedule, microbatches=2)

@@ -139,7 +139,7 @@ def sequences_by_heads(comm: Any, place: Place) -> None:
     _sequences(comm, place, "all_to_all")
 
 
-def _sequences(comm: Any, place: Place, method: str) -> None:
+def _sequences(comm: Any, place: Place, method: Any) -> None:
     lengths = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
 
     def run(device: str, put: Put) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def expected_gradients(comm: Any, steps: range, scale: float = 1.0) -> list[Tens
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
-def test_no_sync(comm: Any, wrapper: str, op: str, overlap: bool) -> None:
+def test_no_sync(comm: Any, wrapper: str, op: Any, overlap: bool) -> None:
     network = model()
     syncs: Any
     if wrapper == "optimizer":
@@ -56,7 +56,7 @@ def test_no_sync(comm: Any, wrapper: str, op: str, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_a_second_backward_before_the_step_adds_to_what_was_reduced(comm: Any, op: str) -> None:
+def test_a_second_backward_before_the_step_adds_to_what_was_reduced(comm: Any, op: Any) -> None:
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), bucket_cap_mib=TINY, op=op)
     for step in range(3):
@@ -68,7 +68,7 @@ def test_a_second_backward_before_the_step_adds_to_what_was_reduced(comm: Any, o
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_what_was_reduced_is_kept_by_a_backward_that_does_not_touch_it(comm: Any, op: str) -> None:
+def test_what_was_reduced_is_kept_by_a_backward_that_does_not_touch_it(comm: Any, op: Any) -> None:
     """A gradient of an earlier pass counts once, although its parameter is not ready in the later one."""
     scale = comm.size if op == "sum" else 1
     one, two = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()

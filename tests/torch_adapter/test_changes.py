@@ -57,7 +57,7 @@ def change(network: nn.Sequential, how: str, seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["thawed", "head", "assign", "weight norm", "adapter", "converted", "frozen"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_a_module_takes_in_what_it_did_not_see(comm: Any, how: str, op: str) -> None:
+def test_a_module_takes_in_what_it_did_not_see(comm: Any, how: str, op: Any) -> None:
     """Parameters that came after DataParallel was made were not reduced, without a word."""
     network, alone = model(), model()
     if how == "thawed":
@@ -143,7 +143,7 @@ def test_gradients_put_there_by_hand(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("wrapper", ["optimizer", "closure", "module"])
-def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, op: str) -> None:
+def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, op: Any) -> None:
     """Where a backward had reduced others in the same step it stayed this rank's own, and ranks parted."""
     network, alone = model(), model()
     factor = comm.size if op == "sum" else 1

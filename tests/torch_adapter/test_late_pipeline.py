@@ -45,7 +45,7 @@ def place() -> Iterator[HostTensors]:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
 @pytest.mark.parametrize("codec", [None, "bf16"])
 def test_trains_as_on_the_host(
-    group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch, schedule: str, codec: str | None
+    group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch, schedule: Any, codec: str | None
 ) -> None:
     opened: list[Any] = []
     channel = Communicator.channel

@@ -231,7 +231,7 @@ def test_one_gradient_is_reduced_by_one_of_them(comm: Any) -> None:
 def test_bad_arguments(comm: Any) -> None:
     network = model()
     with pytest.raises(UsageError, match="expected a torch optimizer"):
-        DistributedOptimizer(network)  # type: ignore[type-var]
+        DistributedOptimizer(network)  # type: ignore[arg-type]
 
     def wrap(**options: Any) -> Any:
         return DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), **options)

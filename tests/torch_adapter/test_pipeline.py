@@ -60,7 +60,7 @@ def alone(model: nn.Module, *batches: tuple[Any, Any], loss: Any = F.mse_loss) -
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name", FLUSHING)
-def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: str, microbatches: int) -> None:
+def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
     """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
     whole = layers(12)
     pipe = pipeline(layers(12), comm, schedule=name, microbatches=microbatches, loss=F.mse_loss)
@@ -87,7 +87,7 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: str, mi
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
-def test_activations_held_are_those_of_the_simulator(comm: Any, name: str) -> None:
+def test_activations_held_are_those_of_the_simulator(comm: Any, name: Any) -> None:
     pipe = pipeline(layers(8), comm, schedule=name, microbatches=8, loss=F.mse_loss)
     pipe.step(*batch(8))
     assert pipe.pipe.runner.peak == simulate(pipe.pipe.lowered).peak[comm.rank]
@@ -128,7 +128,7 @@ def skipping() -> Skipping:
 
 @pytest.mark.parametrize("split", ["auto", "names"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "interleaved"])
-def test_skips_ties_and_other_values(comm: Any, name: str, split: str) -> None:
+def test_skips_ties_and_other_values(comm: Any, name: Any, split: str) -> None:
     ranks = comm.size
     chunks = 2 if name == "interleaved" and ranks < 3 else 1
     places = ["second", "third", "fourth"][: ranks * chunks - 1] if split == "names" else "auto"
@@ -193,7 +193,7 @@ def test_several_values_between_layers(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
-def test_layers_that_work_in_place_or_change_nothing(comm: Any, name: str) -> None:
+def test_layers_that_work_in_place_or_change_nothing(comm: Any, name: Any) -> None:
     def model() -> nn.Sequential:
         torch.manual_seed(0)
         kinds: list[nn.Module] = []
@@ -235,7 +235,7 @@ def test_other_dtypes(comm: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-def test_recomputed_activations(comm: Any, checkpoint: str) -> None:
+def test_recomputed_activations(comm: Any, checkpoint: Any) -> None:
     """Dropout is the same when a forward is computed again."""
     results = []
     for how in ("none", checkpoint):
@@ -251,7 +251,7 @@ def test_recomputed_activations(comm: Any, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_running_statistics(comm: Any, checkpoint: str) -> None:
+def test_running_statistics(comm: Any, checkpoint: Any) -> None:
     """By microbatch: as one process that trains on one after another. By batch: as one that sees the whole batch."""
 
     def model() -> nn.Sequential:
@@ -265,6 +265,7 @@ def test_running_statistics(comm: Any, checkpoint: str) -> None:
     for part in x.chunk(3):
         apart(part)
     first[0](x)  # only the first layer's input is what one process has: later ones are normalised by microbatch
+    kind: Any
     for kind, expected in (("microbatch", apart.state_dict()), ("batch", first.state_dict())):
         pipe = pipeline(
             model(), comm, schedule="1f1b", microbatches=3, loss=F.mse_loss, checkpoint=checkpoint, batch_norm=kind
@@ -350,7 +351,7 @@ def test_a_function_says_where_to_cut(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_updates_while_the_pipeline_runs(comm: Any, name: str) -> None:
+def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
     """As one process that uses, for each microbatch and stage, the weights that the schedule says."""
     from commlib.pipeline.schedule import Kind, make
     from commlib.pipeline.schedule.versions import versions
@@ -449,7 +450,7 @@ def test_chosen_by_measured_costs(comm: Any, model: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_what_is_computed_again_counts_in_the_choice(comm: Any) -> None:
-    def least(checkpoint: str) -> int:
+    def least(checkpoint: Any) -> int:
         with pytest.raises(UsageError, match="no schedule holds at most 1 bytes") as refused:
             pipeline(
                 layers(8), comm, schedule="auto", microbatches=4, loss=F.mse_loss, checkpoint=checkpoint,
@@ -479,7 +480,7 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 @pytest.mark.ranks(min=2)
-def test_gradients_do_not_lie_in_messages(comm: Any, name: str) -> None:
+def test_gradients_do_not_lie_in_messages(comm: Any, name: Any) -> None:
     """Autograd may make a received gradient that of a weight without a copy: its memory is the next message's."""
 
     class Shift(nn.Module):
@@ -540,9 +541,9 @@ def test_what_makes_no_sense(comm: Any) -> None:
     with pytest.raises(UsageError, match="layers cannot be cut into"):
         pipeline(layers(comm.size - 1), comm, microbatches=2) if comm.size > 1 else pipeline([], comm, microbatches=2)
     with pytest.raises(UsageError, match="unknown schedule 'f1b1'"):
-        pipeline(layers(4), comm, microbatches=2, schedule="f1b1")
+        pipeline(layers(4), comm, microbatches=2, schedule="f1b1")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="checkpoint is 'all'"):
-        pipeline(layers(4), comm, microbatches=2, checkpoint="all")
+        pipeline(layers(4), comm, microbatches=2, checkpoint="all")  # type: ignore[arg-type]
     pipe = pipeline(layers(4), comm, microbatches=2)
     with pytest.raises(UsageError, match="a pipeline cannot be called"):
         pipe(batch(2)[0])

@@ -156,7 +156,7 @@ def layers() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
-def test_details_of_a_step(comm: Any, name: str) -> None:
+def test_details_of_a_step(comm: Any, name: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         value = F.cross_entropy(output, target)
         return value, {"right": (output.argmax(-1) == target).double().mean(), "mean": output.mean(0)}
@@ -288,7 +288,7 @@ class Outside(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule: str) -> None:
+def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule: Any) -> None:
     """The second microbatch went back through a graph that the first one had freed."""
     torch.manual_seed(0)
     outside = Outside().double()
@@ -318,7 +318,7 @@ def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("wrap", ["optimizer", "layer"])
-def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: str, wrap: str) -> None:
+def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: Any, wrap: str) -> None:
     """The rank that used them waited within `step` for those that do not, until COMMLIB_TIMEOUT."""
     torch.manual_seed(0)
     outside: Any = nn.Linear(WIDTH, WIDTH).double()
@@ -364,7 +364,7 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: str, wra
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(reduction="sum"), lambda out, y: (out - y).square().mean()])
-def test_a_batch_without_rows(comm: Any, schedule: str, loss: Any) -> None:
+def test_a_batch_without_rows(comm: Any, schedule: Any, loss: Any) -> None:
     """Its loss was 0 and it had no gradients. One process has 0/0, but gradients of 0, so that momentum goes on."""
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2 * comm.size)]
     whole = copy.deepcopy(nn.Sequential(*layers))

@@ -59,7 +59,7 @@ PLACES = [
 @pytest.mark.parametrize(("schedule", "place", "call"), PLACES)
 @pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
 def test_an_error_that_is_caught_everywhere(
-    comm: Any, schedule: str, place: Callable[[Any, Broken], None], call: int, culprit: int
+    comm: Any, schedule: Any, place: Callable[[Any, Broken], None], call: int, culprit: int
 ) -> None:
     """After an error with the last gradients the others waited for ever; nobody could go on."""
     torch.manual_seed(0)

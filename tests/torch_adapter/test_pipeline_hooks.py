@@ -134,7 +134,7 @@ WAYS: list[tuple[Any, Any]] = [
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(("schedule", "ways"), [("1f1b", WAYS[-2:]), ("zb_h1", WAYS), ("zb_v", WAYS[:1])])
-def test_hooks_are_called_once(comm: Any, schedule: str, ways: Any) -> None:
+def test_hooks_are_called_once(comm: Any, schedule: Any, ways: Any) -> None:
     """Schedules that split backwards ran them in both parts: `register_hook(lambda g: g / 2)` gave a quarter."""
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for between, register in ways:

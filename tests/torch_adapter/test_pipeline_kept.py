@@ -53,7 +53,7 @@ class Keeper:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("since", [0, 2], ids=["from the beginning", "later"])
-def test_what_is_kept_stays_what_it_is(comm: Any, schedule: str, since: int) -> None:
+def test_what_is_kept_stays_what_it_is(comm: Any, schedule: Any, since: int) -> None:
     """It was in the memory of messages, and changed with the next ones."""
     names = [str(number) for number in range(2 * comm.size)]
     whole, own = model(2 * comm.size), model(2 * comm.size)
@@ -132,7 +132,7 @@ class Usual(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "how"), [("1f1b", "none"), ("zb_v", "none"), ("interleaved", "full"), ("zb_h1", "selective")]
 )
-def test_nothing_is_copied_where_nobody_keeps_anything(comm: Any, schedule: str, how: str) -> None:
+def test_nothing_is_copied_where_nobody_keeps_anything(comm: Any, schedule: Any, how: Any) -> None:
     layers: list[nn.Module] = [
         layer for _ in range(2 * comm.size) for layer in (nn.Identity(), Usual(), nn.ReLU(inplace=True), nn.Identity())
     ]

@@ -106,7 +106,7 @@ def test_classes_that_are_ignored_or_weighted(comm: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved"])
-def test_a_microbatch_without_terms_counts_nothing(comm: Any, name: str) -> None:
+def test_a_microbatch_without_terms_counts_nothing(comm: Any, name: Any) -> None:
     """0/0 times a share of 0 was NaN, in the loss and in the weights."""
     target = classes(8, ignored=False)
     target[2:4] = IGNORED

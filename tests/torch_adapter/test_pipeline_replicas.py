@@ -49,7 +49,7 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
-def test_as_one_process_with_the_whole_batch(comm: Any, name: str, overlap: bool) -> None:
+def test_as_one_process_with_the_whole_batch(comm: Any, name: Any, overlap: bool) -> None:
     """Three steps; the gradients of two batches are added up in each, and clipped by the norm over all stages."""
     mesh = Mesh(pp=2, dp=2)
     pipe = pipeline(Model(), mesh["pp"], schedule=name, microbatches=3, loss=F.mse_loss)
@@ -107,7 +107,7 @@ def test_gradients_are_ready_when_their_last_microbatch_is_done(comm: Any, monke
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_updates_while_the_pipeline_runs_are_of_all_replicas(comm: Any, name: str) -> None:
+def test_updates_while_the_pipeline_runs_are_of_all_replicas(comm: Any, name: Any) -> None:
     """As a pipeline without replicas, whose microbatches are those of both, one after the other."""
     mesh = Mesh(pp=2, dp=2)
     every = 2 if name == "pipedream_2bw" else 1

@@ -250,7 +250,7 @@ class Keeps(AuxiliaryLossModule):
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("in_training", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_sums_that_layers_keep(comm: Any, schedule: str, in_training: bool, begins: bool) -> None:
+def test_sums_that_layers_keep(comm: Any, schedule: Any, in_training: bool, begins: bool) -> None:
     """A sum over rows counted 1 / microbatches; and still did where the layer that keeps it begins a stage."""
     torch.manual_seed(0)  # of the layer between them, which all ranks must make alike
     first, second = Keeps("sum", "mean", in_training=in_training), Keeps("sum", in_training=in_training)

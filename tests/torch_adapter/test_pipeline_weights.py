@@ -44,7 +44,7 @@ class Heated(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_loss_with_parameters_is_trained_and_saved(comm: Any, schedule: str) -> None:
+def test_a_loss_with_parameters_is_trained_and_saved(comm: Any, schedule: Any) -> None:
     """They were in no state and no optimizer, and stayed what they were."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(*(linear() for _ in range(2 * comm.size))), Heated()
@@ -133,7 +133,7 @@ def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_x_and_y_that_were_computed_of_what_nobody_trains(comm: Any, schedule: str) -> None:
+def test_x_and_y_that_were_computed_of_what_nobody_trains(comm: Any, schedule: Any) -> None:
     """A layer was said to use it; and the loss, too, where one rank has the first and the last stage, of x alone."""
     torch.manual_seed(0)
     x, y = torch.ones(8, WIDTH, dtype=torch.float64), torch.zeros(8, WIDTH, dtype=torch.float64)
@@ -266,7 +266,7 @@ def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> N
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_of_rows_stay_those_of_rows(comm: Any, schedule: str) -> None:
+def test_gradients_of_rows_stay_those_of_rows(comm: Any, schedule: Any) -> None:
     """An embedding with sparse gradients crashed in the first backward."""
     torch.manual_seed(0)
     embedding = nn.Embedding(WIDTH, WIDTH, sparse=True, dtype=torch.float64)

@@ -138,7 +138,7 @@ def test_large_scores_stay_finite(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_inputs_that_are_not_contiguous(comm: Any, method: str) -> None:
+def test_inputs_that_are_not_contiguous(comm: Any, method: Any) -> None:
     """As models have them: (batch, tokens, heads, head_dim) with two dimensions swapped."""
     whole: Any = [drawn(3, 10, 4, seed).detach() for seed in (1, 2, 3)]
     mine: Any = [own(x, comm, "balanced").transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in whole]
@@ -173,7 +173,7 @@ def test_autocast(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.long)])
-def test_recomputed_and_compiled(comm: Any, method: str) -> None:
+def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
     layer, x = torch.nn.Linear(4, 4).double(), own(drawn(2, 9, 4, 1), comm, "balanced")
 
     def attend(x: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def test_fewer_heads_than_ranks(comm: Any, method: str, mask: tuple[int, ...]) -
     compare(comm, 1, heads=1, method=method, mask=floats(*mask), dropout_p=0.0, causal=True)
 
 
-def dropped(comm: Any, method: str, rate: float, seed: int | None, tokens: int = TOKENS) -> Tensor:
+def dropped(comm: Any, method: Any, rate: float, seed: int | None, tokens: int = TOKENS) -> Tensor:
     """This rank's weights after dropout, over what they are before: values that are one of each key show them."""
     q, k = drawn(HEADS, 6, 1, tokens), drawn(2, 6, 2, tokens)
     values = torch.eye(tokens, dtype=torch.float64).expand(BATCH, 2, -1, -1)
@@ -228,7 +228,7 @@ def test_what_is_dropped_is_what_the_recipe_says(comm: Any, rate: float) -> None
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_was_dropped_is_dropped_again(comm: Any, method: str, reentrant: bool) -> None:
+def test_what_was_dropped_is_dropped_again(comm: Any, method: Any, reentrant: bool) -> None:
     """By a checkpoint, whose ranks have drawn other seeds: the first rank's counts. The next call drops others."""
     q = own(drawn(HEADS, 6, 1), comm).requires_grad_()
     torch.manual_seed(3 + comm.rank)

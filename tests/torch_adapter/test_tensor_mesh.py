@@ -119,7 +119,7 @@ def trained(pipe: Any, steps: int) -> tuple[torch.optim.Optimizer, list[Tensor]]
 @pytest.mark.ranks(min=4, max=4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
 @pytest.mark.parametrize("traced", [False, True])
-def test_stages(comm: Any, schedule: str, traced: bool) -> None:
+def test_stages(comm: Any, schedule: Any, traced: bool) -> None:
     mesh = Mesh(pp=2, tp=2)
     divided = parallelize(model(), mesh["tp"], PLAN)
     pipe = pipeline(

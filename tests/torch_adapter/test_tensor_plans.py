@@ -189,7 +189,7 @@ class TestPlans:
         with pytest.raises(UsageError, match="pass a batch as example= or verify="):
             parallelize(nn.Linear(4, 6), tp, "auto")
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
-            parallelize(nn.Linear(4, 6), tp, "Auto")
+            parallelize(nn.Linear(4, 6), tp, "Auto")  # type: ignore[arg-type]
 
     def test_auto_leaves_out_what_cannot_be_divided(self, tp):
         """A convolution in groups is as good as any other to the rules, but no layer knows how to divide it."""

@@ -31,7 +31,7 @@ def places(comm: Any, tokens: int, layout: str = "balanced") -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16])
-def test_what_is_cut_is_joined(comm: Any, layout: str, tokens: int) -> None:
+def test_what_is_cut_is_joined(comm: Any, layout: Any, tokens: int) -> None:
     for dim in (0, 1, -1):
         x = torch.arange(2 * 3 * tokens).reshape(2, 3, tokens).transpose(dim, 2).double().requires_grad_()
         own = cp.shard_sequence(x, comm, dim, layout=layout)
@@ -199,7 +199,7 @@ def test_arrays_that_must_not_be_written(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_attention_that_learns_on_one_rank_is_told(comm: Any, method: str) -> None:
+def test_attention_that_learns_on_one_rank_is_told(comm: Any, method: Any) -> None:
     """That rank waited in its backward for the others, which had none."""
     q, k, v = (torch.zeros(1, 2, 4, 8).requires_grad_(comm.rank == 0) for _ in range(3))
     with pytest.raises(MismatchError, match="learns"):
@@ -226,7 +226,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_trains_as_in_one_process(comm: Any, method: str, layout: str) -> None:
+def test_a_model_trains_as_in_one_process(comm: Any, method: Any, layout: Any) -> None:
     model, alone = Model(), Model()
     optimizer, plain = (torch.optim.SGD(one.parameters(), 0.3, 0.9) for one in (model, alone))
     batches = [ids(13, seed=seed) for seed in range(3)]

@@ -20,6 +20,7 @@ PURE = (
     "commlib.mesh",
     "commlib.autodiff.rules",
     "commlib.topology",
+    "commlib.literals",
     "commlib.coordinator.op_request",
     "commlib.coordinator.response_cache",
     "commlib.coordinator.negotiation",
@@ -82,7 +83,7 @@ IMPURE_STANDARD_LIBRARY = {
 LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.extras", "commlib.folders", "commlib.process.forks",
      "commlib.launch.launchers", "commlib.launch.library_name", "commlib.node.signature", "commlib.protocols",
-     "commlib.dtypes", "commlib.topology", "commlib.suggestions"),
+     "commlib.dtypes", "commlib.literals", "commlib.topology", "commlib.suggestions"),
     ("commlib.snapshot",),
     ("commlib.mesh",),
     ("commlib.schedule",),

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.horovod.reductions import OpName, ReduceOp
+from commlib_tensorflow._keras_reduction import WrappedOptimizer
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradient_tape import layers_of
 from commlib_tensorflow.optimizer import distribute
 
-OptimizerT = TypeVar("OptimizerT")
-
 
 def DistributedOptimizer(
-    optimizer: OptimizerT,
+    optimizer: Any,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = core.Average,
+    op: ReduceOp | OpName = core.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -31,7 +31,7 @@ def DistributedOptimizer(
     process_set: Any = core.global_process_set,
     scale_local_gradients: bool = True,
     **more: Any,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
     The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order of `horovod.keras`.
@@ -57,19 +57,18 @@ def DistributedOptimizer(
             `commlib_tensorflow.DistributedOptimizer`.
     """
     arguments = dict(locals())
-    same: OptimizerT = PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
-    return same
+    return PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
 
 
 def PartialDistributedOptimizer(
-    optimizer: OptimizerT,
+    optimizer: Any,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = core.Average,
+    op: ReduceOp | OpName = core.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -78,7 +77,7 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
     **more: Any,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make a DistributedOptimizer that keeps gradients of `local_layers` on their rank.
 
     Args:

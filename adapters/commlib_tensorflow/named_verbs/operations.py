@@ -24,6 +24,7 @@ from commlib import horovod as core
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
+from commlib.literals import AlgorithmName
 from commlib.ranks import Ranks
 from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
@@ -218,7 +219,7 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
-    algorithm: str = "auto",
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.

@@ -42,4 +42,4 @@ def agree_on_kind(comm: Communicator, kind: CallKind, numbers: Sequence[int]) ->
             f"{comm.rank} of {comm.size}). All ranks must make the same calls with equally many batches, and a "
             "callback that stops training within an epoch must do so on all ranks"
         )
-    return every[:, 1:]  # type: ignore[no-any-return]
+    return every[:, 1:]

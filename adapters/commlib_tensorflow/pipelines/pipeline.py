@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.literals import BatchNormMode
 from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
@@ -72,7 +73,7 @@ def pipeline(
     split: Split = "auto",
     stages: int | None = None,
     checkpoint: Checkpoint = "none",
-    batch_norm: str = "microbatch",
+    batch_norm: BatchNormMode = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
     rows: Mapping[str, Any] | None = None,

@@ -23,6 +23,7 @@ from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
+from commlib.literals import AttentionMethod, SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import gather
 from commlib_tensorflow._bridge import as_tensor, dtype_name
@@ -53,13 +54,13 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
     window: tuple[int, int] | None = None,
     mask: Any = None,
     key_mask: Any = None,
-    method: str = "ring",
+    method: AttentionMethod = "ring",
     dropout_p: float = 0.0,
     seed: Any = None,
 ) -> tf.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -39,7 +39,7 @@ def vocabulary_cross_entropy(
     weight: Any = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     vocabulary: int | None = None,
 ) -> tf.Tensor:
     """Return the cross-entropy of logits whose vocabulary is sharded over the ranks of an axis.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -40,7 +40,7 @@ from commlib_tensorflow.tensor.streams import draw_alike
 def parallelize(
     model: keras.Model,
     ranks: Ranks,
-    plan: Mapping[str, Any] | str,
+    plan: Mapping[str, Any] | Literal["auto"],
     *,
     verify: Any = None,
     example: Any = None,

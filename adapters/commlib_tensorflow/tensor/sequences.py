@@ -12,6 +12,7 @@ from commlib.context_parallel import SequenceLayout, document_bounds, sequence_l
 from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
+from commlib.literals import SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -22,7 +23,7 @@ from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
 @no_autograph
-def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> tf.Tensor:
+def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOrder = "balanced") -> tf.Tensor:
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
@@ -55,7 +56,7 @@ def unshard_sequence(
     ranks: AxisRanks,
     dim: int = 1,
     *,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     partial: bool = False,
 ) -> tf.Tensor:
@@ -87,7 +88,7 @@ def unshard_sequence(
 
 
 def position_ids(
-    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
+    length: int, ranks: AxisRanks, *, layout: SequenceOrder = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
     """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import UsageError
+from commlib.literals import AlgorithmName
 from commlib.ranks import Ranks
 from commlib.tensor_verbs import Startable, check_named, check_ordered, choose_root
 from commlib_torch._call import Work
@@ -84,7 +85,7 @@ def _broadcast(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    algorithm: str = "auto",
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
@@ -120,7 +121,7 @@ def _broadcast_(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
-    algorithm: str = "auto",
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
     """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commlib.communicator import Communicator
 from commlib.comparison.agreement import describe
 from commlib.errors import UsageError
+from commlib.literals import BatchNormMode
 from commlib.optim.clipping import (
     check_finite,
     check_limit,
@@ -84,7 +85,7 @@ def pipeline(
     split: Split = "auto",
     stages: int | None = None,
     checkpoint: Checkpoint = "none",
-    batch_norm: str = "microbatch",
+    batch_norm: BatchNormMode = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
     rows: Mapping[str, Any] | None = None,

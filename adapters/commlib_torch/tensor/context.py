@@ -19,6 +19,7 @@ from torch import Tensor
 from commlib.comparison.agreement import make_or_refuse
 from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
+from commlib.literals import AttentionMethod, SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.moves import gather
 from commlib_torch._bridge import check, device_kind, dtype_name
@@ -49,13 +50,13 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     documents: Iterable[int] | None = None,
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
     key_mask: Tensor | None = None,
-    method: str = "ring",
+    method: AttentionMethod = "ring",
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.autograd import Function
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
+from commlib.literals import Op
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.run.loss_checks import (
     ROWS,
@@ -37,7 +38,7 @@ def vocabulary_cross_entropy(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     vocabulary: int | None = None,
 ) -> Tensor:
     """Return the cross entropy of logits whose vocabulary is sharded among the ranks of an axis.
@@ -195,7 +196,7 @@ def _digest(x: Tensor, other: Tensor | None) -> Tensor:
 _FACTOR = 0x9E3779B97F4A7C1
 
 
-def _reduce(x: Tensor, axis: ParallelAxis, op: str) -> None:
+def _reduce(x: Tensor, axis: ParallelAxis, op: Op) -> None:
     if axis.size > 1:
         writing.all_reduce_(x, op, ranks=axis.comm).run()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def parallelize(
     model: ModelT,
     ranks: Ranks,
-    plan: Plan | str,
+    plan: Plan | Literal["auto"],
     *,
     verify: Any = None,
     example: Any = None,

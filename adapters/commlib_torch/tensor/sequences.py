@@ -13,6 +13,7 @@ from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
 from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension, settle
 from commlib.context_parallel.sequences import position_ids as positions_of
+from commlib.literals import SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
@@ -21,7 +22,7 @@ from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor.moves import redistribute
 
 
-def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: str = "balanced") -> Tensor:
+def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOrder = "balanced") -> Tensor:
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
     The gradient is that of this rank's tokens, and zeros for the others.
@@ -50,7 +51,7 @@ def unshard_sequence(
     ranks: AxisRanks,
     dim: int = 1,
     *,
-    layout: str = "balanced",
+    layout: SequenceOrder = "balanced",
     length: int | None = None,
     partial: bool = False,
 ) -> Tensor:
@@ -81,7 +82,7 @@ def unshard_sequence(
 
 
 def position_ids(
-    length: int, ranks: AxisRanks, *, layout: str = "balanced", documents: Iterable[int] | None = None
+    length: int, ranks: AxisRanks, *, layout: SequenceOrder = "balanced", documents: Iterable[int] | None = None
 ) -> Tensor:
     """Return the positions of this rank's tokens in a sequence of this length, or in their documents, as int64.
 

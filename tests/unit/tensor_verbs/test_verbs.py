@@ -144,7 +144,8 @@ def test_they_have_names_docstrings_and_signatures() -> None:
     assert all_reduce_async.__doc__ == "Start `all_reduce`."
     assert [f.__name__ for f in (broadcast_, broadcast_async_)] == ["broadcast_", "broadcast_async_"]
     assert str(inspect.signature(all_reduce)) == (
-        "(tensor: 'Boxed', op: 'str' = 'sum', *, algorithm: 'str' = 'auto', ranks: 'Ranks | None' = None) -> 'Boxed'"
+        "(tensor: 'Boxed', op: 'Op' = 'sum', *, algorithm: 'AlgorithmName' = 'auto', ranks: 'Ranks | None' = None) "
+        "-> 'Boxed'"
     )
     assert inspect.signature(all_reduce_async).return_annotation == "Work[Boxed]"
     assert pickle.loads(pickle.dumps(all_reduce)) is all_reduce

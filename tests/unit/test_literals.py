@@ -1,0 +1,31 @@
+"""The words that type checkers accept are those that calls accept."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from commlib import literals
+from commlib.collectives.call_table import PATHS
+from commlib.dtypes import BITWISE, OPERATIONS
+from commlib.horovod.reductions import OpName, ReduceOp, resolve_op
+from commlib.pipeline.schedule.registry import table
+from commlib.schedule.registry import algorithms, verbs
+
+ON_DEVICES = {"nccl", "messages", "host"}
+
+
+def test_operations() -> None:
+    assert get_args(literals.Op) == (*OPERATIONS, *BITWISE)
+    assert {resolve_op(name) for name in get_args(OpName)} == set(ReduceOp)
+    assert {ReduceOp(op).core for op in ReduceOp} == set(get_args(OpName))
+
+
+def test_algorithms() -> None:
+    """A new algorithm or path needs its name in the type."""
+    scheduled = {name for verb in verbs() for name in algorithms(verb)}
+    paths = {path.name for path in PATHS if path.name}
+    assert set(get_args(literals.AlgorithmName)) == {"auto"} | scheduled | paths | ON_DEVICES
+
+
+def test_schedules() -> None:
+    assert set(get_args(literals.ScheduleName)) == {"auto", *table}
