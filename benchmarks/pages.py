@@ -1,4 +1,4 @@
-"""Write the pages of benchmarks/results/ from the JSON files that benchmarks left there.
+"""Write the pages of benchmarks/results/, and the speed tables of README, from the JSON files that benchmarks left.
 
     python benchmarks/pages.py            # after `python benchmarks/NAME.py ... --out benchmarks/results/NAME.json`
     python benchmarks/pages.py --check    # ends with 1 if a page differs from its files
@@ -17,12 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_tables
+from benchmarks import gpu_tables, speed
 from benchmarks import page_tables as tables
 from benchmarks.compare import SETTINGS
 from benchmarks.page_text import range_text
 
 RESULTS = Path(__file__).with_name("results")
+ROOT = RESULTS.parents[1]
+SPEED_PAGES = {
+    "README.md": ("benchmarks/results/", False),
+    "docs/pages/performance.md": ("../../benchmarks/results/", True),
+}
+"""Pages with a speed table: the path of the results from there, and whether it has all rows."""
+
 BUSY = 0.5  # load per core, at the start and at the end without the job's ranks, above which figures prove nothing
 
 Record = Mapping[str, Any]
@@ -110,7 +117,7 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
         if kind_of(record) in topic.tables and topic.hosts in (None, has_hosts(record)):
             sections.setdefault(heading(record), []).append(record)
     if not sections:
-        parts.append("No results are published yet. Earlier figures: [performance](../../docs/pages/performance.md).")
+        parts.append("No results are published yet.")
     for title, found in sections.items():
         parts += [f"## {title}", facts_text(found), topic.tables[kind_of(found[0])](found)]
     return "\n\n".join(parts) + "\n"
@@ -172,15 +179,22 @@ def command(record: Record) -> str:
 
 
 def pages(folder: Path = RESULTS) -> dict[str, str]:
-    """Return every page by the name of its file."""
+    """Return every page of results by the name of its file."""
     records = load(folder)
     return {f"{topic.name}.md": page(topic, records) for topic in TOPICS}
 
 
+def speed_pages() -> dict[Path, str]:
+    """Return the pages that have a speed table, with its current figures."""
+    return {
+        ROOT / name: speed.fill((ROOT / name).read_text(), speed.speeds(links, all_rows=all_rows))
+        for name, (links, all_rows) in SPEED_PAGES.items()
+    }
+
+
 def main() -> int:
     wrong = 0
-    for name, text in pages().items():
-        path = RESULTS / name
+    for path, text in {**{RESULTS / name: text for name, text in pages().items()}, **speed_pages()}.items():
         if path.exists() and path.read_text() == text:
             continue
         if "--check" in sys.argv[1:]:

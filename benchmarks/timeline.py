@@ -84,14 +84,13 @@ def measure(
     found: dict[str, list[list[float]]] = {"off": [], "on": []}
     for turn in range(options.warm_up + options.rounds):
         for name in ("off", "on") if turn % 2 else ("on", "off"):
-            if name == "on":
-                commlib.start_timeline(str(folder / "trace{rank}.json"))
+            trace = commlib.timeline(str(folder / "trace{rank}.json")) if name == "on" else None
             comm.barrier()
             began, used = time.perf_counter(), time.process_time()
             run()
             took = time.perf_counter() - began
-            if name == "on":
-                commlib.stop_timeline()  # waits until everything is written
+            if trace is not None:
+                trace.stop()  # waits until everything is written
             everyone = comm.all_gather_object((took, time.process_time() - used))
             if turn >= options.warm_up:
                 found[name].append([max(wall for wall, _ in everyone) / count, sum(cpu for _, cpu in everyone) / count])

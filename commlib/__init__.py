@@ -10,20 +10,13 @@ Importing it loads neither MPI nor a framework; `init` does.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
-from commlib.observing import (
-    mark_step,
-    recorded,
-    start_recording,
-    start_timeline,
-    statistics,
-    stop_recording,
-    stop_timeline,
-    timeline,
-)
+from commlib.observing import mark_step, recorded, start_recording, statistics, stop_recording, timeline
+from commlib.suggestions import missing_attribute, nearest
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
@@ -59,10 +52,8 @@ __all__ = [
     "recorded",
     "shutdown",
     "start_recording",
-    "start_timeline",
     "statistics",
     "stop_recording",
-    "stop_timeline",
     "timeline",
     "world",
 ]
@@ -83,4 +74,18 @@ def __getattr__(name: str) -> Any:
         return import_module("commlib.metrics")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'commlib' has no attribute {name!r}")
+    raise _missing(name)
+
+
+def _missing(name: str) -> AttributeError:
+    if name.startswith("__") or any(map(os.path.exists, (f"{__path__[0]}/{name}{end}" for end in ("", ".py")))):
+        # Python asks before it imports a submodule.
+        return missing_attribute("module 'commlib'", name, ())
+    from commlib.schedule.registry import verbs
+
+    if verb := nearest(name, verbs()):
+        return AttributeError(
+            f"module 'commlib' has no attribute {name!r}: the verbs are methods of the communicator, "
+            f"commlib.init().{verb}(...)"
+        )
+    return missing_attribute("module 'commlib'", name, (*__all__, "metrics"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from numpy import empty, generic, ndarray
 from numpy.typing import NDArray
 
-from commlib.buffers.plain_arrays import are_plain
+from commlib.buffers.views import are_plain
 from commlib.collectives.call_table import Calls
 from commlib.collectives.host import objects
 from commlib.collectives.verbs.all_gather import all_gather
@@ -35,7 +36,7 @@ from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.registry import Channels
 from commlib.p2p.messenger import Messenger
-from commlib.p2p.rendezvous_owner import RendezvousOwner
+from commlib.p2p.rendezvous import RendezvousOwner
 from commlib.process import forks
 from commlib.runtime.compiled_call import Plan
 from commlib.runtime.process import Runtime
@@ -77,6 +78,7 @@ class Communicator:
         self._all_reduces = self._calls.all_reduces
         self._subgroups = Subgroups(self.group, _of_group)
         self._barrier_plan: Plan | None = None
+        self._labelled: dict[str, Communicator] = {}
         self.kept: dict[Any, Any] = {}
         """Objects that other parts of commlib cache for these ranks, by key."""
 
@@ -126,13 +128,32 @@ class Communicator:
     def split(self, color: int, key: int = 0, *, name: str = "") -> Communicator | None:
         """Return the communicator of the ranks with the same `color`, ordered by `key`, then by rank.
 
-        A rank with a negative `color` takes part, joins no group and gets None. name: the group's name in messages, the
-        same on all ranks. A group costs no shared memory until its first collective.
+        A rank with a negative `color` takes part and gets None. A group costs no shared memory until its first
+        collective.
+
+        Args:
+            color: The number of the new group, equal on its ranks; negative: join no group.
+            key: The order of ranks in the new group; equal keys keep the order of ranks.
+            name: The group's name in messages, the same on all ranks.
+
+        Examples:
+            >>> half = comm.split(comm.rank % 2, name="half")
+            >>> half.size
+            1
         """
         return self.split_all([(color, key, name)])[0]
 
     def split_all(self, requests: Sequence[tuple[int, int, str]]) -> list[Communicator | None]:
-        """Make several splits in one collective call, each given as (color, key, name); return their communicators."""
+        """Make several splits in one collective call, each given as (color, key, name); return their communicators.
+
+        Args:
+            requests: (color, key, name) of each split: see `split`.
+
+        Examples:
+            >>> low, high = comm.split_all([(0, comm.rank, "low"), (0, -comm.rank, "high")])
+            >>> low.rank == comm.rank and high.rank == 1 - comm.rank
+            True
+        """
         return self._subgroups.split(requests)
 
     def parts(self) -> NodeAndRail[Communicator]:
@@ -147,17 +168,47 @@ class Communicator:
         return self._subgroups.inner()
 
     def node(self) -> Communicator:
-        """Return the communicator of the ranks of this group on this node (made by the first call)."""
+        """Return the communicator of the ranks of this group on this node (made by the first call).
+
+        Examples:
+            >>> comm.node().size <= comm.size
+            True
+        """
         return self if self.one_node else self._subgroups.node()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = HOST) -> Any:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
 
-        Collective, with the same shape, dtype and kind of device on all ranks: "host", "cuda" (this process' GPU), or a
-        device (see `commlib.devices`). A collective on such arrays needs no staging copies. A later call of `empty`
-        frees the memory, once the arrays of all ranks are gone.
+        Collective, with the same shape, dtype and kind of device on all ranks. A collective on such arrays needs no
+        staging copies. A later call of `empty` frees the memory, once the arrays of all ranks are gone.
+
+        Args:
+            shape: The length, or the lengths of all dimensions.
+            dtype: A numpy dtype or its name, one of `commlib.dtypes`.
+            device: "host", "cuda" (this process' GPU), or a device (see `commlib.devices`).
+
+        Examples:
+            >>> x = comm.empty(3, "float64")
+            >>> x[:] = comm.rank
+            >>> comm.all_reduce(x, out=x)
+            array([1., 1., 1.])
         """
         return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
+
+    def labelled(self, label: str) -> Communicator:
+        """Return these ranks' communicator with a label in the text of each array collective, except barriers.
+
+        Not collective, and not another group: its calls keep their order with all others. A call with a label matches
+        only calls with the same label: MismatchError otherwise. The label is for purposes that must not mix, such as
+        the gradients of a backward.
+        """
+        found = self._labelled.get(label)
+        if found is None:
+            found = self._labelled[label] = copy.copy(self)
+            found._calls = self._calls.labelled(label)
+            found._all_reduces = found._calls.all_reduces
+            found._labelled, found.kept = {}, {}
+        return found
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
@@ -168,7 +219,17 @@ class Communicator:
 
         "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on device memory), "host":
         pass one as `algorithm=` to select it. Sets up what the paths need. Collective, with the same device, or kind of
-        device, on all ranks. Raises UsageError if this rank has no such device.
+        device, on all ranks.
+
+        Args:
+            device: A kind of device, such as "cuda", or a device.
+
+        Raises:
+            UsageError: If this rank has no such device.
+
+        Examples:
+            >>> comm.ways("cuda")  # doctest: +SKIP
+            ('node', 'nccl', 'host')
         """
         found = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
         return cast(tuple[AlgorithmName, ...], found)
@@ -190,11 +251,21 @@ class Communicator:
     def all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
         """Return the sum over all ranks by default (Horovod's `allreduce` averages), the same bits on every rank.
 
-        op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). Sums and products of integers
-        wrap around, as in MPI. The mean of integers is exact even where their sum overflows, and truncates toward zero.
-        float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
-        algorithm: "auto", "node" (shared memory), "native" (MPI's own), "nccl" (between GPUs), or a schedule ("ring",
-        "double_tree", ...).
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod" (bool: sum and max are "or", prod and min "and"). Sums and
+                products of integers wrap around, as in MPI. The mean of integers is exact even where their sum
+                overflows, and truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to
+                nearest even.
+            out: The array for the result, of the shape and dtype of `x`, or `x` itself; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; "node" (shared memory), "native" (MPI's own), "nccl"
+                (between GPUs), or a schedule ("ring", "double_tree", ...).
+
+        Examples:
+            >>> comm.all_reduce(np.full(3, comm.rank + 1.0))
+            array([3., 3., 3.])
+            >>> comm.all_reduce(np.array([comm.rank]), "max")
+            array([1])
         """
         if type(x) is ndarray:
             # Python's overhead dominates a small call: create no view, no string and no object here.
@@ -221,6 +292,21 @@ class Communicator:
 
         `plan()` runs it now, `plan.start()` on the progress thread. Preparing is not collective; running is. The same
         holds for every `plan_*` below: x and out are as for the verb, and must be contiguous.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks. It must be contiguous.
+            op: "sum", "mean", "min", "max" or "prod": see `all_reduce`.
+            out: The contiguous array for the result, or `x` itself; None: one array for all runs.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> x = np.zeros(2)
+            >>> plan = comm.plan_all_reduce(x, out=x)
+            >>> for step in range(3):
+            ...     x[:] = step + comm.rank
+            ...     total = plan()
+            >>> total
+            array([5., 5.])
         """
         return all_reduce(self._calls, x, op, out, algorithm).plan("all_reduce")
 
@@ -249,6 +335,16 @@ class Communicator:
         """Combine `x` of all ranks and give each rank its shard of the result along dimension 0.
 
         If the length of dimension 0 is not a multiple of the group's size, the first ranks get one row more.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod": see `all_reduce`.
+            out: The array for this rank's rows; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> comm.reduce_scatter(np.ones((4, 2))).shape
+            (2, 2)
         """
         if type(x) is ndarray:
             known = self._calls.plain("reduce_scatter", (x.dtype, x.shape, op, algorithm), x, out)
@@ -286,7 +382,19 @@ class Communicator:
     def reduce_scatter_v(
         self, x: Any, counts: Sequence[int], op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto"
     ) -> Any:
-        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. All ranks give the same counts."""
+        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. All ranks give the same counts.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            counts: The number of rows for each rank, the same on all ranks; their sum is the length of dimension 0.
+            op: "sum", "mean", "min", "max" or "prod": see `all_reduce`.
+            out: The array for this rank's rows; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> len(comm.reduce_scatter_v(np.ones(4), [1, 3])) == [1, 3][comm.rank]
+            True
+        """
         return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).run()
 
     def reduce_scatter_v_async(
@@ -319,7 +427,20 @@ class Communicator:
     def reduce(
         self, x: Any, op: Op = "sum", root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto"
     ) -> Any:
-        """Combine `x` of all ranks; rank `root` gets the result, the others None."""
+        """Combine `x` of all ranks; rank `root` gets the result, the others None.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            op: "sum", "mean", "min", "max" or "prod": see `all_reduce`.
+            root: The rank that gets the result.
+            out: The array for the result on rank `root`; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> total = comm.reduce(np.ones(2), root=1)
+            >>> (total is None) == (comm.rank == 0)
+            True
+        """
         return reduce(self._calls, x, op, root, out, algorithm).run()
 
     def reduce_async(
@@ -340,7 +461,17 @@ class Communicator:
     def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
 
     def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
-        """Combine `x` of all ranks up to and including this one. op: as for `all_reduce`, except "mean"."""
+        """Combine `x` of all ranks up to and including this one.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            op: "sum", "min", "max" or "prod": see `all_reduce`.
+            out: The array for the result, of the shape and dtype of `x`; None: a new array.
+
+        Examples:
+            >>> int(comm.scan(np.array([10]))[0]) == 10 * (comm.rank + 1)
+            True
+        """
         return scan(self._calls, "scan", x, op, out).run()
 
     def scan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
@@ -359,7 +490,18 @@ class Communicator:
     def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
 
     def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
-        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` is unchanged."""
+        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` is unchanged.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            op: "sum", "min", "max" or "prod": see `all_reduce`.
+            out: The array for the result, of the shape and dtype of `x`; None: a new array. Unchanged on rank 0.
+
+        Examples:
+            >>> before = comm.exscan(np.array([10]))
+            >>> before is None if comm.rank == 0 else int(before[0]) == 10
+            True
+        """
         return scan(self._calls, "exscan", x, op, out).run()
 
     def exscan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
@@ -373,7 +515,18 @@ class Communicator:
     # Movement
 
     def broadcast(self, x: ArrayT, root: int = 0, *, algorithm: AlgorithmName = "auto") -> ArrayT:
-        """Overwrite `x` on all ranks with rank `root`'s `x`, and return it."""
+        """Overwrite `x` on all ranks with rank `root`'s `x`, and return it.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks. Overwritten on all
+                ranks but `root`.
+            root: The rank whose `x` the others get.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> comm.broadcast(np.full(2, comm.rank), root=1)
+            array([1, 1])
+        """
         if type(x) is ndarray and type(root) is int:
             known: Any = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
@@ -396,7 +549,17 @@ class Communicator:
     def all_gather(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
-        """Concatenate `x` of all ranks along dimension 0, in rank order. Shapes must agree (0-d: one element each)."""
+        """Concatenate `x` of all ranks along dimension 0, in rank order. Shapes must agree.
+
+        Args:
+            x: An array of the same shape and dtype on all ranks; without dimensions it counts as one element.
+            out: The array for the result: its dimension 0 is `size` times as long; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> comm.all_gather(np.array([comm.rank, 7]))
+            array([0, 7, 1, 7])
+        """
         if type(x) is ndarray:
             known = self._calls.plain("all_gather", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
@@ -417,7 +580,15 @@ class Communicator:
     def all_gather_v(self, x: Any) -> Any: ...
 
     def all_gather_v(self, x: Any) -> Any:
-        """Concatenate `x` of all ranks along dimension 0, in rank order. The lengths of dimension 0 may differ."""
+        """Concatenate `x` of all ranks along dimension 0, in rank order. The lengths of dimension 0 may differ.
+
+        Args:
+            x: An array of the same dtype on all ranks; the lengths of dimension 0 may differ, the others not.
+
+        Examples:
+            >>> comm.all_gather_v(np.full(comm.rank + 1, comm.rank))
+            array([0, 1, 1])
+        """
         return all_gather_v(self._calls, x).run()
 
     def all_gather_v_async(self, x: Any) -> Work:
@@ -441,7 +612,19 @@ class Communicator:
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
-        """Like `all_gather`, but only rank `root` gets the result, the others None."""
+        """Concatenate `x` of all ranks along dimension 0 on rank `root`; the others get None.
+
+        Args:
+            x: An array of a dtype in `commlib.dtypes`, of the same shape and dtype on all ranks.
+            root: The rank that gets the result.
+            out: The array for the result on rank `root`; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> rows = comm.gather(np.array([comm.rank]))
+            >>> rows is None if comm.rank else rows.tolist() == [0, 1]
+            True
+        """
         return gather(self._calls, x, root, out, algorithm).run()
 
     def gather_async(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
@@ -465,7 +648,19 @@ class Communicator:
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
-        """Return this rank's equal share of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored."""
+        """Return this rank's equal share of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored.
+
+        Args:
+            x: On rank `root` the array whose dimension 0 is shared out equally; ignored on the others.
+            root: The rank whose `x` is shared out.
+            out: The array for this rank's rows; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> own = comm.scatter(np.arange(4) if comm.rank == 0 else None)
+            >>> own.tolist() == [[0, 1], [2, 3]][comm.rank]
+            True
+        """
         return scatter(self._calls, x, root, out, algorithm).run()
 
     def scatter_async(
@@ -486,7 +681,18 @@ class Communicator:
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any: ...
 
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Any:
-        """Split `x` along dimension 0 into `size` equal blocks, send block i to rank i; return the received blocks."""
+        """Split `x` along dimension 0 into `size` equal blocks, send block i to rank i; return the received blocks.
+
+        Args:
+            x: An array of the same shape and dtype on all ranks; `size` divides the length of dimension 0.
+            out: The array for the result, of the shape and dtype of `x`; None: a new array.
+            algorithm: "auto": the cheapest path or schedule; or the name of one: see `all_reduce`.
+
+        Examples:
+            >>> received = comm.all_to_all(np.array([10 * comm.rank, 10 * comm.rank + 1]))
+            >>> received.tolist() == [comm.rank, 10 + comm.rank]
+            True
+        """
         if type(x) is ndarray:
             known = self._calls.plain("all_to_all", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
@@ -506,11 +712,24 @@ class Communicator:
     ) -> Any:
         """Send `splits[i]` rows of `x` to rank i; return (the received rows, int64 row counts by source rank).
 
-        takes: the number of rows to receive from each rank, if all ranks know it. The ranks then do not exchange the
-        counts but check them: MismatchError on ranks that disagree; between nodes only on the receiving ranks. out: the
-        array for the received rows, with exactly that many rows. Without `takes` the number is known only when the
-        counts arrive; if it differs, this rank raises UsageError. Fastest on a node where `x` or `out` is in
-        symmetric memory (`empty`) on all ranks, at any offset.
+        Fastest on a node where `x` or `out` is in symmetric memory (`empty`) on all ranks, at any offset.
+
+        Args:
+            x: An array; its rows go to the ranks in rank order.
+            splits: The number of rows for each rank.
+            takes: The number of rows to receive from each rank, if all ranks know it. The ranks then do not exchange
+                the counts but check them: MismatchError on ranks that disagree; between nodes only on the receiving
+                ranks.
+            out: The array for the received rows, with exactly that many rows; None: a new array. Without `takes` the
+                number is known only when the counts arrive.
+
+        Raises:
+            UsageError: If `out` has another number of rows, on this rank.
+
+        Examples:
+            >>> rows, counts = comm.all_to_all_v(np.arange(3), [2, 1])
+            >>> counts.tolist() == [[2, 2], [1, 1]][comm.rank]
+            True
         """
         if type(x) is ndarray:
             done = run_compiled(self._calls, x, splits, takes, out)
@@ -533,7 +752,19 @@ class Communicator:
     # Point-to-point messages. They match by (peer, tag), in order, and do not queue behind collectives.
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
-        """Send `x` to rank `peer`. Returns when `x` may be changed, possibly before the peer has received it."""
+        """Send `x` to rank `peer`. Returns when `x` may be changed, possibly before the peer has received it.
+
+        Args:
+            x: An array of any shape.
+            peer: The rank that receives.
+            tag: A number that matches sends and receives; messages with equal tags keep their order.
+
+        Examples:
+            >>> if comm.rank == 0:
+            ...     comm.send(np.arange(3), 1)
+            ... else:
+            ...     assert comm.recv(np.zeros(3, int), 0).tolist() == [0, 1, 2]
+        """
         if not self._post.send_now(x, peer, tag):
             messages.send(self.group, self._post, x, peer, tag).complete()
 
@@ -542,7 +773,19 @@ class Communicator:
         return messages.send(self.group, self._post, x, peer, tag).start()
 
     def recv(self, x: ArrayT, peer: int, tag: int = 0) -> ArrayT:
-        """Receive a message from rank `peer` with this tag into `x`, and return `x`. The byte counts must agree."""
+        """Receive a message from rank `peer` with this tag into `x`, and return `x`. The byte counts must agree.
+
+        Args:
+            x: The array that is overwritten, of as many bytes as the message.
+            peer: The rank that sends.
+            tag: A number that matches sends and receives; messages with equal tags keep their order.
+
+        Examples:
+            >>> if comm.rank == 0:
+            ...     comm.send(np.ones(2), 1, tag=5)
+            ... else:
+            ...     assert comm.recv(np.zeros(2), 0, tag=5).tolist() == [1.0, 1.0]
+        """
         if self._post.recv_now(x, peer, tag):
             return x
         return messages.recv(self.group, self._post, x, peer, tag).complete()  # type: ignore[no-any-return]
@@ -552,7 +795,20 @@ class Communicator:
         return messages.recv(self.group, self._post, x, peer, tag).start()
 
     def send_recv(self, x: Any, peer: int, out: ArrayT, source: int, tag: int = 0) -> ArrayT:
-        """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
+        """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`.
+
+        Args:
+            x: The array to send, of any shape.
+            peer: The rank that receives `x`.
+            out: The array that is overwritten, of as many bytes as the received message.
+            source: The rank whose message is received.
+            tag: A number that matches sends and receives; messages with equal tags keep their order.
+
+        Examples:
+            >>> other = 1 - comm.rank
+            >>> comm.send_recv(np.array([comm.rank]), other, np.zeros(1, int), other).tolist() == [other]
+            True
+        """
         return messages.exchange(self.group, self._post, x, peer, out, source, tag)  # type: ignore[no-any-return]
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
@@ -598,12 +854,27 @@ class Communicator:
     ) -> Any:
         """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
 
-        Not collective: it involves two ranks and does not block. `edge`, a number or a name, distinguishes several
-        edges between the same two ranks. Both sides give the same shape, dtype, depth, codec and kind of device. Each
-        direction holds up to `depth` messages; later messages may have other shapes. codec: a name ("int8") or a codec
-        of fixed length, for floats. On a node the sender writes into the receiver's memory, and `recv` returns a view
-        of it (see `Channel`). device: "cuda", or a device (see `commlib.devices`) for the arrays on both sides (see
-        `DeviceChannel`).
+        Not collective: it involves two ranks and does not block. Both sides give the same shape, dtype, depth, codec
+        and kind of device. On a node the sender writes into the receiver's memory, and `recv` returns a view of it (see
+        `Channel`).
+
+        Args:
+            peer: The other rank of the edge.
+            edge: A number or a name that distinguishes several edges between the same two ranks.
+            shape: The lengths of the first message; later messages may have other shapes.
+            dtype: The dtype of all messages.
+            depth: The number of messages that each direction holds.
+            codec: None, a name ("int8") or a codec of fixed length, for floats.
+            device: None: host arrays (see `Channel`); "cuda" or a device (see `commlib.devices`): arrays on it on both
+                sides (see `DeviceChannel`).
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "pair", 4)
+            >>> edge.send(np.full(4, comm.rank, np.float32))
+            >>> view = edge.recv()
+            >>> float(view[0]) == 1 - comm.rank
+            True
+            >>> edge.release(view)
         """
         if codec is not None:
             from commlib.compress.registry import codec_of  # few need it
@@ -616,7 +887,11 @@ class Communicator:
     # Synchronisation and objects
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
+        """Wait until all ranks have called `barrier`.
+
+        Examples:
+            >>> comm.barrier()
+        """
         if self._barrier_plan is not None:
             self._barrier_plan()
         else:
@@ -632,7 +907,16 @@ class Communicator:
         return barrier(self._calls).plan("barrier")
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return rank `root`'s picklable object on all ranks. Unpickling runs code: trust your ranks."""
+        """Return rank `root`'s picklable object on all ranks. Unpickling runs code: trust your ranks.
+
+        Args:
+            value: A picklable object; used on rank `root` only.
+            root: The rank whose object the others get.
+
+        Examples:
+            >>> comm.broadcast_object({"rank": comm.rank}, root=1)
+            {'rank': 1}
+        """
         return self.group.run(objects.broadcast_object(self.group, value, root))
 
     def broadcast_object_async(self, value: Any, root: int = 0) -> Work:
@@ -640,7 +924,15 @@ class Communicator:
         return self.group.start(objects.broadcast_object(self.group, value, root))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, in rank order. Unpickling runs code: trust your ranks."""
+        """Return the picklable objects of all ranks, in rank order. Unpickling runs code: trust your ranks.
+
+        Args:
+            value: A picklable object.
+
+        Examples:
+            >>> comm.all_gather_object(f"rank {comm.rank}")
+            ['rank 0', 'rank 1']
+        """
         return self.group.run(objects.all_gather_object(self.group, value))  # type: ignore[no-any-return]
 
     def all_gather_object_async(self, value: Any) -> Work:
@@ -651,16 +943,31 @@ class Communicator:
         """Return this rank's call counters of this group by verb, since counting started.
 
         Each counter has calls, failed calls, bytes, seconds, seconds in the queue, and seconds that the caller waited
-        (`commlib.observe.Count`). Raises UsageError if nothing was counted: call `commlib.metrics.start` or
-        `commlib.start_recording` first.
+        (`commlib.observe.Count`).
+
+        Raises:
+            UsageError: If nothing was counted: call `commlib.metrics.start` or `commlib.start_recording` first.
+
+        Examples:
+            >>> metrics.start()
+            >>> total = comm.all_reduce(np.ones(2))
+            >>> comm.stats().counts["all_reduce"].calls >= 1
+            True
         """
         return self.runtime.recording.counters().stats(self.group.name)
 
     def close(self) -> None:
-        """Release all resources. Collective; call it when no rank uses the communicator any more."""
+        """Release all resources. Collective; call it when no rank uses the communicator any more.
+
+        Examples:
+            >>> group = comm.split(0)
+            >>> group.close()
+        """
         forks.check(f"close of {self.name}")
         self._subgroups.close()
         self._calls.clear()
+        for labelled in self._labelled.values():
+            labelled._calls.clear()
         self.group.close()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -50,7 +51,9 @@ def kernel_operation(dtype: str, operation: str) -> str:
     if operation in BITWISE and dtype in INTEGERS:
         return operation
     if operation not in OPERATIONS:
-        raise UsageError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
+        raise UsageError(
+            f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}{suggest(operation, OPERATIONS)}"
+        )
     if dtype == "bool":
         if operation == "mean":
             raise UsageError("the mean of bool arrays is not defined: cast them, or use 'max' (any) or 'min' (all)")

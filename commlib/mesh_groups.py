@@ -19,15 +19,26 @@ _Request = tuple[int, int, str]
 
 
 class Mesh:
-    """Named axes over the ranks of a group, each with a Communicator: `mesh = Mesh(pp=2, dp=-1, tp=2)`, `mesh["tp"]`.
+    """Name axes over the ranks of a group, each with a Communicator.
 
-    The last axis is the fastest: its groups are neighbouring ranks, which a launcher puts on one node. One size may be
-    -1 and is inferred. `mesh["dp", "tp"]` is the Communicator of a product of axes, whose last axis is the fastest. The
-    first access creates it, and is therefore collective over all ranks of the mesh, in the same order on all ranks.
+    The last axis is the fastest: its groups are neighbouring ranks, which a launcher puts on one node. `mesh["tp"]` is
+    the Communicator of an axis, `mesh["dp", "tp"]` that of a product of axes, whose last axis is the fastest. The first
+    access to a product creates it, and is therefore collective over all ranks of the mesh, in the same order on all
+    ranks. Making a mesh is collective.
 
-    Making a mesh is collective. ranks: the group, by default all ranks (`init` is called if needed). Raises on all
-    ranks: UsageError if the product of the sizes is not the number of ranks, MismatchError if the ranks give different
-    meshes.
+    Args:
+        ranks: The group: a communicator, a mesh or a process set; None: all ranks (`init` is called if needed).
+        **axes: The sizes by name, slowest axis first; one may be -1 and is inferred.
+
+    Raises:
+        UsageError: If the product of the sizes is not the number of ranks, on all ranks.
+        MismatchError: If the ranks give different meshes, on all ranks.
+
+    Examples:
+        >>> mesh = commlib.Mesh(dp=-1, tp=2)
+        >>> mesh["tp"].size, mesh["dp"].size
+        (2, 1)
+        >>> mesh.close()
     """
 
     def __init__(self, *, ranks: Ranks | None = None, **axes: int) -> None:
@@ -74,7 +85,11 @@ class Mesh:
         group.kept["mesh"] = self  # sharded layers along this axis find in the mesh the ranks that hold the same shards
 
     def communicator(self, verb: str) -> Communicator:
-        """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more."""
+        """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more.
+
+        Args:
+            verb: The call that asks, for errors.
+        """
         if len(self.axes) > 1:
             from commlib.ranks import ranks_error
 
@@ -98,7 +113,15 @@ class Mesh:
         return color, key, f"{self.comm.name}.{'*'.join(axes)}"
 
     def coordinate(self, *axes: str) -> int:
-        """Return this rank's coordinate along an axis, or its rank in the group of a product of axes."""
+        """Return this rank's coordinate along an axis, or its rank in the group of a product of axes.
+
+        Args:
+            *axes: Names of axes.
+
+        Examples:
+            >>> commlib.Mesh(dp=1, tp=2).coordinate("tp") == comm.rank
+            True
+        """
         return self.shape.coordinate(self.comm.rank, *axes)
 
     def refactor(self, factors: Factors, /, **sizes: int) -> Mesh:
@@ -107,6 +130,15 @@ class Mesh:
         `{"dp": ("edp", "ep")}, ep=4` is the same, and {("dp", "tp"): ...} factors a product of axes. The new mesh
         shares this mesh's communicators, under their old names; do not use it after this mesh is closed. Collective;
         raises the same errors as making a mesh. See `MeshShape.refactor`.
+
+        Args:
+            factors: By axis, or tuple of axes, its factors: names, or a mapping of names to sizes.
+            **sizes: Sizes of factors that are only named.
+
+        Examples:
+            >>> experts = commlib.Mesh(dp=2).refactor({"dp": {"edp": -1, "ep": 2}})
+            >>> experts["ep"].size
+            2
         """
         self._check_open()
         mesh = Mesh.__new__(Mesh)
@@ -114,11 +146,22 @@ class Mesh:
         return mesh
 
     def picture(self) -> str:
-        """Draw the ranks on their nodes, and which axes stay within a node or cross nodes. Not collective."""
+        """Draw the ranks on their nodes, and which axes stay within a node or cross nodes. Not collective.
+
+        Examples:
+            >>> "tp" in commlib.Mesh(tp=2).picture()
+            True
+        """
         return self.shape.picture(topology=self.comm.topology)
 
     def close(self) -> None:
-        """Release this mesh's communicators. Collective; call it when no rank uses them any more."""
+        """Release this mesh's communicators. Collective; call it when no rank uses them any more.
+
+        Examples:
+            >>> with commlib.Mesh(dp=2) as mesh:  # closes it at the end
+            ...     mesh["dp"].size
+            2
+        """
         if not self._is_closed:
             self._is_closed = True
             self.comm.barrier()  # the watched wait here finds a rank that never arrives

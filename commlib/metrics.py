@@ -50,7 +50,13 @@ def values(prefix: str = "commlib/") -> dict[str, float]:
     """Return the counts as one flat dict, for `wandb.log`, `mlflow.log_metrics` or TensorBoard's `add_scalar`.
 
     Keys are `<prefix><group>/<verb>/<what>`, with calls, failed_calls, bytes, seconds, queued_seconds, exposed_seconds
-    for `what`; values only grow. Raises UsageError if nothing was counted: see `start`.
+    for `what`; values only grow.
+
+    Args:
+        prefix: The first part of each key.
+
+    Raises:
+        UsageError: If nothing was counted: see `start`.
     """
     names = {field: family.removeprefix("commlib_") for family, field, _ in _FAMILIES}
     return {
@@ -105,8 +111,13 @@ def registry() -> CollectorRegistry:
 def write_textfile(path: str) -> None:
     """Write the counts for node_exporter's textfile collector, atomically.
 
-    `{rank}` in the path is replaced by this rank's number; ranks of one node need separate files. Raises UsageError if
-    the file cannot be written, or if nothing was counted.
+    Ranks of one node need separate files.
+
+    Args:
+        path: The file; `{rank}` in it is replaced by this rank's number.
+
+    Raises:
+        UsageError: If the file cannot be written, or if nothing was counted.
     """
     comm = world()
     comm.runtime.recording.counters()  # raises if there are none: an empty file would look idle
@@ -138,7 +149,14 @@ def serve(port: int = 0, address: str = "127.0.0.1") -> Server:
     """Count from now on, and serve this rank's counts at http://address:port/metrics; port 0 takes a free port.
 
     Anyone who can reach the address can read the counts: use addresses other than 127.0.0.1 only in trusted networks.
-    Each rank of a node needs a separate port, `9464 + local_rank` for example. Raises UsageError if the port is taken.
+    Each rank of a node needs a separate port, `9464 + local_rank` for example.
+
+    Args:
+        port: The port to listen on; 0: a free one.
+        address: The address to listen on.
+
+    Raises:
+        UsageError: If the port is taken.
     """
     start()
     return Server(port, address)
@@ -175,7 +193,14 @@ def on_metrics(callback: Callable[[dict[str, float]], Any], every: float = 60.0)
     """Count from now on, and call `callback(values())` every `every` seconds, in a separate thread.
 
     For trackers that accept values at any time; to log by steps, call `values` in the training loop. Exceptions of the
-    callback are logged. Ends with `close` or `commlib.shutdown`. Raises UsageError if `every` is not positive.
+    callback are logged. Ends with `close` or `commlib.shutdown`.
+
+    Args:
+        callback: Called with the result of `values`.
+        every: Seconds between calls.
+
+    Raises:
+        UsageError: If `every` is not positive.
     """
     if not every > 0:
         raise UsageError(f"on_metrics: every is {every}, expected a positive number of seconds")

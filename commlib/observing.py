@@ -17,7 +17,19 @@ def start_recording(events: int = 4096) -> None:
     """Record the operations that this rank launches from now on, and keep the last `events` events.
 
     An operation has two events or more. Errors and warnings about long waits then list this rank's last calls.
-    Raises UsageError if recording is on already; COMMLIB_EVENTS turns it on from the start.
+
+    Args:
+        events: The number of events to keep; older ones are dropped.
+
+    Raises:
+        UsageError: If recording is on already; COMMLIB_EVENTS turns it on from the start.
+
+    Examples:
+        >>> commlib.start_recording()
+        >>> total = comm.all_reduce(np.ones(2))
+        >>> commlib.stop_recording()
+        >>> len(commlib.recorded()) > 0
+        True
     """
     world().runtime.recording.start(events)
 
@@ -35,29 +47,14 @@ def recorded() -> list[Event]:
 def statistics() -> dict[tuple[str, str], Count]:
     """Return this rank's call counters by (group, verb), since recording started.
 
-    Raises UsageError if nothing was recorded.
+    Raises:
+        UsageError: If nothing was recorded.
     """
     return world().runtime.recording.counters().counts()
 
 
-def start_timeline(path: str, *, mark_cycles: bool = False) -> None:
-    """Write operations, from now on, to a Chrome trace (chrome://tracing, Perfetto).
-
-    Rank 0 writes it, or each rank if the path contains `{rank}` for its number. Not collective; other ranks may call it
-    too. mark_cycles: also mark the cycles in which ranks agree on named operations. Raises UsageError if a trace is
-    being written already, or cannot be written. COMMLIB_TIMELINE turns it on from the start.
-    """
-    comm = world()
-    comm.runtime.recording.start_timeline(path, comm.rank, mark_cycles=mark_cycles)
-
-
-def stop_timeline() -> None:
-    """Finish the trace, if there is one."""
-    world().runtime.recording.stop_timeline()
-
-
 class timeline:
-    """Write operations to a Chrome trace from now on, until `stop` or the end of a `with` block.
+    """Write operations to a Chrome trace (chrome://tracing, Perfetto) until `stop` or the end of a `with` block.
 
         with commlib.timeline("run/trace{rank}.json"):
             train()
@@ -65,9 +62,15 @@ class timeline:
     With `{rank}` in the path each rank writes a separate file, and the call is collective: ranks on several machines
     compare their clocks by some messages, here and at the end of a `with` block that ends without an exception. Then
     `commlib trace merge` can merge the files. Without `{rank}` rank 0 writes its own operations, and any ranks may make
-    this call. `start_timeline` does the same without comparing clocks, and is never collective; COMMLIB_TIMELINE turns
-    it on from the start. mark_cycles: also mark the cycles in which ranks agree on named operations. Raises UsageError
-    if a trace is being written already, or cannot be written: with `{rank}` on all ranks, naming the failing ones.
+    this call. COMMLIB_TIMELINE turns it on from the start.
+
+    Args:
+        path: The file; `{rank}` in it becomes the number of the rank.
+        mark_cycles: Also mark the cycles in which ranks agree on named operations.
+
+    Raises:
+        UsageError: If a trace is being written already, or cannot be written: with `{rank}` on all ranks, naming the
+            failing ones.
     """
 
     def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
@@ -81,7 +84,7 @@ class timeline:
         except UsageError as caught:
             if self._comm is None:
                 raise
-            error = str(caught)
+            error = str(caught).removeprefix("timeline: ")
         self._written = self._recording.timeline
         if self._comm is not None:
             everyone = comm.all_gather_object((error, clock_id()))

@@ -11,12 +11,14 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from commlib.config.settings import ranks_text
 from commlib.errors import UsageError
+from commlib.process.age import process_age
 from commlib.world import world
 
 if TYPE_CHECKING:
@@ -38,14 +40,23 @@ _ASKING_SLURM = 60.0  # seconds; timeout of scontrol
 
 
 class Preemption:
-    """Record signals until all ranks can obey: `with commlib.Preemption() as preemption:` around training.
+    """Record signals until all ranks can obey them together.
 
-    signals: the signals to handle; SIGUSR1 by default. SIGTERM and SIGINT may be included: they end the job without a
-    restart. every: ranks synchronise in every `every`-th call of `requested`. ranks: those that synchronise; by
-    default all. A mesh means all its ranks.
+    Before it is entered a signal ends the process, so enter it first, before slow imports.
 
-    Before it is entered a signal ends the process, so enter it first, before slow imports. Raises UsageError outside
-    the main thread, where Python cannot set signal handlers.
+    Args:
+        signals: The signals to handle; SIGTERM and SIGINT end the job without a restart.
+        every: Ranks synchronise in every `every`-th call of `requested`.
+        ranks: The ranks that synchronise; a mesh means all its ranks; None: all.
+
+    Raises:
+        UsageError: Outside the main thread, where Python cannot set signal handlers.
+
+    Examples:
+        >>> with commlib.Preemption() as preemption:
+        ...     for step in range(2):
+        ...         if preemption.requested():  # on all ranks at the same step
+        ...             preemption.leave()
     """
 
     def __init__(
@@ -59,6 +70,9 @@ class Preemption:
         self._received: list[signal.Signals] = []  # the signals that this rank received
         self._calls = 0
         self._is_agreed = self._stops = False
+        self._began = time.monotonic()  # the first step has ended, once `requested` was called
+        self._start_up: float | None = None  # seconds until then
+        self._trained = 0.0  # seconds from then to the agreement
 
     def __repr__(self) -> str:
         signals = ", ".join(number.name for number in self._signals)
@@ -82,8 +96,15 @@ class Preemption:
         """Return whether any rank was asked to leave; the same on all ranks. Call it at the end of each step.
 
         Every `every`-th call is collective, until it has returned True.
+
+        Examples:
+            >>> with commlib.Preemption() as preemption:
+            ...     preemption.requested()
+            False
         """
         self._calls += 1
+        if self._calls == 1:
+            self._began, self._start_up = time.monotonic(), process_age()
         if self._is_agreed or self._calls % self._every:
             return self._is_agreed
         import numpy as np
@@ -93,6 +114,7 @@ class Preemption:
         comm.all_reduce(counts, out=counts)
         if counts[0]:
             self._is_agreed, self._stops = True, bool(counts[1])
+            self._trained = time.monotonic() - self._began
             self._log_signals(comm.all_gather_object(sorted({number.name for number in self._received})))
         return self._is_agreed
 
@@ -104,10 +126,16 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End the program once all ranks have called this, after saving their state. Collective.
 
-        Under Slurm rank 0 requeues the job, unless it was asked to stop. Raises SystemExit with `TRY_AGAIN` (75), on
-        which a shell loop can restart the job without Slurm; or with `STOPPED` (143) if the job was asked to stop.
+        Under Slurm rank 0 requeues the job, unless it was asked to stop. It warns if this run trained
+        for less time than its start took, since further runs will do the same.
+
+        Raises:
+            SystemExit: With `TRY_AGAIN` (75), on which a shell loop can restart the job without Slurm; or with
+                `STOPPED` (143) if the job was asked to stop.
         """
         comm = self._ranks()
+        if comm.rank == 0 and not self._stops and (warning := short_run_text(self._start_up, self._trained)):
+            log.warning("%s", warning)
         comm.barrier()
         if comm.rank == 0 and not self._stops and (job := slurm_job()):
             requeue(job)
@@ -138,6 +166,22 @@ class Preemption:
         }
         summary = "; ".join(f"{name} received by {ranks_text(ranks)}" for name, ranks in to.items())
         log.warning("preemption: %s: all ranks save their state and leave", summary)
+
+
+def short_run_text(start_up: float | None, trained: float) -> str | None:
+    """Return a warning if a run trained for less time than its start took, else None. Units: seconds.
+
+    start_up: from the start of the process to the end of its first step; None if unknown. trained: from then to the
+    interruption.
+    """
+    if start_up is None or trained >= start_up:
+        return None
+    return (
+        f"preemption: this run trained for {trained:.1f} s after a start of {start_up:.1f} s (imports, compilation, "
+        "loading, the first step): a restart costs more time than it gains. Let runs last longer (--time, or a "
+        "partition or QOS that is interrupted less), send the signal later (--signal=USR1@SECONDS with fewer seconds), "
+        "or start faster (commlib warm; checkpoints and Python on a fast file system)"
+    )
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str:

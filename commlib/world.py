@@ -13,6 +13,7 @@ from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.launch.launcher_match import check_launcher
 from commlib.launch.mpi_start import delay_interrupts, load_mpi
 from commlib.process import exits, forks
+from commlib.process.error_board import ErrorBoard
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -30,12 +31,24 @@ def init(
 ) -> Communicator:
     """Join the other processes and return the Communicator of all of them. Idempotent.
 
-    Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. `transport` is this
-    rank's endpoint in a group of processes that connected without MPI (`commlib.transport.base.Transport`): commlib
-    then owns it and does not use MPI. Each setting comes from its COMMLIB_* environment variable, else from the file of
-    settings (`commlib.config.file`), else from `defaults`. Raises on all ranks: UsageError for a bad setting on any
-    of them, MismatchError for settings that differ. Raises TransportError if there is no usable MPI or if the launcher
-    belongs to another MPI; UsageError in a forked child.
+    Collective.
+
+    Args:
+        comm: An mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated.
+        transport: This rank's endpoint in a group of processes that connected without MPI
+            (`commlib.transport.base.Transport`); commlib then owns it and does not use MPI.
+        defaults: Settings by name, for those that neither a COMMLIB_* variable nor the file of settings
+            (`commlib.config.file`) gives.
+
+    Raises:
+        UsageError: For a bad setting on any rank, on all ranks; in a forked child.
+        MismatchError: For settings that differ, on all ranks.
+        TransportError: If there is no usable MPI, or if the launcher belongs to another MPI.
+
+    Examples:
+        >>> comm = commlib.init()
+        >>> comm.size
+        2
     """
     global _world, _joining
     forks.check("commlib.init")
@@ -45,7 +58,9 @@ def init(
         if comm is not None or transport is not None:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
         return _world
-    exits.hook(lambda: _world, _leave, _become_child)  # first: an error on one rank must end the wait of the others
+    exits.hook(
+        lambda: _world, _leave, _become_child, _find_board
+    )  # first: an error on one rank must end the wait of the others
     _joining = True
     try:
         with delay_interrupts():
@@ -73,7 +88,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         report = cuda_aware_mpi.report(settings)
 
     from commlib import bootstrap
-    from commlib.launch import mpi_memory
+    from commlib.launch import mpi_start
     from commlib.runtime.hang_watch import Answers, watch_for_hangs
     from commlib.runtime.recording import Recording
 
@@ -90,7 +105,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         transport.close(met=False)
         raise
     if over_mpi is not None:
-        mpi_memory.unlink_files()  # all ranks have called MPI_Init
+        mpi_start.unlink_memory_files()  # all ranks have called MPI_Init
     if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
@@ -115,23 +130,38 @@ def _over_mpi(comm: Any, settings: Config) -> MpiTransport:
 
 
 def world() -> Communicator:
-    """Return the Communicator that `init` made. Raises UsageError before `init` and after `shutdown`."""
+    """Return the Communicator that `init` made.
+
+    Raises:
+        UsageError: Before `init` and after `shutdown`.
+
+    Examples:
+        >>> commlib.world() is commlib.init()
+        True
+    """
     if _world is None:
         raise UsageError("commlib is not initialised: call commlib.init() first")
     return _world
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` not since."""
+    """Return whether `init` has been called, and `shutdown` not since.
+
+    Examples:
+        >>> commlib.is_initialized()
+        True
+    """
     return _world is not None
 
 
 def shutdown() -> None:
     """Finish work in flight and leave the other processes. Idempotent; `init` may be called again.
 
-    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. Work that has not ended by then raises ShutdownError
-    from its `wait`, and so does every later call. Once all work has ended, raises MismatchError if ranks made different
-    calls that caused no error before, such as a broadcast from two roots.
+    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight.
+
+    Raises:
+        ShutdownError: From the `wait` of work that has not ended by then, and from every later call.
+        MismatchError: If ranks made different calls that caused no error before, such as a broadcast from two roots.
     """
     global _world
     if _world is None:
@@ -164,6 +194,14 @@ def _leave() -> str:
     if comm is not None:
         return _close(comm) or ("calls that differ from other ranks'" if comm.runtime.difference else "")
     return "commlib.init unfinished, in which the others may wait" if _joining else ""
+
+
+def _find_board() -> ErrorBoard | None:
+    """Return the folder in which failing ranks agree which of them reports; None: all of them do."""
+    watch = None if _world is None else _world.runtime.hang_watch
+    if watch is None or watch.errors is None or (_world is not None and _world.config.traceback == "full"):
+        return None
+    return ErrorBoard(watch.errors, watch.hangs)
 
 
 def _become_child() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 import keras
 import numpy as np
 import tensorflow as tf
-from digits import load_digits
+from digits import explain_slowdown, find_load, load_digits
 
 import commlib_tensorflow.keras as ct
 
@@ -110,6 +111,9 @@ def main() -> int:
         print(f"total                {total:8.2f} s")
         print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each on full batches)")
         print(f"largest difference   {difference:8.1e}    (of the weights, relative; must be < {MAX_DIFFERENCE:.0e})")
+        load, cores = find_load()
+        if reason := explain_slowdown(ct.size(), total, total_alone, load=load, cores=cores):
+            print(textwrap.fill(reason, 100))
         print("equal" if passed else "FAILED")
     return 0 if passed else 1
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 
 import torch
-from digits import load_digits
+from digits import explain_slowdown, find_load, load_digits
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -127,6 +128,9 @@ def main() -> int:
         print(f"total                {total:8.2f} s")
         print(f"one process alone    {total_alone:8.2f} s  (all ranks at once, each on full batches)")
         print(f"largest difference   {difference:8.1e}    (of the weights, relative; must be < {MAX_DIFFERENCE:.0e})")
+        load, cores = find_load()
+        if reason := explain_slowdown(ct.size(), total, total_alone, load=load, cores=cores):
+            print(textwrap.fill(reason, 100))
         print("equal" if passed else "FAILED")
     return 0 if passed else 1
 

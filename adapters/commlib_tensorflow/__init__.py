@@ -13,10 +13,13 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_tensorflow.horovod`, and also here, so that a script of `horovod.tensorflow` runs with a changed import.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
@@ -90,3 +93,8 @@ __all__ += _broadcast.__all__
 __all__ += _collectives.__all__
 __all__ += _operations.__all__
 __all__ += _queries.__all__
+
+if not _TYPE_CHECKING:  # type checkers know the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

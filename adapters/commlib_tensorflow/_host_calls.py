@@ -30,10 +30,14 @@ from commlib_tensorflow.errors import as_tensorflows
 
 try:
     from tensorflow.python.eager.record import could_possibly_record as _some_tape_records
-except ImportError:  # it is not public
+    from tensorflow.python.eager.record import should_record_backprop as _are_watched
+except ImportError:  # they are not public
 
     def _some_tape_records() -> bool:
         return True
+
+    def _are_watched(tensors: Any) -> bool:
+        return any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors)
 
 
 NODES = "commlib"
@@ -209,6 +213,11 @@ def is_ordered() -> bool:
 def is_recording() -> bool:
     """Return whether gradients of the current computation may be requested; supporting that alone costs 0.2 ms."""
     return not tf.executing_eagerly() or bool(_some_tape_records())
+
+
+def is_recorded(tensor: Any) -> bool:
+    """Return whether a tape watches a tensor. In a traced function only tapes of that function are seen."""
+    return bool(_are_watched([tensor]))
 
 
 def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_name_scope: bool = False) -> str | None:

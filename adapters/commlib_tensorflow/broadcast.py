@@ -17,8 +17,8 @@ from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_name
 from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.named_verbs._autograd import broadcast_tensors
 
 __all__ = (
@@ -39,9 +39,17 @@ def broadcast_variables(
     All values travel in one operation; every rank passes variables of the same shapes and dtypes in the same order.
     Experts differ between ranks and are not changed. If some variables are sharded along an axis of a mesh, all
     variables of the call are broadcast among the ranks with the same shards: each gets the values of the rank at
-    `root_rank`'s coordinates along the other axes. Raises UsageError for sharded variables if some of the ranks have
-    other shards. Returns an operation in a graph of TensorFlow 1, None otherwise. `inplace` has no effect: values are
-    always assigned.
+    `root_rank`'s coordinates along the other axes. Returns an operation in a graph of TensorFlow 1, None otherwise.
+    `inplace` has no effect: values are always assigned.
+
+    Args:
+        variables: Variables of tf or Keras.
+        root_rank: The global rank whose values the others get.
+        process_set: The ranks that take part; None: all.
+        inplace: Unused; Horovod has it.
+
+    Raises:
+        UsageError: For sharded variables if some of the ranks have other shards.
     """
     given = list(variables)
     local = set(places_of(given))
@@ -74,7 +82,15 @@ def broadcast_variables(
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all variables of a graph of TensorFlow 1.
 
-    Raises RuntimeError in eager mode, where TensorFlow has no list of all variables.
+    Args:
+        root_rank: The global rank whose values the others get.
+
+    Raises:
+        RuntimeError: In eager mode, where TensorFlow has no list of all variables.
+
+    Examples:
+        with tf.compat.v1.Session() as session:
+            session.run(ct.broadcast_global_variables(0))
     """
     if is_ordered():
         raise RuntimeError(
@@ -85,7 +101,15 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow has no types
-    """Broadcasts all variables of a graph of TensorFlow 1 after a MonitoredSession has initialised or restored them."""
+    """Broadcasts all variables of a graph of TensorFlow 1 after a MonitoredSession has initialised or restored them.
+
+    Args:
+        root_rank: The global rank whose values the others get.
+        device: Unused; Horovod has it.
+
+    Examples:
+        hooks = [ct.BroadcastGlobalVariablesHook(0)]
+    """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -117,11 +141,20 @@ def broadcast_object(
     """Return rank `root_rank`'s picklable object on all ranks. `session` exists for compatibility with Horovod.
 
     With `ranks` it is the ordered verb on those ranks, and `root` is a rank among them.
+
+    Args:
+        obj: A picklable object.
+        root_rank: The global rank whose values the others get.
+        session: Unused; Horovod has it.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast_object(obj, source, ranks=ranks))
+        return run(ordered.broadcast_object(obj, source, ranks=ranks))
     return core.broadcast_object(obj, source, name, process_set)
 
 
@@ -131,7 +164,18 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: core.ProcessSet | None = None,
 ) -> Callable[[Any], Any]:
-    """Return a function that calls `broadcast_object` on its argument."""
+    """Return a function that calls `broadcast_object` on its argument.
+
+    Args:
+        root_rank: The global rank whose values the others get.
+        session: Unused; Horovod has it.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.broadcast_object_fn(root_rank=1)(f"rank {comm.rank}")
+        'rank 1'
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -139,5 +183,12 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
 ) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order. `session` exists for compatibility with Horovod."""
+    """Return the picklable objects of all ranks, in rank order. `session` exists for compatibility with Horovod.
+
+    Args:
+        obj: A picklable object.
+        session: Unused; Horovod has it.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+    """
     return core.allgather_object(obj, name, process_set)

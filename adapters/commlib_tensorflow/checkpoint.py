@@ -14,6 +14,7 @@ from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
+from commlib.horovod.pytree import map_leaves
 from commlib.ranks import Ranks
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import DistributedMixin
@@ -25,17 +26,27 @@ RANDOM = "random"
 
 
 class Checkpoint(core.Checkpoint):
-    """Checkpoints in a folder that all ranks can access: `Checkpoint("run", model=model)`.
+    """Save and resume models and variables in a folder that all ranks see.
 
-    Values are models of Keras 3 or tf_keras (with their compiled optimizer), optimizers, variables, and lists of
-    variables. A model must be built. The compression state of a distributed optimizer is saved, too, and so are the
-    states of the random generators of Python, numpy and Keras' layers. So if training is interrupted between two steps
-    and resumed on as many ranks, it computes the same bits; the input data must continue at the saved step.
+    The compression state of a distributed optimizer is saved, too, and so are the states of the random generators of
+    Python, numpy and Keras' layers. So if training is interrupted between two steps and resumed on as many ranks, it
+    computes the same bits; the input data must continue at the saved step.
 
     State that is equal on all ranks is written once; state that differs is written by each rank. `save(step)` and
     `resume()` are collective. On another number of ranks a job resumes only the state that was equal on all ranks.
-    keep: the number of checkpoints to keep. ranks: those that save together, by default all; a mesh means all its
-    ranks. Raises UsageError for other values.
+
+        checkpoint = ct.Checkpoint("run", model=model)
+        start = checkpoint.resume()
+
+    Args:
+        folder: A folder that all ranks see.
+        keep: The number of checkpoints to keep.
+        ranks: The ranks that save together; a mesh means all its ranks; None: all.
+        **values: What is saved, by name: built models of Keras 3 or tf_keras (with their compiled optimizer),
+            optimizers, variables, and lists of variables.
+
+    Raises:
+        UsageError: For other values.
     """
 
     def __init__(
@@ -97,7 +108,8 @@ def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], l
 
     def load(saved: Any) -> None:
         if (found := reducing()) is not None and saved:
-            found.load_compression_state(_arrays(saved))
+            arrays = map_leaves(saved, lambda leaf: leaf.array() if isinstance(leaf, PackedTensor) else leaf)
+            found.load_compression_state(arrays)
 
     return {name: _of_variables(name, variables), f"{name}.compression": CheckpointPart(state, load, is_needed=False)}
 
@@ -118,14 +130,3 @@ def _of_variables(name: str, variables: Callable[[], list[Any]]) -> CheckpointPa
             variable.assign(one.array())
 
     return CheckpointPart(state, load)
-
-
-def _arrays(value: Any) -> Any:
-    """Return nested state with numpy arrays in place of packed ones."""
-    if isinstance(value, PackedTensor):
-        return value.array()
-    if isinstance(value, dict):
-        return {key: _arrays(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_arrays(one) for one in value]
-    return value

@@ -37,7 +37,19 @@ def clip_by_global_norm(
     `DistributedGradientTape` carry this information; pass `variables` for others, including values computed from such
     gradients.
 
-    Raises UsageError for a `clip_norm` that is negative or NaN, or for anything that is not a floating-point tensor.
+    Args:
+        t_list: Reduced gradients: tensors of any floating dtypes, tf.IndexedSlices, or None.
+        clip_norm: The norm to scale down to, 0 or more.
+        variables: The variables of these gradients, if some are sharded and the gradients do not come straight from a
+            tape.
+
+    Raises:
+        UsageError: For a `clip_norm` that is negative or NaN, or for anything that is not a floating-point tensor.
+
+    Examples:
+        >>> gradients, norm = ct.clip_by_global_norm([tf.constant([3.0, 4.0])], 1.0)
+        >>> float(norm)
+        5.0
     """
     limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
     values = [_values(gradient) for gradient in t_list]

@@ -11,9 +11,10 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.compress.casts import Compressing
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
+from commlib.literals import Op
 from commlib.mesh_groups import Mesh
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of
 from commlib_tensorflow._host_calls import no_autograph
@@ -89,7 +90,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         if apart:
-            op = "sum" if self._reducer.op == core.Sum else "mean"
+            op: Op = "sum" if self._reducer.op == core.Sum else "mean"
             own, theirs = [flat[index] for index in apart], [flat_sources[index] for index in apart]
             for index, gradient in zip(apart, reduced_apart(own, theirs, op, self._reducer.size), strict=True):
                 answer[index] = gradient
@@ -164,11 +165,28 @@ def DistributedGradientTape(
 ) -> DistributedTape:
     """Return a tape that records like `gradtape`, and whose `gradient` is reduced over all ranks.
 
-    op: Average, Sum or another one of `allreduce`. groups: a number of groups, or lists of variables whose gradients
-    travel together; num_groups is its former name. By default gradients travel in buckets. See `GradientsByName` for
-    the rest. Gradients of variables passed to `register_local_source` stay on this rank. Variables that are sharded
-    along an axis of a mesh determine over which ranks the other gradients are reduced, too: then no process_set is
-    needed, and the first call of `gradient` is collective over all ranks.
+    Gradients of variables passed to `register_local_source` stay on this rank. Variables that are sharded along an axis
+    of a mesh determine over which ranks the other gradients are reduced, too: then no `process_set` is needed, and the
+    first call of `gradient` is collective over all ranks. See `GradientsByName` for the rest.
+
+    Args:
+        gradtape: The tape to wrap.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
+        op: Average, Sum or another one of `allreduce`.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        num_groups: The older name of `groups`.
+        groups: A number of messages, or lists of variables that travel together; None: buckets.
+        process_set: The ranks to reduce over; None: all.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        bucket_cap_mib: The size of a bucket, MiB.
+        first_bucket_mib: The size of the first bucket, MiB.
+        overlap: Whether buckets are sent while backward runs, otherwise at its end; None: if the group spans several
+            nodes, or if each rank has more cores than the framework has threads.
+        compress_within_node: Whether gradients are compressed between the ranks of a node, too.
     """
     if num_groups and groups is not None:
         raise UsageError("num_groups is the former name of groups: give only one of them")
@@ -207,7 +225,27 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     **more: Any,
 ) -> DistributedTape:
-    """Return a `DistributedGradientTape` for which all weights of `local_layers`, one or several layers, are local."""
+    """Return a `DistributedGradientTape` for which all weights of `local_layers`, one or several layers, are local.
+
+    Args:
+        gradtape: The tape to wrap.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
+        op: Average, Sum or another one of `allreduce`.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        num_groups: The older name of `groups`.
+        groups: A number of messages, or lists of variables that travel together; None: buckets.
+        process_set: The ranks to reduce over; None: all.
+        local_layers: One or several layers whose gradients stay on their rank.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        **more: See `DistributedGradientTape`.
+
+    Examples:
+        tape = ct.PartialDistributedGradientTape(tape, local_layers=[model.layers[0]])
+    """
     arguments = dict(locals())
     layers = layers_of(arguments.pop("local_layers"))
     tape = DistributedGradientTape(**arguments.pop("more"), **arguments)

@@ -164,18 +164,32 @@ class OneBit(DistributedMixin, keras.optimizers.Optimizer):  # type: ignore[misc
 class OneBitAdam(OneBit):
     """Adam whose gradients travel uncompressed for `freeze_step` steps, and then with one bit each.
 
-    Use it on its own, not in a DistributedOptimizer: it averages over `ranks`, by default all. In the first phase it is
-    Adam on averaged gradients. Then the second moment is frozen, so the learning rate's warm-up and the unstable start
-    of training should be over: after 15 to 25 % of all steps. Roots of the second moment are frozen at no less than
-    `variance_floor` times the typical root in their variable; otherwise a few tiny ones could make training diverge. 0
-    is the paper's algorithm.
+    Use it on its own, not in a DistributedOptimizer: it averages over `ranks`. In the first phase it is Adam on
+    averaged gradients. Then the second moment is frozen, so the learning rate's warm-up and the unstable start of
+    training should be over. A few tiny second moments could make training diverge, hence `variance_floor`.
 
     A weight without a gradient before the freeze is not trained afterwards. Keras clips first, on each rank separately,
-    and decays weights as AdamW does. `kwargs` are those of `keras.optimizers.Optimizer`. The accumulated compression
-    error is not saved. Source: Tang et al.: 1-bit Adam (ICML 2021).
+    and decays weights as AdamW does. The accumulated compression error is not saved. Source: Tang et al.: 1-bit Adam
+    (ICML 2021).
 
-    On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `AllToAll(Sign())`.
+    On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster.
+
+    Args:
+        learning_rate: The learning rate, or a schedule.
+        beta_1: The decay of the first moment.
+        beta_2: The decay of the second moment.
+        epsilon: Added to the root of the second moment.
+        freeze_step: The number of steps before the second moment is frozen: 15 to 25 % of all steps.
+        ranks: The ranks to average over; None: all.
+        compress_within_node: Whether gradients are compressed within a node, too.
+        variance_floor: The least root of a frozen second moment, as a share of the typical one of its parameter; 0: the
+            paper's algorithm.
+        scheme: The compression scheme of the first moment; None: `AllToAll(Sign())`.
+        name: The name of the optimizer.
+        **kwargs: Arguments of `keras.optimizers.Optimizer`.
+
+    Examples:
+        model.compile(ct.OneBitAdam(1e-3, freeze_step=1000), "mse")
     """
 
     def __init__(
@@ -203,9 +217,31 @@ class OneBitLAMB(OneBit):
     """LAMB whose gradients travel uncompressed for `freeze_step` steps, and then with one bit each.
 
     Like `OneBitAdam` in all but the update, which scales each layer's step by the size of its weights. These
-    coefficients are averaged while gradients travel uncompressed, and adapted later: see `commlib.optim.one_bit_lamb`
-    for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Source: Li et al.:
-    1-bit LAMB (2021).
+    coefficients are averaged while gradients travel uncompressed, and adapted later: see `commlib.optim.one_bit_lamb`.
+    Source: Li et al.: 1-bit LAMB (2021).
+
+    Args:
+        learning_rate: The learning rate, or a schedule.
+        beta_1: The decay of the first moment.
+        beta_2: The decay of the second moment.
+        epsilon: Added to the root of the second moment.
+        freeze_step: The number of steps before the second moment is frozen: 15 to 25 % of all steps.
+        max_coeff: The largest coefficient of a layer's step.
+        min_coeff: The smallest coefficient of a layer's step.
+        coeff_beta: The decay of the averaged coefficient.
+        factor_max: The largest factor of a coefficient after the freeze.
+        factor_min: The smallest factor of a coefficient after the freeze.
+        factor_threshold: The largest change of a factor in one step, as a share.
+        ranks: The ranks to average over; None: all.
+        compress_within_node: Whether gradients are compressed within a node, too.
+        variance_floor: The least root of a frozen second moment, as a share of the typical one of its parameter; 0: the
+            paper's algorithm.
+        scheme: The compression scheme of the first moment; None: `AllToAll(Sign())`.
+        name: The name of the optimizer.
+        **kwargs: Arguments of `keras.optimizers.Optimizer`.
+
+    Examples:
+        model.compile(ct.OneBitLAMB(1e-3, freeze_step=1000), "mse")
     """
 
     def __init__(

@@ -53,31 +53,18 @@ def DistributedOptimizer(
     optimizer and can be loaded without commlib. Gradients are reduced after Keras has accumulated them and before it
     clips them. With a LossScaleOptimizer, inside or outside of it, ranks agree whether to take a step.
 
-    Works with optimizers of Keras 3 and tf_keras, and with `minimize` of `tf.compat.v1.train`. Make an optimizer
-    distributed before a tf.function that uses it is traced, and compile models without `jit_compile=True`.
+    Make an optimizer distributed before a tf.function that uses it is traced, and compile models without
+    `jit_compile=True`.
 
-    `op` is Average or Sum. With `backward_passes_per_step=k` only every k-th step reduces and updates; gradients of the
-    k passes are summed, or averaged with `average_aggregated_gradients`. Keras 3 does that by the optimizer's own
-    `gradient_accumulation_steps`, which may be set instead and averages. `groups` is a number of messages, or lists of
-    variables that travel together. `compression`, `sparse_as_dense` and `gradient_predivide_factor` are those of
-    Horovod. `register_local_var(variable)` of the result keeps a gradient on this rank; it is divided by the number of
-    ranks unless `scale_local_gradients` is False. `name` matches messages with those of the other ranks, by default the
-    name of the class. `use_locking` and the devices exist for compatibility with Horovod, and have no effect.
+    `register_local_var(variable)` of the result keeps a gradient on this rank. The compression error is added to the
+    next step's gradients; `compression_state()` of the result returns it, and `load_compression_state(state)` restores
+    it, on each rank separately. `report` of the result shows the communication cost of the last step, `statistics`,
+    `exposed_seconds` and `compression_choice` the rest. A `global_clipnorm` of Keras 3's optimizers has the same bits
+    on all ranks.
 
-    `process_set` are the ranks to reduce over, by default all; other ranks step without reduction. Alternatively pass
-    `ranks`, such as `mesh["dp"]`, or `mesh`, a mesh of any number of axes, to reduce over its axes "dp" and "cp" (and
-    "edp", "ep"); the call is then collective over all ranks. Ranks along "tp" have the same data, or shards of a
-    variable: nothing is reduced over them. Variables that are sharded along an axis of a mesh
-    know the mesh: then no argument is needed, and the first step is collective over all ranks.
-
-    `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
-    scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. The
-    compression error is added to the next step's gradients; `compression_state()` of the result returns it, and
-    `load_compression_state(state)` restores it, on each rank separately. `overlap` says whether a traced function
-    starts to reduce while backward continues; None decides from the ranks' nodes and their cores. Buckets hold up to
-    `bucket_cap_mib` MiB, the first one `first_bucket_mib`. `report` of the result shows the communication cost of the
-    last step, `statistics`, `exposed_seconds` and `compression_choice` the rest. A `global_clipnorm` of Keras 3's
-    optimizers has the same bits on all ranks.
+    Ranks along "tp" have the same data, or shards of a variable: nothing is reduced over them. Variables that are
+    sharded along an axis of a mesh know the mesh: then none of `process_set`, `ranks` and `mesh` is needed, and the
+    first step is collective over all ranks.
 
     A gradient that is None only on some ranks counts as zeros there; if it is sparse, or with Keras 2 in a graph, it
     raises MismatchError on all ranks.
@@ -87,7 +74,36 @@ def DistributedOptimizer(
     a plain one: a pickle, a file, `keras.optimizers.serialize`, a copy of a model. Make that one distributed again, or
     use `commlib_tensorflow.keras.load_model`.
 
-    Raises UsageError if it is not such an optimizer, is already distributed, or cannot be reduced with these settings.
+    Args:
+        optimizer: An optimizer of Keras 3 or tf_keras, or of `tf.compat.v1.train`.
+        name: Matches messages with those of the other ranks; None: the name of the class.
+        use_locking: Unused; Horovod has it.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
+        backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
+            `gradient_accumulation_steps`, which may be set instead and averages.
+        op: Average or Sum.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        average_aggregated_gradients: Whether gradients of the k passes are averaged; otherwise they are summed.
+        num_groups: The older name of `groups`.
+        groups: A number of messages, or lists of variables that travel together; None: buckets.
+        process_set: The ranks to reduce over; other ranks step without reduction. None: all.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        bucket_cap_mib: The size of a bucket, MiB.
+        first_bucket_mib: The size of the first bucket, MiB.
+        overlap: Whether buckets are sent while backward runs, otherwise at its end; None: if the group spans several
+            nodes, or if each rank has more cores than the framework has threads.
+        compress_within_node: Whether gradients are compressed between the ranks of a node, too.
+        ranks: The ranks to reduce over, such as `mesh["dp"]`.
+        mesh: A mesh of any number of axes, to reduce over its axes "dp" and "cp" (and "edp", "ep"); the call is then
+            collective over all ranks.
+
+    Raises:
+        UsageError: If it is not such an optimizer, is already distributed, or cannot be reduced with these settings.
+        MismatchError: On all ranks, in a step, for a missing gradient that is sparse, or with Keras 2 in a graph.
     """
     del use_locking, device_dense, device_sparse
     return distribute(

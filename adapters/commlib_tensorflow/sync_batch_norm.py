@@ -31,8 +31,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     Ranks may have different numbers of examples. Outputs, moving statistics and gradients are those of the whole batch,
     the gradients being those of the sum over ranks of their losses. Training is collective over `process_set`, by
     default all ranks: one message forward and one backward per layer. Inference is not. All other arguments are those
-    of Keras. Raises MismatchError on every rank if ranks have different arguments, when the layer is first used in
-    training.
+    of Keras.
+
+    Args:
+        process_set: The ranks that take part; None: all.
+        *arguments: Arguments of `keras.layers.BatchNormalization`.
+        **options: Arguments of `keras.layers.BatchNormalization`.
+
+    Raises:
+        MismatchError: On every rank if ranks have different arguments, when the layer is first used in training.
+
+    Examples:
+        >>> norm = ct.SyncBatchNormalization()
+        >>> norm(tf.ones([4 + comm.rank, 3]), training=True).shape[1]
+        3
     """
 
     def __init__(self, *arguments: Any, process_set: core.ProcessSet | None = None, **options: Any) -> None:

@@ -12,10 +12,13 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_torch.horovod`, and also here, so that a script of `horovod.torch` runs with a changed import.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.expert import Experts
 from commlib.horovod import *
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import elastic, tensor
@@ -112,10 +115,15 @@ leave_uncompiled(
         *(
             f"{__name__}.{part}"
             for part in (
-                "_autograd", "_bridge", "_call", "_shards", "_slots", "_graph_breaks", "adasum", "broadcast", "clip",
-                "collectives", "devices", "gradients", "horovod", "named_verbs", "one_bit", "optimizer",
-                "pipelines.pipeline",
+                "_autograd", "_bridge", "_call", "_recorded_verbs", "_shards", "_slots", "_graph_breaks", "adasum",
+                "broadcast", "clip", "collectives", "devices", "gradients", "horovod", "named_verbs", "one_bit",
+                "optimizer", "pipelines.pipeline",
             )
         ),
     ]
 )  # fmt: skip
+
+if not _TYPE_CHECKING:  # type checkers know the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -21,7 +21,7 @@ class OutputTensor:
     stage: makes the staging copy. array: makes the core's array over it.
     """
 
-    __slots__ = ("_staged", "_tensor", "array")
+    __slots__ = ("_staged", "array", "tensor")
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class OutputTensor:
         stage: Callable[[Tensor], Tensor] = pack,
         array: Callable[[Tensor], Any] = core_array,
     ) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._staged = stage(tensor)
         self.array = array(self._staged)
 
     def finish(self, *_: Any) -> Tensor:
         """Return the tensor with the values of `array`."""
-        tensor, staged = self._tensor, self._staged
+        tensor, staged = self.tensor, self._staged
         if staged.data_ptr() != tensor.data_ptr() or staged.device != tensor.device:
             with torch.no_grad():
                 tensor.copy_(staged)

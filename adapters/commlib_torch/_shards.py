@@ -41,7 +41,18 @@ def sharded_parameters() -> Iterator[Tensor]:
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """Return the shard that a parameter holds; None if it is unsharded."""
+    """Return the shard that a parameter holds; None if it is unsharded.
+
+    Args:
+        parameter: A parameter.
+
+    Examples:
+        >>> from commlib_torch.tensor import shard_of
+        >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        >>> model = ct.parallelize(model, comm, {"0": ct.Column(), "1": ct.Row()})
+        >>> shard_of(model[0].weight).sharding.shape
+        (6, 4)
+    """
     found = getattr(parameter, _MARK, None)
     return found.shard if type(found) is ShardMark else found if type(found) is Shard else None
 

@@ -19,8 +19,8 @@ from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.data_parallel.slots import Slots
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
-from commlib_torch import _sparse_rows, devices
-from commlib_torch._bridge import Array, to_array, to_tensor
+from commlib_torch import devices
+from commlib_torch._bridge import Array, read, to_array, to_tensor
 
 Named = tuple[str, Tensor]
 
@@ -164,12 +164,12 @@ class ParameterValues:
 
     def rows(self, index: int, wire: str) -> tuple[Any, Any]:
         """Return (numbers of rows, their values as `wire`) of a sparse gradient, each row once."""
-        return _sparse_rows.rows_of(self._names[index], _gradient(self._parameters[index]), wire)
+        return rows_of(self._names[index], _gradient(self._parameters[index]), wire)
 
     def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
         """Make summed and divided rows the gradient."""
         parameter = self._parameters[index]
-        parameter.grad = _sparse_rows.sparse_of(parameter, numbers, rows) / divisor
+        parameter.grad = sparse_of(parameter, numbers, rows) / divisor
 
     def compress(self, index: int) -> Array:
         """Return the compressed gradient of a custom compressor; zeros are compressed if there is no gradient."""
@@ -267,3 +267,26 @@ def _to_slot_format(view: Tensor, grad: Tensor) -> Tensor:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the memory of `tensor` is contiguous and holds its elements in order."""
     return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def rows_of(name: str, gradient: Tensor, wire: str) -> tuple[Any, Any]:
+    """Return (row indices, row values in the dtype `wire`) of a sparse gradient, each row once.
+
+    They are arrays of the core, on the gradient's device.
+
+    Raises UsageError for sparse gradients of other kinds than an embedding's.
+    """
+    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise UsageError(
+            f"the gradient of {name} has layout {gradient.layout} with {gradient.sparse_dim()} sparse dimensions; "
+            "only rows, as of an embedding, are supported: pass sparse_as_dense=True"
+        )
+    gradient = gradient.coalesce()
+    return read(gradient.indices()[0]), read(gradient.values().detach().to(getattr(torch, wire)))
+
+
+def sparse_of(parameter: Tensor, numbers: Any, rows: Any) -> Tensor:
+    """Return a sparse gradient of `parameter` from rows; rows with equal indices are summed."""
+    values = to_tensor(rows).to(parameter.device, parameter.dtype)
+    indices = to_tensor(numbers).to(parameter.device).unsqueeze(0)
+    return torch.sparse_coo_tensor(indices, values, tuple(parameter.shape), check_invariants=True).coalesce()

@@ -43,9 +43,19 @@ def broadcast_parameters(
     `params` is `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; any shapes and dtypes.
     Experts differ among ranks: they are broadcast among the ranks that have the same experts only. Parameters sharded
     along an axis of a mesh, and all tensors passed with them, get the values of the rank that has the coordinates of
-    `root_rank` along the other axes. Raises MismatchError on every rank if ranks give different names, shapes or
-    dtypes; UsageError for values that are not tensors, and for sharded parameters of which some of the ranks have other
-    shards.
+    `root_rank` along the other axes.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors, of any shapes and dtypes.
+        root_rank: The global rank whose values the others get.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+
+    Raises:
+        MismatchError: On every rank if ranks give different names, shapes or dtypes.
+        UsageError: For values that are not tensors, and for sharded parameters of which some of the ranks have other
+            shards.
     """
     group, source = _ranks("broadcast_parameters", root_rank, root, process_set, ranks)
     pairs = name_values(params)
@@ -80,8 +90,18 @@ def broadcast_optimizer_state(
 
     Works before and after an optimizer's first step: ranks without state take the root's, and if the root has none, no
     rank has any. No step is run, so `model`, which Horovod needs for some optimizers, is unused. Experts differ among
-    ranks: each rank keeps its state for them; see `gather_optimizer_state`. Raises MismatchError on every rank if
-    parameter groups differ.
+    ranks: each rank keeps its state for them; see `gather_optimizer_state`.
+
+    Args:
+        optimizer: The optimizer.
+        root_rank: The global rank whose values the others get.
+        model: Unused; Horovod needs it for some optimizers.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+
+    Raises:
+        MismatchError: On every rank if parameter groups differ.
     """
     own = {
         parameter: dict(optimizer.state[parameter]) if parameter in optimizer.state else None

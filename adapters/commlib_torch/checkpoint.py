@@ -14,6 +14,7 @@ from commlib.checkpoint import generators
 from commlib.checkpoint.checkpoint import CheckpointPart
 from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
+from commlib.horovod.pytree import map_leaves
 from commlib.ranks import Ranks
 from commlib_torch.expert.rebalance import owners_of, put_owners
 from commlib_torch.optimizer import KEY
@@ -31,16 +32,26 @@ class Stateful(Protocol):
 
 
 class Checkpoint(core.Checkpoint):
-    """Checkpoints in a folder that all ranks see: `Checkpoint("run", model=model, optimizer=optimizer)`.
+    """Save and resume objects in a folder that all ranks see.
 
-    Every value must have `state_dict` and `load_state_dict`. The states of random generators (Python's, numpy's,
-    torch's on the CPU and on this rank's GPU) are saved as well, so training that is interrupted between two steps and
-    resumed on the same number of ranks computes the same bits. The data must continue at the saved step.
+    The states of random generators (Python's, numpy's, torch's on the CPU and on this rank's GPU) are saved as well, so
+    training that is interrupted between two steps and resumed on the same number of ranks computes the same bits. The
+    data must continue at the saved step.
 
     Values that are equal on all ranks are written once, the others by each rank. `save(step)` and `resume()` are
-    collective. On another number of ranks a job resumes only the values that were equal on all. keep: the number of
-    checkpoints to keep. ranks: those that save together, by default all; a mesh means all its ranks. Raises UsageError
-    for values without a state.
+    collective. On another number of ranks a job resumes only the values that were equal on all.
+
+        checkpoint = ct.Checkpoint("run", model=model, optimizer=optimizer)
+        start = checkpoint.resume()
+
+    Args:
+        folder: A folder that all ranks see.
+        keep: The number of checkpoints to keep.
+        ranks: The ranks that save together; a mesh means all its ranks; None: all.
+        **values: What is saved, by name: objects with `state_dict` and `load_state_dict`.
+
+    Raises:
+        UsageError: For values without a state.
     """
 
     def __init__(
@@ -126,14 +137,11 @@ def pack(value: Any, at: str) -> Any:
 
 def unpack(value: Any) -> Any:
     """Return nested state with tensors again, on the host."""
-    if isinstance(value, PackedTensor):
-        dtype = getattr(torch, value.dtype)
-        if not value.data.size:  # without a matching stride
-            return torch.empty(value.shape, dtype=dtype)
-        return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
-    if isinstance(value, dict):
-        return {key: unpack(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        items = [unpack(one) for one in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
+    return map_leaves(value, lambda leaf: _tensor_of(leaf) if isinstance(leaf, PackedTensor) else leaf)
+
+
+def _tensor_of(packed: PackedTensor) -> Tensor:
+    dtype = getattr(torch, packed.dtype)
+    if not packed.data.size:  # without a matching stride
+        return torch.empty(packed.shape, dtype=dtype)
+    return torch.from_numpy(packed.data).view(dtype).reshape(packed.shape)

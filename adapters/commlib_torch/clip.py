@@ -30,7 +30,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     share it must all call this, with the same parameters. Parameters of a pipeline (pass all of this rank's) count with
     those of all stages: all ranks of the pipeline must call this. In all other cases no rank waits for another.
 
-    Raises UsageError for a `max_norm` that is negative or NaN.
+    Args:
+        parameters: A parameter, or parameters, with reduced gradients; those without a gradient count 0.
+        max_norm: The norm to scale down to, 0 or more.
+
+    Raises:
+        UsageError: For a `max_norm` that is negative or NaN.
     """
     limit = check_limit("clip_grad_norm_", "max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -16,7 +16,7 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import drop_duplicates
 from commlib.data_parallel.options import Options
 from commlib.data_parallel.reducer import GradientReducer
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
@@ -49,14 +49,27 @@ class DataParallel(nn.Module, Reporting):
     are interchangeable with those of a single-process program. Attributes that this class lacks are looked up in
     `module`. A copy or a pickle computes the same but reduces nothing.
 
-    `op` is "mean" or "sum". Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap`
-    they are sent while backward runs, otherwise at its end; the default is to overlap if there are several nodes or
-    spare cores. `compression` and `compress_within_node` are those of `DistributedOptimizer`; custom compressors are
-    not supported here. `ranks` are those to reduce over. The default is all ranks or, if parameters are sharded along
-    an axis of a mesh, the ranks that have the same shards.
+    Args:
+        module: The module.
+        op: "mean" or "sum".
+        bucket_cap_mib: The size of a bucket, MiB.
+        first_bucket_mib: The size of the first bucket, MiB.
+        overlap: Whether buckets are sent while backward runs, otherwise at its end; None: if the group spans several
+            nodes, or if each rank has more cores than the framework has threads.
+        compression: As for `DistributedOptimizer`, without custom compressors.
+        compress_within_node: Whether gradients are compressed between the ranks of a node, too.
+        ranks: The ranks to reduce over; None: all or, if parameters are sharded along an axis of a mesh, the ranks that
+            have the same shards.
 
-    Raises UsageError for parameters that cannot be managed, and in a step of LBFGS; MismatchError on every rank if
-    ranks hold different parameters.
+    Raises:
+        UsageError: For parameters that cannot be managed, and in a step of LBFGS.
+        MismatchError: On every rank if ranks hold different parameters.
+
+    Examples:
+        >>> model = ct.DataParallel(nn.Linear(2, 1))
+        >>> model(torch.full((3, 2), float(comm.rank))).sum().backward()
+        >>> model.module.weight.grad  # the mean of 0 on rank 0 and 3 on rank 1
+        tensor([[1.5000, 1.5000]])
     """
 
     def __init__(

@@ -294,9 +294,12 @@ class AutogradReducer:
 
 
 def join(device: int = -1) -> int:
-    """Wait until all ranks have called this; return the last rank to do so. `device` is unused.
+    """Wait until all ranks have called this; return the last rank to do so.
 
     Until then this rank contributes nothing to the operations of the others: see `commlib.horovod.join`.
+
+    Args:
+        device: Unused; Horovod has it.
     """
     if backward_passes.members:
         gc.collect()  # dead optimizers in a cycle with their scheduler must not be waited for

@@ -16,9 +16,17 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, except that all ranks skip a step if one of them finds an infinity or NaN.
 
     With a sharded model, ranks see the gradients of different weights: without agreement, some would step and others
-    not, and their scales would diverge. ranks: those that agree, by default all; a mesh means all its ranks. Then
-    `unscale_`, or otherwise `step`, is collective over them. device and the other arguments are torch's. Raises
-    UsageError.
+    not, and their scales would diverge. `unscale_`, or otherwise `step`, is collective over the ranks.
+
+        scaler = ct.GradScaler(ranks=mesh)  # then as torch.amp.GradScaler
+
+    Args:
+        device: The type of device, as torch takes it.
+        ranks: The ranks that agree; a mesh means all its ranks; None: all.
+        **options: Arguments of `torch.amp.GradScaler`.
+
+    Raises:
+        UsageError: For ranks that have no communicator.
     """
 
     def __init__(self, device: str = "cpu", *, ranks: Ranks | None = None, **options: Any) -> None:

@@ -181,15 +181,33 @@ def _hyper(group: dict[str, Any]) -> Hyperparameters:
 class OneBitAdam(OneBit):
     """Adam that sends full gradients for `freeze_step` steps, then one bit per element. Collective.
 
-    Use it by itself, not in a DistributedOptimizer: it averages over `ranks`, by default all. In the first phase it is
-    torch's Adam (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the second moment is frozen, so the
-    learning rate's warm-up should be over and training should be stable: after 15 to 25 % of all steps. The root of a
-    frozen second moment is at least `variance_floor` times the typical one of its parameter, because a few smaller ones
-    could make training diverge; 0 is the paper's algorithm. Elements without a gradient before the freeze are not
-    trained afterwards. Clipping gradients before the step clips on each rank separately. Source: Tang et al. 2021.
+    Use it by itself, not in a DistributedOptimizer: it averages over `ranks`. In the first phase it is torch's Adam
+    (AdamW with `decoupled_weight_decay`) on averaged gradients. Then the second moment is frozen, so the learning
+    rate's warm-up should be over and training should be stable. A few small second moments could make training diverge,
+    hence `variance_floor`. Elements without a gradient before the freeze are not trained afterwards. Clipping gradients
+    before the step clips on each rank separately. Source: Tang et al. 2021.
 
-    On a group within one node nothing is compressed, unless `compress_within_node` is set: memory is faster. `scheme`
-    is the compression scheme of the first moment, by default `AllToAll(Sign())`.
+    On a group within one node nothing is compressed, unless `compress_within_node` is set: memory is faster.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        betas: The decays of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The weight decay.
+        freeze_step: The number of steps before the second moment is frozen: 15 to 25 % of all steps.
+        decoupled_weight_decay: Whether weights decay as in AdamW.
+        ranks: The ranks to average over; None: all.
+        compress_within_node: Whether gradients are compressed within a node, too.
+        variance_floor: The least root of a frozen second moment, as a share of the typical one of its parameter; 0: the
+            paper's algorithm.
+        scheme: The compression scheme of the first moment; None: `AllToAll(Sign())`.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = ct.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=100)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -218,9 +236,33 @@ class OneBitLAMB(OneBit):
     """LAMB that sends full gradients for `freeze_step` steps, then one bit per element. Collective.
 
     Equal to `OneBitAdam` except for the update, which scales each layer's step by the size of its weights. These
-    coefficients are averaged in the first phase and adapted afterwards: see `commlib.optim.one_bit_lamb` for
-    `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Weight decay is part of
-    the scaled step. Source: Li et al. 2021.
+    coefficients are averaged in the first phase and adapted afterwards: see `commlib.optim.one_bit_lamb`. Weight decay
+    is part of the scaled step. Source: Li et al. 2021.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        betas: The decays of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The weight decay.
+        freeze_step: The number of steps before the second moment is frozen: 15 to 25 % of all steps.
+        max_coeff: The largest coefficient of a layer's step.
+        min_coeff: The smallest coefficient of a layer's step.
+        coeff_beta: The decay of the averaged coefficient.
+        factor_max: The largest factor of a coefficient after the freeze.
+        factor_min: The smallest factor of a coefficient after the freeze.
+        factor_threshold: The largest change of a factor in one step, as a share.
+        ranks: The ranks to average over; None: all.
+        compress_within_node: Whether gradients are compressed within a node, too.
+        variance_floor: The least root of a frozen second moment, as a share of the typical one of its parameter; 0: the
+            paper's algorithm.
+        scheme: The compression scheme of the first moment; None: `AllToAll(Sign())`.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = ct.OneBitLAMB(model.parameters(), lr=1e-3, freeze_step=100)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

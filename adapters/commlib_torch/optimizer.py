@@ -17,7 +17,7 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
 from commlib.data_parallel.options import Options
 from commlib.data_parallel.reducer import GradientReducer
-from commlib.data_parallel.reporting import Reporting
+from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.group.single_rank import SingleRank
@@ -78,37 +78,46 @@ def DistributedOptimizer(
     - `report`: the cost of communication in the last step, a `commlib.data_parallel.StepReport`; `statistics` are the
       sums so far, and `exposed_seconds` is the time this thread has waited for communication.
 
-    `named_parameters`, such as `model.named_parameters()`, gives names for messages and the order of buckets; it must
-    cover the optimizer's parameters. `op` is Average ("mean"), Sum ("sum") or Adasum, which lets every rank step by
-    itself and combines the steps. With `backward_passes_per_step=k` only every k-th backward reduces; gradients of the
-    k passes are summed, not averaged. An average is over all ranks, including those that have joined.
+    Compression errors are added to the next step's gradients (error feedback). They are in this rank's `state_dict()`:
+    a new run that loads each rank's state before the first step continues with the same bits. `compression_choice` says
+    what "auto" chose and why.
 
-    `compression=Compression.fp16` or `.bf16` (or their names) sends gradients in half precision and sums them in
-    float32. Other names, such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", and codecs and schemes of
-    `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also between
-    the ranks of a node. Compression errors are added to the next step's gradients (error feedback). They are in this
-    rank's `state_dict()`: a new run that loads each rank's state before the first step continues with the same bits.
-    `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)` and
-    `decompress(tensor, ctx)` is called at the end of backward. `gradient_predivide_factor=f` divides by f before the
-    sum, and multiplies by f / size afterwards. `groups` are lists of parameters that share a bucket, or the number of
-    such lists to make. Sparse gradients are gathered; with `sparse_as_dense` they are sent dense, and are sparse again
-    afterwards.
-
-    `process_set` is the group of ranks to reduce over, by default all; other ranks step by themselves. Alternatively
-    pass `ranks`, such as `mesh["dp"]`, or `mesh`, a mesh of any number of axes, for its axes "dp" and "cp" (and "edp",
-    "ep"). Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded
-    along an axis of a mesh know their axis and need none of these.
-
-    Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
-    backward runs, otherwise at its end; the default is to overlap if the group spans several nodes, or if each rank has
-    more cores than torch has threads.
+    Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded along an
+    axis of a mesh know their axis and need none of `process_set`, `ranks` and `mesh`.
 
     A closure given to `step` returns the loss reduced over the ranks, so all of them take the same decisions. `step()`
     takes part in the reduction even if no backward ran. `add_param_group` is collective, and so is the first
     `zero_grad()` after a parameter was unfrozen. An exception in backward may be caught: see `zero_grad`.
 
-    Raises UsageError, a ValueError, for parameters that cannot be managed, and for a process set that is not
-    registered; MismatchError on every rank if ranks hold different parameters.
+    Args:
+        optimizer: The optimizer.
+        named_parameters: Such as `model.named_parameters()`: names for messages and the order of buckets; all of the
+            optimizer's parameters. None: names by counting.
+        compression: What is sent: `Compression.fp16` or `.bf16` (or their names): gradients in half precision, summed
+            in float32; "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes, from the second step on; or an object with `compress(tensor)
+            -> (tensor, ctx)` and `decompress(tensor, ctx)`, called at the end of backward.
+        backward_passes_per_step: Only every k-th backward reduces; gradients of the k passes are summed, not averaged.
+        op: Average ("mean", over all ranks, including those that have joined), Sum ("sum") or Adasum, which lets every
+            rank step by itself and combines the steps.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        num_groups: The older name of `groups`.
+        groups: Lists of parameters that share a bucket, or the number of such lists to make; None: by size.
+        sparse_as_dense: Whether sparse gradients are sent dense, and are sparse again afterwards; otherwise they are
+            gathered.
+        process_set: The ranks to reduce over; other ranks step by themselves. None: all.
+        bucket_cap_mib: The size of a bucket, MiB.
+        first_bucket_mib: The size of the first bucket, MiB.
+        overlap: Whether buckets are sent while backward runs, otherwise at its end; None: if the group spans several
+            nodes, or if each rank has more cores than the framework has threads.
+        compress_within_node: Whether gradients are compressed between the ranks of a node, too.
+        ranks: The ranks to reduce over, such as `mesh["dp"]`.
+        mesh: A mesh of any number of axes, to reduce over its axes "dp" and "cp" (and "edp", "ep").
+
+    Raises:
+        UsageError: For parameters that cannot be managed, and for a process set that is not registered; also a
+            ValueError.
+        MismatchError: On every rank if ranks hold different parameters.
     """
     if isinstance(optimizer, DistributedMixin | AdasumMixin):
         raise UsageError("this optimizer is a DistributedOptimizer already")

@@ -30,8 +30,24 @@ class SyncBatchNorm(_BatchNorm):
     by a counter, so ranks must make their layers in the same order. `process_set` is the group of ranks that share a
     batch.
 
-    Raises MismatchError on every rank if options differ among ranks, ValueError if there is only one value per channel
-    on all ranks together.
+    Args:
+        num_features: The number of channels.
+        eps: Added to the variance.
+        momentum: The weight of a new batch in the running statistics; None: a cumulative average.
+        affine: Whether there are a weight and a bias.
+        track_running_stats: Whether running statistics are kept.
+        process_set: The ranks that share a batch; None: all.
+        device: The device of its parameters.
+        dtype: The dtype of its parameters.
+
+    Raises:
+        MismatchError: On every rank if options differ among ranks.
+        ValueError: If there is only one value per channel on all ranks together.
+
+    Examples:
+        >>> norm = ct.SyncBatchNorm(3)
+        >>> norm(torch.ones(4 + comm.rank, 3)).shape[1]
+        3
     """
 
     def __init__(
@@ -110,7 +126,19 @@ def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -
     """Replace every nn.BatchNorm in `module` by a SyncBatchNorm with equal parameters and statistics; return `module`.
 
     `module` is changed in place, unless it is an nn.BatchNorm. Optimizers continue to work: parameters are the same
-    objects. Raises UsageError for a norm that is sharded by features: other ranks have other features.
+    objects.
+
+    Args:
+        module: The module, changed in place, unless it is an nn.BatchNorm.
+        process_set: The ranks that take part; None: all.
+
+    Raises:
+        UsageError: For a norm that is sharded by features: other ranks have other features.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> type(ct.convert_sync_batchnorm(model)[1]).__name__
+        'SyncBatchNorm'
     """
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from commlib.autodiff.reversed_ranks import reversed_ranks
 from commlib.autodiff.rules import TRANSPOSED, Rules, find_rule
 from commlib.buffers.views import as_host
 from commlib.coordinator.scaling import scale
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 class VerbCall:
     """A verb and its arguments, except the array; a backward also holds facts of the forward.
 
-    rows: for all_to_all_v the number of rows to each rank; for all_gather and reduce_scatter the number of rows of each
-    rank, if uneven. takes: for all_to_all_v the number of rows from each rank, if all ranks know it. shape, dtype: of
-    the result on this rank, if the array does not determine them. factor: on the result.
+    rows: for all_to_all_v the number of rows to each rank; for reduce_scatter_v that of each rank, and for all_gather
+    and reduce_scatter too, if uneven. takes: for all_to_all_v the number of rows from each rank, if all ranks know it.
+    shape, dtype: of the result on this rank, if the array does not determine them. factor: on the result. reverse: scan
+    from the last rank to the first.
     """
 
     verb: str
@@ -41,20 +43,22 @@ class VerbCall:
     shape: tuple[int, ...] | None = None
     dtype: Any = None
     factor: float = 1.0
+    reverse: bool = False
 
 
 def apply(comm: Communicator, call: VerbCall, x: Any, rules: Rules = TRANSPOSED) -> tuple[Any, VerbCall]:
     """Return (the verb's result, its backward: the call that turns the result's gradient into the gradient of `x`).
 
     Collective, or between peers, like the verb. x: as for the verb, or None on a rank without input: off the root of a
-    scatter; for recv, and off the root of a broadcast, with `shape` and `dtype` instead. The result is a new array, or
-    None on a rank without output: a send, off the root of a reduce or gather. In a backward it is zeros instead, if the
-    rank passed an array that the forward ignored. Raises UsageError, and the errors of the verb.
+    scatter; for recv, off the root of a broadcast, and in the backward of a rank without output, with `shape` and
+    `dtype` instead. The result is a new array, or None on a rank without output: a send, off the root of a reduce or
+    gather, the first rank of an exscan. In a backward it is zeros instead, if the rank passed an array that the forward
+    ignored. Raises UsageError, and the errors of the verb.
     """
     rule = find_rule(call.verb, call.op, rules)
     array = None if x is None and call.verb in _MAY_LACK else as_host(x, call.verb)
     result, facts = _RUN[call.verb](comm, call, array)
-    if result is None and call.shape is not None and call.verb in ("reduce", "gather"):
+    if result is None and call.shape is not None and call.verb in _MAY_ANSWER_NONE:
         result = np.zeros(call.shape, call.dtype)
     if result is not None:
         result = result if call.shape is None else result.reshape(call.shape)
@@ -62,10 +66,12 @@ def apply(comm: Communicator, call: VerbCall, x: Any, rules: Rules = TRANSPOSED)
     shape, dtype = (None, None) if array is None else (array.shape, array.dtype)
     factor = call.factor * rule.factor(comm.size)
     known = {"root": call.root, "peer": call.peer, "tag": call.tag, "shape": shape, "dtype": dtype, **facts}
-    return result, VerbCall(rule.verb, rule.op or "sum", factor=factor, **known)
+    known["reverse"] = call.reverse != rule.reverse
+    return result, VerbCall(rule.verb, cast(Op, rule.op or "sum"), factor=factor, **known)
 
 
-_MAY_LACK = frozenset(("broadcast", "scatter", "recv"))  # on some ranks
+_MAY_LACK = frozenset(("broadcast", "scatter", "recv", "exscan"))  # on some ranks
+_MAY_ANSWER_NONE = frozenset(("reduce", "gather", "exscan"))  # on some ranks
 
 _Facts = dict[str, Any]  # facts of the forward that the backward needs, in addition to shape and dtype
 
@@ -80,8 +86,11 @@ def _reduce_scatter(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _F
     if rows == shares:
         return comm.reduce_scatter(x, call.op), {"rows": rows}
     _check_rows(comm, call, len(x), sum(rows))
-    start = sum(rows[: comm.rank])
-    return comm.all_reduce(x, call.op)[start : start + rows[comm.rank]].copy(), {"rows": rows}
+    return comm.reduce_scatter_v(x, rows, call.op), {"rows": rows}
+
+
+def _reduce_scatter_v(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
+    return comm.reduce_scatter_v(x, call.rows, call.op), {"rows": tuple(call.rows)}
 
 
 def _all_gather(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
@@ -94,6 +103,13 @@ def _all_gather(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts
 def _all_gather_v(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
     rows = comm.all_gather(np.array([len(x)], np.int64)) if x.ndim else ()  # a 0-d array is refused next
     return comm.all_gather_v(x), {"rows": tuple(map(int, rows))}
+
+
+def _scan(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
+    ranks = reversed_ranks(comm) if call.reverse else comm
+    if x is None and call.shape is not None:  # the first rank of an exscan has no result, so its gradient is zero
+        x = np.zeros(call.shape, call.dtype)
+    return getattr(ranks, call.verb)(x, call.op), {}
 
 
 def _reduce(comm: Communicator, call: VerbCall, x: Any) -> tuple[Any, _Facts]:
@@ -142,6 +158,9 @@ _RUN: Mapping[str, Callable[[Communicator, VerbCall, Any], tuple[Any, _Facts]]] 
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_gather_v": _all_gather_v,
+    "reduce_scatter_v": _reduce_scatter_v,
+    "scan": _scan,
+    "exscan": _scan,
     "reduce": _reduce,
     "broadcast": _broadcast,
     "gather": _gather,

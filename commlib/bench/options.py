@@ -10,6 +10,7 @@ from pathlib import Path
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 PEERS = ("mpi", "pieces", "gloo")
 FORMATS = ("nccl", "osu")
@@ -191,7 +192,7 @@ def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOption
 def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, BenchVerb]) -> tuple[str, ...]:
     for name in given:
         if name not in known:
-            raise BenchOptionsError(f"{what} {name!r} is unknown; known are {', '.join(known)}")
+            raise BenchOptionsError(f"{what} {name!r} is unknown; known are {', '.join(known)}{suggest(name, known)}")
     return tuple(dict.fromkeys(given))
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 import commlib
 from commlib.bench import pairs, pairs_report, record, table
+from commlib.bench.load import busy_text
 from commlib.bench.options import BenchOptions
 from commlib.bench.run import folder_problem
 from commlib.bench.session import agree
@@ -35,6 +36,8 @@ def run(options: BenchOptions) -> bool:
     named = ", ".join(dict.fromkeys(facts["hosts"]))
     note(f"pairs, {comm.size} ranks on {named}, {facts['mpi']}, {facts['date']}")
     note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+    if warning := busy_text(facts):
+        note(warning)
     with show_progress("commlib bench pairs", silent=comm.rank != 0) as tell:
         matrices, wrong = pairs.measure(comm, world, options, tell)
     if options.csv:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import commlib
+from commlib.bench.load import busy_text, gather_loads
 from commlib.bench.options import BenchSettings
 from commlib.bench.rows import BenchRow
 
@@ -32,7 +33,8 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
     """Return the facts that a reader needs to judge the figures. Collective; the same on all ranks."""
     from mpi4py import MPI
 
-    hosts = world.allgather(MPI.Get_processor_name())
+    host = MPI.Get_processor_name()
+    hosts = world.allgather(host)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "ranks": world.size,
@@ -42,6 +44,7 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
         "cores_of_rank": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
         "load": os.getloadavg()[0],
+        **gather_loads(world, host),
         "mpi": name_of_library(MPI.Get_library_version()),
         "mpi_build": MPI.Get_library_version().strip("\0 \n"),
         "commit": commit_of(Path(commlib.__file__).parents[1]),
@@ -130,7 +133,8 @@ def heading(settings: BenchSettings, facts: Mapping[str, Any]) -> str:
         f"Slurm job {job['SLURM_JOB_ID']}" if job else "",
     ]
     first = f"{settings.verb.name}, {facts['ranks']} ranks, {facts['mpi']}"
-    return first + "\n" + "; ".join(filter(None, second))
+    lines = [first, "; ".join(filter(None, second)), (busy_text(facts) or "").partition(": other")[0]]
+    return "\n".join(filter(None, lines))
 
 
 def write(

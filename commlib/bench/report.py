@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import csv_rows, table
+from commlib.bench import table
 from commlib.bench.cases import Case
 from commlib.bench.formats.base import Format
+from commlib.bench.load import busy_text
 from commlib.bench.options import BenchSettings
-from commlib.bench.rows import BenchRow, mistakes
+from commlib.bench.rows import CSV_TITLE, BenchRow, csv_lines, mistakes
 
 
 class Report:
@@ -62,6 +63,8 @@ class Report:
         ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
         self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
         self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+        if warning := busy_text(facts):
+            self._print(f"# {warning}", "bold red")
         if job := facts.get("slurm"):
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
@@ -90,11 +93,11 @@ class Report:
             return
         csv = self._settings.csv
         if not self._has_title:
-            for title in [csv_rows.TITLE] if csv else self._table.titles():
+            for title in [CSV_TITLE] if csv else self._table.titles():
                 self._print_row(title, "bold")
             self._has_title = True
         is_wrong = mistakes(rows) > 0
-        for text in csv_rows.lines(rows) if csv else [self._table.line(*rows)]:
+        for text in csv_lines(rows) if csv else [self._table.line(*rows)]:
             self._print_row(text, "red" if is_wrong else "")
 
     def end(self) -> None:

@@ -1,9 +1,11 @@
-"""BenchRow: the measurements at one size, and the figures derived from them."""
+"""BenchRow: the measurements at one size, the figures derived from them, and rows as comma-separated values."""
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +42,10 @@ class BenchRow:
     def time(self, contender: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
         return statistics.median(self.seconds[contender])
+
+    def spread(self, contender: str = OURS) -> tuple[float, float]:
+        """Return the shortest and the longest round, in seconds."""
+        return min(self.seconds[contender]), max(self.seconds[contender])
 
     def ratio(self, peer: str) -> float:
         """Return the peer's time divided by commlib's."""
@@ -80,3 +86,43 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def mistakes(rows: Iterable[BenchRow]) -> int:
     """Return the number of wrong elements in commlib's results."""
     return sum(row.wrong[OURS] for row in rows if row.wrong is not None)
+
+
+# One line per contender, with the same columns for every verb.
+_CSV_COLUMNS = (
+    *("verb", "ranks", "contender", "in_place", "size_bytes", "count", "type", "redop", "root"),
+    *("time_us", "min_us", "max_us", *(f"p{share}_us" for share in PERCENTILES)),
+    *("algbw_GBps", "busbw_GBps", "of_bound", "wrong"),
+)
+
+
+def _csv_line(cells: Iterable[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+CSV_TITLE = _csv_line(_CSV_COLUMNS)
+
+
+def csv_lines(rows: Iterable[BenchRow]) -> Iterator[str]:
+    """Yield the lines of rows. A missing measurement is an empty cell. Raises nothing."""
+    for row in rows:
+        for name in row.seconds:
+            yield _csv_line(_csv_cells(row, name))
+
+
+def _csv_cells(row: BenchRow, name: str) -> list[object]:
+    single = row.percentiles.get(name, {})
+    share = row.of_bound() if name == OURS else None
+    in_place = "" if row.in_place is None else int(row.in_place)
+    figures = [f"{single[key] * 1e6:.3f}" if (key := f"p{p}") in single else "" for p in PERCENTILES]
+    speed = [f"{row.algbw(name):.4f}", f"{row.busbw(name):.4f}"] if row.size else ["", ""]
+    return [
+        *(row.verb, row.ranks, name, in_place, row.size, row.count, row.dtype, row.op),
+        "" if row.root is None else row.root,
+        *(f"{seconds * 1e6:.3f}" for seconds in (row.time(name), *row.spread(name))),
+        *(*figures, *speed),
+        "" if share is None else f"{share:.4f}",
+        "" if row.wrong is None else row.wrong[name],
+    ]

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import commlib
 from commlib.bench import gloo_peer, plot, record
 from commlib.bench.formats.base import Heading
-from commlib.bench.formats.choice import find_format
+from commlib.bench.formats.run_tables import find_format
 from commlib.bench.options import BenchOptions, BenchSettings, check
 from commlib.bench.report import Report
 from commlib.bench.rows import BenchRow, mistakes

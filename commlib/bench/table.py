@@ -45,7 +45,10 @@ def _what(verb: BenchVerb) -> list[TableColumn]:
 
 def figures(verb: BenchVerb, peers: Sequence[str], *, bound: bool, percentiles: bool = False) -> list[TableColumn]:
     """Return the columns of measurements."""
-    chosen = [TableColumn("time us", 11, lambda row: _microseconds(row.time()))]
+    chosen = [
+        TableColumn("time us", 11, lambda row: _microseconds(row.time())),
+        TableColumn("min..max us", 17, lambda row: "..".join(map(_microseconds, row.spread()))),
+    ]
     if percentiles:
         chosen += [
             TableColumn(f"p{share} us", 9, lambda row, share=share: _microseconds(row.percentiles[OURS][f"p{share}"]))  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Host memory: views of users' arrays, symmetric memory, memory shared within a node."""

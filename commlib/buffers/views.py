@@ -1,7 +1,7 @@
 """Views: any framework's host array as a numpy array over the same memory, without a copy.
 
 numpy reads most arrays (buffer protocol, `__array_interface__`). It refuses bfloat16 through DLPack, so commlib reads
-DLPack itself (`dlpack`).
+DLPack itself (`dlpack`). Plain numpy arrays need no view.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from commlib.buffers import dlpack
 from commlib.dtypes import NUMPY, name_of
@@ -123,3 +124,12 @@ _pointer_at = ctypes.c_void_p.from_address
 _probe = np.zeros(2)
 address_of = _read_pointer if _read_pointer(_probe[1:]) == _probe[1:].ctypes.data else _numpy_pointer
 """Return the address of an array's first element."""
+
+
+def are_plain(x: Any, out: Any) -> bool:
+    """Return whether a verb can read `x`, a numpy array, and write `out` directly. out: None means a new array."""
+    if out is x:
+        return bool(x.flags.carray)
+    return bool(x.flags.c_contiguous) and (
+        out is None or (type(out) is ndarray and out.dtype is x.dtype and out.shape == x.shape and out.flags.carray)
+    )

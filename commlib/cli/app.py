@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from commlib import __version__
 from commlib.cli.bench import bench
@@ -16,8 +17,17 @@ from commlib.cli.show import show
 from commlib.cli.slurm import slurm
 from commlib.cli.trace import trace_app
 from commlib.cli.tune import tune
-from commlib.cli.two_word_commands import TwoWordCommands
 from commlib.cli.warm import warm
+
+
+class TwoWordCommands(TyperGroup):
+    """Treats the first two words as one command, if it exists: `bench sweep`, although `bench VERB` takes any verb."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command and its remaining arguments."""
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
 
 app = typer.Typer(
     name="commlib",

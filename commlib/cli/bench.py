@@ -86,6 +86,8 @@ def bench(
 
     time: median over rounds of a burst's mean call, on the slowest rank.
 
+    min..max: the shortest and the longest round.
+
     algbw: size / time. busbw: algbw x a factor, comparable with a link's.
 
     of bound: the time of one plain pass of all ranks over the memory that

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from commlib.extras import install
+from commlib.suggestions import suggest
 
 
 def bench_report(
@@ -67,7 +68,9 @@ def _write_lines(found: list[Any], format: str, out: Path | None) -> None:
     from commlib.bench.options import FORMATS
 
     if format not in FORMATS:
-        raise typer.BadParameter(f"--format {format!r} is unknown; known are {', '.join(FORMATS)}")
+        raise typer.BadParameter(
+            f"--format {format!r} is unknown; known are {', '.join(FORMATS)}{suggest(format, FORMATS)}"
+        )
     text = "\n".join(line for run in found for line in run_tables.lines(run, format))
     if out is None:
         typer.echo(text)

@@ -91,15 +91,15 @@ def list_text(asked: PipelineRequest, width: int | None) -> str:
     )
 
 
-def pipeline_text(asked: PipelineRequest, name: str, width: int | None, *, with_legend: bool) -> str:
-    """Return the picture of a schedule."""
+def pipeline_text(asked: PipelineRequest, name: str, width: int | None, *, with_legend: bool | None) -> str:
+    """Return the picture of a schedule. with_legend: None for one line; True for a line for each symbol."""
     schedule = asked.made(name)
     verify(schedule)
-    costs = asked.costs_of(schedule)
+    costs = asked.costs_of(schedule) if asked.costs else None
     parts = []
     if schedule.name in table:
         parts.append(wrap(find(schedule.name).description, width))
-    parts.append(render(schedule, costs, width=width))
+    parts.append(render(schedule, costs, width=width, with_legend=with_legend is None))
     if with_legend:
         rows = list(legend())
         widest = max(len(sign) for sign, _ in rows)
@@ -112,7 +112,7 @@ def pipeline_svg(asked: PipelineRequest, name: str) -> str:
     """Return the picture as SVG."""
     schedule = asked.made(name)
     verify(schedule)
-    return svg(schedule, asked.costs_of(schedule))
+    return svg(schedule, asked.costs_of(schedule) if asked.costs else None)
 
 
 def pipeline_data(asked: PipelineRequest, name: str) -> dict[str, Any]:

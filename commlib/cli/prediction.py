@@ -14,6 +14,7 @@ from commlib.cost.model import DEFAULT, Machine
 from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms
+from commlib.suggestions import suggest
 
 MOST_RANKS = 16384
 SIZES = tuple(4096 << 4 * power for power in range(6))  # 4 KiB to 4 GiB
@@ -71,7 +72,7 @@ def predict_all(
     names = algorithms(verb)
     if only is not None:
         if only not in names:
-            raise UsageError(f"{verb} has no algorithm {only!r}; known are {', '.join(names)}")
+            raise UsageError(f"{verb} has no algorithm {only!r}; known are {', '.join(names)}{suggest(only, names)}")
         names = (only,)
     if nodes * ranks_per_node > MOST_RANKS:
         raise UsageError(f"{nodes} nodes of {ranks_per_node} ranks are more than the supported {MOST_RANKS} ranks")

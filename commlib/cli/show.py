@@ -71,7 +71,10 @@ def show(
     as_csv: Annotated[bool, typer.Option("--csv", help="Pipeline: print the schedule as CSV.")] = False,
     legend: Annotated[
         bool | None,
-        typer.Option("--legend/--no-legend", help="Explain the symbols of a picture. [default: on a terminal]"),
+        typer.Option(
+            "--legend/--no-legend",
+            help="Explain the symbols of a picture. [default: on a terminal; pipeline: elsewhere in one line]",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -147,7 +150,7 @@ def _pipeline(asked: PipelineRequest, svg: Path | None, as_csv: bool, as_json: b
     elif as_csv or as_json:
         _print(pipeline_csv(asked, name) if as_csv else pipeline_data(asked, name))
     else:
-        explained = with_legend or (with_legend is None and width is not None)
+        explained = True if with_legend is None and width is not None else with_legend
         _print(pipeline_text(asked, name, width, with_legend=explained))
 
 

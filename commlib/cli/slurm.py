@@ -179,13 +179,13 @@ def _submit(text: str, folder: Path) -> str:
 
 def _wait(number: str, folder: Path) -> None:
     """Wait for a job, show the end of its output, and end with its exit code."""
-    from commlib.console import changes
-    from commlib.slurm import results, waiting
+    from commlib.console import progress
+    from commlib.slurm import client, results
     from commlib.slurm.states import summary
 
     try:
-        with changes.show_changes(f"job {number}") as tell:
-            tasks = waiting.wait(number, tell)
+        with progress.show_changes(f"job {number}") as tell:
+            tasks = client.wait_for_job(number, tell)
     except KeyboardInterrupt:
         again = shlex.join(["commlib", "slurm", "wait", number, "--folder", str(folder)])
         typer.echo(f"job {number} continues: `{again}` waits for it, `scancel {number}` ends it", err=True)

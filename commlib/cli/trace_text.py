@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.console.width import wrap
+from commlib.trace.advice import LEAST_OF_A_STEP
 from commlib.trace.summary import StepFigures, Summary
 
 _VERBS, _PARTS = 8, 6  # the maximum number of each to show
@@ -17,6 +18,8 @@ def summary_text(found: Summary, width: int | None) -> str:
     parts += [_ranks(found, width), "", _waits(found, width), "", _verbs(found, width), "", _steps(found.steps, width)]
     if found.advice:
         parts += ["", "What to try:", *(wrap(f"- {text}", width, indent=2) for text in found.advice)]
+    if left_out := _left_out(found):
+        parts += ["", wrap(f"The advice leaves out {'; '.join(left_out)}.", width)]
     return "\n".join(parts)
 
 
@@ -74,6 +77,18 @@ def _steps(steps: StepFigures, width: int | None) -> str:
     if rest > 0.005:
         lines.append(f"  {rest:4.0%}  others")
     return "\n".join([wrap(head, width), *lines])
+
+
+def _left_out(found: Summary) -> list[str]:
+    left, texts = found.left_out, []
+    if left.steps:
+        steps = "step 1" if left.steps == 1 else f"steps 1 to {left.steps}"
+        texts.append(f"start-up until the end of {steps} ({seconds_text(left.start_up)})")
+    if left.after:
+        texts.append(f"{seconds_text(left.after)} after step {found.steps.count}")
+    if left.small:
+        texts.append(f"what is less than {LEAST_OF_A_STEP:.0%} of a step: {', '.join(left.small)}")
+    return texts
 
 
 def _does(what: str) -> str:

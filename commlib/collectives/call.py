@@ -16,7 +16,8 @@ class Call:
     size: the elements of each rank's array, or its shape where dimension 0 matters; None if no data moves. op: of a
     reduction. root: -1 if the verb has none. algorithm: "auto", the name of a path or of a schedule; "" if the verb
     offers no choice. rows: the rows of each rank, if they are uneven and all ranks know them. device: of the arrays,
-    "" for the host. whole: the elements of the full call, if this call is one piece of it.
+    "" for the host. whole: the elements of the full call, if this call is one piece of it. label: see
+    `Communicator.labelled`.
     """
 
     verb: str
@@ -28,6 +29,7 @@ class Call:
     rows: tuple[int, ...] = ()
     device: str = ""
     whole: int = 0
+    label: str = ""
 
     @property
     def text(self) -> str:
@@ -42,6 +44,7 @@ class Call:
         details += [f"algorithm={self.algorithm}"] * bool(self.algorithm)
         details += [f"device={self.device}"] * bool(self.device)
         details += [f"a piece of {self.whole}"] * bool(self.whole)
+        details += [self.label] * bool(self.label)
         return ", ".join(details)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,16 +49,25 @@ class CachedCall:
 
 
 class Calls:
-    """The compiled calls of one group: a table for each verb, by the key that distinguishes its calls."""
+    """The compiled calls of one group: a table for each verb, by the key that distinguishes its calls.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    label: part of the text of every call.
+    """
+
+    def __init__(self, group: Group, label: str = "") -> None:
+        self.group, self.label = group, label
         self.all_reduces: dict[Hashable, CompiledCall] = {}
         self.uneven: dict[Hashable, UnevenExchange] = {}
         self._tables: defaultdict[str, dict[Hashable, CachedCall]] = defaultdict(dict)
         self._stations: dict[Any, StagingQueue] = {}
         self._peers: dict[Any, DevicePeers] = {}
         self._ways: dict[Any, DevicePaths] = {}
+
+    def labelled(self, label: str) -> Calls:
+        """Return a table of calls with a label. It shares this one's access to devices."""
+        other = Calls(self.group, label)
+        other._stations, other._peers, other._ways = self._stations, self._peers, self._ways
+        return other
 
     def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> CompiledCall:
         """Return the compiled call for `key`; compile it if it is new. `plain` finds it by the same key later."""
@@ -106,6 +115,8 @@ class Calls:
 
     def _compile(self, verb: Verb, call: Call) -> CompiledCall:
         group = self.group
+        if self.label:
+            call = replace(call, label=self.label)
         if not call.device and call.algorithm != "nccl":
             return compile_call(PATHS, group, verb, call)
         from commlib.collectives.device.nccl import check  # only once a call uses a device

@@ -22,6 +22,7 @@ from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 CODECS: Mapping[str, Callable[..., Codec]] = {
     "fp16": partial(Cast, "float16"),
@@ -56,7 +57,7 @@ def codec_of(given: str | Codec) -> Codec:
         raise UsageError(f"expected a codec or its name, got {given!r}; names are {', '.join(CODECS)}")
     name, options = _parse(given)
     if name not in CODECS:
-        raise UsageError(f"unknown codec {name!r}; known are {', '.join(CODECS)}")
+        raise UsageError(f"unknown codec {name!r}; known are {', '.join(CODECS)}{suggest(name, CODECS)}")
     return _make(CODECS[name], given, options)  # type: ignore[no-any-return]
 
 
@@ -71,7 +72,8 @@ def scheme_of(given: Compression) -> Scheme | None:
         if name in SCHEMES:
             return _make(SCHEMES[name], given, options)  # type: ignore[no-any-return]
         if name not in CODECS:
-            raise UsageError(f"unknown compression {name!r}; known are none, {', '.join((*CODECS, *SCHEMES))}")
+            known = "none", *CODECS, *SCHEMES
+            raise UsageError(f"unknown compression {name!r}; known are {', '.join(known)}{suggest(name, known)}")
         kind = AllToAll if _make(CODECS[name], given, {}).fixed else AllGather
         own = {key: options.pop(key) for key in _OF_SCHEMES[kind] & options.keys()}
         return _make(partial(kind, _make(CODECS[name], given, options)), given, own)  # type: ignore[no-any-return]
@@ -106,7 +108,10 @@ def _make(maker: Callable[..., Any], text: str, options: Mapping[str, str]) -> A
     values = {}
     for key, value in options.items():
         if key not in known:
-            raise UsageError(f"compression {text!r}: unknown option {key!r}; known are {', '.join(known) or 'none'}")
+            hint = suggest(key, known)
+            raise UsageError(
+                f"compression {text!r}: unknown option {key!r}; known are {', '.join(known) or 'none'}{hint}"
+            )
         values[key] = _read(value, str(known[key].type), f"compression {text!r}: {key}")
     return maker(**values)
 

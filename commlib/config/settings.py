@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from commlib.errors import MismatchError, UsageError
+from commlib.suggestions import nearest, suggest
 
 # Environment variables of other libraries that must have the same text on all ranks.
 ALSO_COMPARED: tuple[str, ...] = ()
@@ -130,6 +131,13 @@ class Config:
         "folder of compiled kernels ('commlib warm' fills it), searched before the caches; it may be read-only for the "
         "user, and is used only if no other user except root can write to it",
     )
+    traceback: str = _setting(
+        "short",
+        "what failing ranks of a job print: 'short', one rank its error, without the frames inside commlib; or 'full', "
+        "every failing rank with all frames",
+        ("short", "full"),
+        differs=_PER_RANK,
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
     )
@@ -165,7 +173,7 @@ def from_text(setting: Field[Any], text: str) -> Any:
     if "yes" in choices and "no" in choices:
         word = "yes" if word in _TRUE else "no" if word in _FALSE else word
     if choices and word not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}")
+        raise ValueError(f"expected one of {', '.join(choices)}{suggest(word, choices)}")
     return word if choices else text
 
 
@@ -219,13 +227,11 @@ def read_environment(environment: Mapping[str, str], where: str = "environment v
 
 def unknown_settings(unknown: Sequence[str], known: Sequence[str], where: str = "") -> UsageError:
     """Return an error that lists the unknown settings, each with the nearest known name if any. where: a file."""
-    from difflib import get_close_matches  # imports `re`; errors are rare
-
-    written = {name: name.removeprefix("COMMLIB_").lower() if where else name for name in unknown}
-    near = {name: get_close_matches(text, known, 1, 0.7) for name, text in written.items()}
-    hints = "".join(f"; for {name}, did you mean {found[0]}?" for name, found in near.items() if found)
+    by_end = {name.removeprefix("COMMLIB_"): name for name in known}  # the same beginning makes all names similar
+    near = {name: nearest(name.removeprefix("COMMLIB_"), by_end) for name in unknown}
+    texts = [f"{name} (did you mean {by_end[found]}?)" if found else name for name, found in near.items()]
     before = f"{where}: " if where else ""
-    return UsageError(f"{before}unknown setting {', '.join(unknown)}; known are {', '.join(known)}{hints}")
+    return UsageError(f"{before}unknown setting {', '.join(texts)}; known are {', '.join(known)}")
 
 
 def variable(name: str) -> str:

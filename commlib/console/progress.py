@@ -1,6 +1,7 @@
-"""Progress: show the progress of a long run on standard error. A bar on a terminal, lines through a launcher.
+"""Progress: show on standard error how far a long run is, or the state of a task of unknown duration.
 
-Launchers forward complete lines, so a redrawn bar would appear only at the end.
+A bar or a spinner on a terminal, lines through a launcher: launchers forward complete lines, so a redrawn line would
+appear only at the end.
 """
 
 from __future__ import annotations
@@ -56,3 +57,28 @@ def _lines(title: str, seconds: float | None) -> Iterator[Tell]:
     yield report
     if pending:
         typer.echo(pending, err=True)
+
+
+@contextmanager
+def show_changes(title: str) -> Iterator[Callable[[str, str], None]]:
+    """Yield a function to call with (state, details) of a task of unknown duration.
+
+    On a terminal a redrawn line with a spinner; elsewhere a line for each change of the state. Details change all the
+    time and appear on terminals only.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+
+        with Console(stderr=True).status(escape(title)) as status:
+            yield lambda text, more: status.update(escape(f"{title}: {text} {more}"))
+        return
+    shown_text = None
+
+    def report(text: str, more: str) -> None:
+        nonlocal shown_text
+        if text != shown_text:
+            typer.echo(f"{title}: {text}", err=True)
+            shown_text = text
+
+    yield report

@@ -35,6 +35,13 @@ def seconds_text(seconds: float) -> str:
     return f"{digits(seconds)} s"
 
 
+def spread_text(seconds: Sequence[float]) -> str:
+    """Return the shortest and the longest of some times: "12.3..15.6 us", or "980 us..1.20 ms" in two units."""
+    low, high = seconds_text(min(seconds)), seconds_text(max(seconds))
+    (number, unit), other_unit = low.split(), high.split()[1]
+    return f"{number}..{high}" if unit == other_unit else f"{low}..{high}"
+
+
 def digits(value: float) -> str:
     """Return three digits of a number, without an exponent."""
     value = float(f"{value:.3g}")

@@ -11,8 +11,7 @@ from commlib.context_parallel.dropout import check_rate
 from commlib.context_parallel.heads import Heads
 from commlib.context_parallel.layout import ORDERS, SequenceLayout, document_bounds
 from commlib.context_parallel.mask import Mask, check_key_mask
-from commlib.context_parallel.ring_picture import draw
-from commlib.context_parallel.ring_steps import Block, RingStep, pairs, steps
+from commlib.context_parallel.ring_steps import Block, RingStep, draw, pairs, steps
 from commlib.context_parallel.window import Window
 
 __all__ = [

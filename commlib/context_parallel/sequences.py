@@ -36,6 +36,15 @@ class SequenceSpec:
         packed = None if documents is None else tuple(int(bound) for bound in documents)
         return cls(what, order, length, packed, tuple(rest.items()))
 
+    @classmethod
+    def of_unshard(
+        cls, order: str, length: int | None, shape: Sequence[int | None], dim: int, dtype: str, partial: bool
+    ) -> SequenceSpec:
+        """Return the terms of `unshard_sequence` for a tensor of this shape, with tokens along `dim`."""
+        others = [*shape[:dim], *shape[dim + 1 :]]
+        rest = {"dimension": dim, "other dimensions": others, "dtype": dtype, "partial": partial}
+        return cls.of("unshard_sequence", order, length, None, rest)
+
     def lines(self) -> list[str]:
         """Return the terms as the lines of text that ranks compare."""
         named = {"layout": self.order, "length": self.length, "documents": self.documents, **dict(self.rest)}
@@ -54,6 +63,26 @@ class SequenceSpec:
     def bounds(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Return the starts of documents, and the end of the last one. Raises UsageError."""
         return document_bounds(self.documents, layout.length)
+
+
+def dimension(what: str, shape: Sequence[int | None] | None, dim: int) -> int:
+    """Return a dimension of a tensor, counted from the front. shape: None if it is unknown. Raises UsageError."""
+    if shape is None or not -len(shape) <= dim < len(shape):
+        raise UsageError(f"{what}: a tensor of shape {_text(shape)} has no dimension {dim}")
+    return dim % len(shape)
+
+
+def check_loss_sum(shape: Sequence[int | None] | None, dtype: str) -> None:
+    """Raise UsageError unless the argument of `loss_mean` is one float."""
+    if shape is None or any(length != 1 for length in shape) or "float" not in dtype:
+        raise UsageError(
+            f"loss_mean: loss_sum has shape {_text(shape)} and dtype {dtype}, expected one float: the sum over this "
+            "rank's tokens"
+        )
+
+
+def _text(shape: Sequence[int | None] | None) -> str:
+    return "?" if shape is None else str(list(shape))
 
 
 def settle(axis: ParallelAxis, terms: SequenceSpec, tokens: int) -> SequenceLayout:

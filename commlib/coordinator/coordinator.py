@@ -34,9 +34,8 @@ from commlib.coordinator.negotiation import (
     Restart,
 )
 from commlib.coordinator.op_request import OpRequest
-from commlib.coordinator.pending_op import PendingOp
+from commlib.coordinator.pending_op import PendingOp, StallInspector
 from commlib.coordinator.records import Records
-from commlib.coordinator.stall_inspector import StallInspector
 from commlib.coordinator.unnamed_ops import UnnamedOps
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
 from commlib.observe.flight_recorder import LAST
@@ -271,7 +270,9 @@ class Coordinator:
         reason = self._negotiation.explain(pending.request.name, everyone)
         if reason and not pending.warned:
             pending.warned = True
-            log.warning("%s", self._wording.overdue(pending.request, time.monotonic() - pending.since, reason))
+            waited = time.monotonic() - pending.since
+            reason += self.comm.runtime.forecast(waited)
+            log.warning("%s", self._wording.overdue(pending.request, waited, reason))
 
     # Long waits and failures
 

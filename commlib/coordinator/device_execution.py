@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.collectives.operands import allocate_like
 from commlib.coordinator.device_operands import DeviceOperand
-from commlib.coordinator.fusion_key import options_of, root_of
+from commlib.coordinator.fusion import options_of, root_of
 from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.op_request import OpRequest
 from commlib.devices.protocol import Device, DeviceEvent, Stream

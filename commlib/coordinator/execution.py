@@ -16,8 +16,7 @@ from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.device_execution import DeviceExecution
 from commlib.coordinator.device_operands import Staging
-from commlib.coordinator.fusion import Fusion
-from commlib.coordinator.fusion_key import FusionKey, options_of, root_of
+from commlib.coordinator.fusion import Fusion, FusionKey, options_of, root_of
 from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.records import ACTIVITIES
 from commlib.coordinator.scaling import neutral_element, scale

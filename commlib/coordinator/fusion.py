@@ -1,25 +1,26 @@
 """Fusion: pack agreed all-reduces of one kind into one array, and reduce them together if that pays.
 
-A rank that has joined takes part with the neutral element, and drops the results.
+A `FusionKey` is such a kind. A rank that has joined takes part with the neutral element, and drops the results.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.coordinator.adasum import adasum
-from commlib.coordinator.fusion_key import FusionKey, options_of
 from commlib.coordinator.launched_op import LaunchedOp
 from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.records import ACTIVITIES
 from commlib.coordinator.scaling import neutral_element, scale
-from commlib.dtypes import NUMPY, Array
+from commlib.dtypes import INTEGERS, NUMPY, Array
 from commlib.kernels.host.pack import pack, unpack
+from commlib.literals import Op
 from commlib.observe.journal import journal_of
 from commlib.observe.recorder import Record
 
@@ -159,3 +160,33 @@ def _record_activity(batch: Sequence[Item], activity: str) -> None:
         if record is not None and record is not before:  # several tensors may belong to one operation
             record.round(activity)
         before = record
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # one object per kind, compared by identity
+class FusionKey:
+    """Key of tensors that can be reduced as one array."""
+
+    dtype: str
+    op: Op | Literal["adasum"]
+    prescale: float
+    postscale: float
+
+    def as_run(self, size: int) -> tuple[Any, float]:
+        """Return the operation to run on `size` ranks, and the scale of its result."""
+        if self.op == "mean" and self.postscale != 1 and self.dtype in INTEGERS:
+            return "sum", self.postscale / size  # truncated once instead of twice
+        return self.op, self.postscale
+
+
+def options_of(request: OpRequest) -> tuple[Any, float, float]:
+    """Return operation, prescale and postscale of a reduction."""
+    return (
+        str(request.option("op", "sum")),
+        float(request.option("prescale_factor", 1.0)),
+        float(request.option("postscale_factor", 1.0)),
+    )
+
+
+def root_of(request: OpRequest, members: Sequence[int]) -> int:
+    """Return the root of an operation, as its index in the group's `members`."""
+    return members.index(int(request.option("root", 0)))

@@ -1,8 +1,9 @@
-"""Pending operation: hold a named operation that this rank has submitted, and its arrays."""
+"""Pending operation: hold a named operation that this rank has submitted, and its arrays; find those that stall."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
 from typing import Any, Protocol
@@ -101,3 +102,28 @@ class PendingOp(Work):
             self.finish(error=error)
         elif self._running.locked():
             self._running.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StallInspector:
+    """Detects operations that have waited long (after `warning` s) or timed out (after `timeout` s; 0: never)."""
+
+    warning: float
+    timeout: float
+
+    def overdue(self, waiting: Mapping[str, PendingOp]) -> dict[str, bool]:
+        """Return the names of operations that have waited long and were not reported yet; True: timed out.
+
+        `waiting` is in the order of submission.
+        """
+        now = monotonic()
+        found = {}
+        for name, pending in waiting.items():
+            waited = now - pending.since
+            if 0 < self.timeout < waited:
+                found[name] = True
+            elif waited > self.warning and not pending.warned:
+                found[name] = False
+            elif waited < min(self.warning, self.timeout or self.warning):
+                break  # later ones are younger
+        return found

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from commlib.cost.model import DEFAULT, Machine
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms
+from commlib.suggestions import suggest
 
 BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical", "host")
 """Names of algorithms without a schedule, and of paths for device arrays."""
@@ -128,7 +129,7 @@ def _measured(data: Any, known: tuple[str, ...], where: str) -> MeasuredTime:
     data = mapping(data, where)
     name = _text(data, "algorithm", where)
     if name not in known:
-        raise UsageError(f"{where}: unknown algorithm {name!r}; known are {', '.join(known)}")
+        raise UsageError(f"{where}: unknown algorithm {name!r}; known are {', '.join(known)}{suggest(name, known)}")
     return MeasuredTime(
         _number(data, "up_to", where, least=0, most=_MOST_BYTES, kind=int),
         name,

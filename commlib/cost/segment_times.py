@@ -1,4 +1,4 @@
-"""Segmented: formulas for the time of trees and chains with segmented data, whose simulation would take S P messages.
+"""Segment times: formulas for trees and chains with segmented data, whose simulation would take S P messages.
 
 All chunks have the same length here, so a time is a function of three variables: `alpha`, `transfer` (beta c),
 `combine` (gamma c). Below, m is the time of a message, alpha + beta c, and g is gamma c. The first segment meets an

@@ -1,4 +1,4 @@
-"""Reports: measure the costs of reductions, in total and per training step."""
+"""Reports: measure the costs of reductions, in total and per training step, and give them to users."""
 
 from __future__ import annotations
 
@@ -100,3 +100,38 @@ class StepClock:
 def all_reduce_bytes(size: int, nbytes: int) -> int:
     """Return the bytes that one of `size` ranks sends in an all-reduce of `nbytes`: 2 (P - 1) / P times `nbytes`."""
     return 2 * (size - 1) * nbytes // size
+
+
+class Reporting:
+    """Base of an optimizer, a module or a tape: forwards the reports of its `reducer`.
+
+    `reducer`: a GradientReducer or NamedGradients, or None if nothing is reduced.
+    """
+
+    @property
+    def reducer(self) -> Any:
+        """The reducer of the gradients, with its buckets, options and compression."""
+        raise NotImplementedError
+
+    @property
+    def report(self) -> StepReport | None:
+        """Costs of communication in the last step; None before the first step."""
+        found: StepReport | None = self.reducer.report
+        return found
+
+    @property
+    def statistics(self) -> Statistics:
+        """Totals of the reductions so far, and their cost."""
+        found: Statistics = Statistics() if self.reducer is None else self.reducer.statistics
+        return found
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the training thread has waited for communication so far."""
+        return self.statistics.exposed_seconds
+
+    @property
+    def compression_choice(self) -> str:
+        """The compression of gradients, and the reason for its choice."""
+        found: str = self.reducer.compression_choice
+        return found

@@ -1,0 +1,1 @@
+"""Devices: protocols of devices, streams and their arrays; the host, and CUDA over CuPy."""

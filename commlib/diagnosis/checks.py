@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from commlib.diagnosis.agreement_checks import differences
 from commlib.diagnosis.facts import JobFacts, RankFacts
 from commlib.diagnosis.library_checks import kill_on_bad_exit, opal_prefix, slow_start, slurm_default, tcp_polling
-from commlib.diagnosis.machine_checks import limits, memory, peer_reads, shared_memory
+from commlib.diagnosis.machine_checks import limits, load, memory, peer_reads, shared_memory
 from commlib.diagnosis.placement_checks import binding, oversubscription, split_nodes
 from commlib.diagnosis.problem import ERROR, LEVELS, WARNING, Check, Problem, format_ranks
 
@@ -64,6 +64,7 @@ CHECKS: tuple[Check, ...] = (
     shared_memory,
     limits,
     memory,
+    load,
     slow_start,
     tcp_polling,
     kill_on_bad_exit,

@@ -22,6 +22,8 @@ class HostFacts:
     links: Mapping[str, str] = field(default_factory=dict)  # interfaces that are up, with their speed as text
     fabrics: Mapping[str, str] = field(default_factory=dict)  # InfiniBand and the like, with their rate as text
     gpus: tuple[str, ...] = ()
+    load: float | None = None  # processes that ran or waited for a core, on average over the last minute
+    busy: tuple[str, ...] = ()  # the processes that take most of the cores, if the machine is busy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""This machine as seen by the system: cores, memory and its limits, links. Reads files, in about a millisecond."""
+"""This machine as seen by the system: cores, memory and its limits, links.
+
+Reads files, in about a millisecond; on a busy machine in 0.2 s.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from commlib.diagnosis.facts import HostFacts
+from commlib.diagnosis.load import find_busy, is_busy, read_load
 
 LIMITS = ("memlock", "nofile", "nproc", "core")
 _NO_LIMIT = 1 << 60  # control groups without a limit contain a huge number, or "max"
@@ -18,10 +22,11 @@ def read_host(root: Path = Path("/")) -> HostFacts:
     """Return the facts of this machine. root: the folder that holds proc, sys and dev, for tests."""
     total, free = _shared_memory(root / "dev/shm")
     limit, used = _memory_group(root)
+    cores, load = os.cpu_count() or 1, read_load(root)
     return HostFacts(
         name=os.uname().nodename,
         kernel=f"{os.uname().sysname} {os.uname().release}",
-        cores=os.cpu_count() or 1,
+        cores=cores,
         memory=_total_memory(root / "proc/meminfo"),
         memory_limit=limit,
         memory_used=used,
@@ -31,6 +36,8 @@ def read_host(root: Path = Path("/")) -> HostFacts:
         links=dict(_links(root / "sys/class/net")),
         fabrics=dict(_fabrics(root / "sys/class/infiniband")),
         gpus=tuple(_gpus(root / "proc/driver/nvidia/gpus")),
+        load=load,
+        busy=find_busy(root) if is_busy(load, cores) else (),
     )
 
 

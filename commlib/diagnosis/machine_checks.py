@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from commlib.diagnosis.facts import JobFacts
+from commlib.diagnosis.load import is_busy
 from commlib.diagnosis.problem import ERROR, MIB, WARNING, Problem, format_ranks
 
 LITTLE_SHARED = 64 * MIB, 16 * MIB  # of /dev/shm in total, and per rank: the default in containers
@@ -67,3 +68,17 @@ def memory(job: JobFacts) -> Iterator[Problem]:
         if limit and used and used > 0.9 * limit:
             what = f"{host}: {used // MIB} of the {limit // MIB} MiB allowed for this job or container are used"
             yield Problem(WARNING, what, "a higher limit (srun --mem, docker run --memory)")
+
+
+def load(job: JobFacts) -> Iterator[Problem]:
+    """Other work on the cores: waits and timings are longer than on a quiet machine, and vary."""
+    for name, ranks in job.by_host().items():
+        host = ranks[0].host
+        if not is_busy(host.load, host.cores):
+            continue
+        by = f" ({', '.join(host.busy)})" if host.busy else ""
+        what = (
+            f"{name} is busy: {host.load:.1f} processes wanted its {host.cores} cores in the last minute{by}: timings "
+        )
+        what += "of benchmarks and training will be off, and no measurement of 'commlib tune' should be kept"
+        yield Problem(WARNING, what, "top, and wait for the others; or cores of your own (sbatch --exclusive)")

@@ -42,7 +42,7 @@ def _lines(job: JobFacts) -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(f"{name} {version}" for name, version in first.packages.items())
     yield from _mpi(first)
     yield from _start(job)
-    yield "cores", _cores(job)
+    yield "cores", _cores(job) + ("" if host.load is None else f"; load {host.load:.1f} in the last minute")
     yield "GPUs", "; ".join(filter(None, (", ".join(host.gpus), job.gpus))) or "not checked"
     yield "memory", _memory(first)
     yield "limits", ", ".join(f"{name} {_limit(name, value)}" for name, value in first.limits.items())

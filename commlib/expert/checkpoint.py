@@ -29,9 +29,10 @@ from commlib.errors import UsageError
 from commlib.expert.expert_ranks import ExpertRanks
 
 Layer = Mapping[str, Array]
+ArrayMakers = dict[str, Callable[[], Array]]
+"""Functions that make the arrays of a layer, by name; most are collective."""
 Path = str | PathLike[str]
 _T = TypeVar("_T")
-_Named = TypeVar("_Named", bound=Mapping[str, Any])
 
 FIRST, SECOND, LARGEST, MOMENTUM, UPDATE, STEP = "first", "second", "largest", "momentum", "update", "step"
 
@@ -133,8 +134,8 @@ def momentum(layer: Layer, name: str, form: str, rate: float) -> Array:
     return found
 
 
-def agree_on_layers(ranks: ExpertRanks, verb: str, find: Callable[[], Sequence[_Named]]) -> Sequence[_Named]:
-    """Return the result of `find`: the layers to write here. Collective.
+def save_together(ranks: ExpertRanks, path: Path, find: Callable[[], Sequence[ArrayMakers]]) -> None:
+    """Write the layers that `find` returns, on the first rank. Collective.
 
     Raises an error of one rank on all ranks, and MismatchError unless all ranks have the same names in each layer,
     because every layer is assembled from the shards of all ranks.
@@ -143,8 +144,8 @@ def agree_on_layers(ranks: ExpertRanks, verb: str, find: Callable[[], Sequence[_
     lines = [f"layer {place}: {name}" for place, layer in enumerate(found) for name in layer]
     for comm in (ranks.data, None if ranks.tensor is None else ranks.tensor.comm):
         if comm is not None:
-            check_agreement(comm, verb, lines)
-    return found
+            check_agreement(comm, "save_experts", lines)
+    write(ranks, path, [{name: make() for name, make in layer.items()} for layer in found])
 
 
 def load_together(ranks: ExpertRanks, path: Path, found: Callable[[list[dict[str, Array]]], _T]) -> _T:

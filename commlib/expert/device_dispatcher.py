@@ -21,10 +21,9 @@ from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array, name_of
 from commlib.errors import UsageError
 from commlib.expert.device_exchange import DeviceExchange
-from commlib.expert.device_plan import DeviceDispatchPlan, DevicePlanBuilder
+from commlib.expert.device_plan import DeviceDispatchPlan, DevicePlanBuilder, stream_alloc
 from commlib.expert.dispatch_plan import Assignments
 from commlib.expert.placement import ExpertPlacement
-from commlib.expert.stream_alloc import stream_alloc
 from commlib.expert.token_buffers import CountExchange, digest_for, lines
 
 _digest = lru_cache(4096)(lambda *what: digest_for(what))

@@ -1,7 +1,8 @@
-"""Dispatch plan of one call in device memory: the indices that send tokens to experts and back."""
+"""Dispatch plan of one call in device memory: the indices that send tokens to experts and back, also as one array."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
+from commlib.devices.copies import copy_to_host
 from commlib.dtypes import Array
 from commlib.expert.dispatch_plan import Assignments
 from commlib.expert.placement import ExpertPlacement
-from commlib.expert.stream_alloc import stream_alloc
 from commlib.kernels.host.row_exchange import count_moved_rows, order_numbers, take_moved_rows, write_places
 
 
@@ -76,3 +77,54 @@ class DevicePlanBuilder:
 
 def _cut(x: Any, ends: list[int]) -> list[Any]:
     return [x[start:stop] for start, stop in pairwise(ends)]
+
+
+_ARRAYS = 6
+
+
+def pack_device_plan(passage: DeviceDispatchPlan) -> DeviceArray:
+    """Return a plan as bytes (uint8) on its device, for frameworks whose graphs carry only tensors.
+
+    sent | came | returned | found | members | starts | sends, takes, and the lengths of the arrays before them   (all
+    int32)
+
+    Queued on the current stream.
+    """
+    arrays = [passage.sent, passage.came, passage.returned, passage.found, passage.members, passage.starts]
+    told = [*passage.sends, *passage.takes, *map(len, arrays)]
+    device, number = arrays[0].device, sum(map(len, arrays))
+    here = device.staging(4 * len(told)).view(np.int32)
+    here[:] = told
+    block = arrays[0].empty((number + len(told),), np.int32)
+    if number:
+        device.kernels.pack([array for array in arrays if len(array)], block[:number].view(np.uint8))
+    device.copy(block[number:], here)
+    return block.view(np.uint8)
+
+
+def unpack_device_plan(block: DeviceArray, ranks: int, on_wait: Callable[[], None]) -> DeviceDispatchPlan:
+    """Undo `pack_device_plan`, over the same memory.
+
+    The host waits for the counts and lengths; on_wait: see `wait_for`.
+    """
+    numbers = block.view(np.int32)
+    count = 2 * ranks + _ARRAYS
+    told = copy_to_host(numbers[len(numbers) - count :], on_wait).tolist()
+    ends = pairwise(accumulate(told[2 * ranks :], initial=0))
+    sent, came, returned, found, members, starts = (numbers[start:stop] for start, stop in ends)
+    return DeviceDispatchPlan(sent, came, returned, found, members, starts, told[:ranks], told[ranks : 2 * ranks])
+
+
+def stream_alloc(x: DeviceArray, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+    """Allocate memory on the stream from which `x` came; the current stream may write it.
+
+    A device reuses memory in the order of the stream that allocated it. Memory of another stream could be reused while
+    the caller's stream still reads it.
+    """
+    device, here = x.device, x.device.current()
+    if x.stream is None or x.stream == here:
+        return x.empty(shape, dtype)
+    with device.using(x.stream):
+        made = x.empty(shape, dtype)
+    here.wait(x.stream.record())  # the previous user of this memory may still be using it
+    return made

@@ -1,20 +1,33 @@
-"""Dispatchers of an expert axis: layers of one axis share them and their memory."""
+"""Dispatchers of an expert axis: choose them by the memory of rows and by cost; layers of one axis share them.
+
+Host rows and device rows travel on separate paths. Between nodes each token goes to each rank separately, or once to
+each node, whichever is cheaper.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codec import Codec
+from commlib.cost.exchanges import direct_seconds, hierarchical_seconds
+from commlib.devices.arrays import name_of_device
 from commlib.devices.protocol import Device
-from commlib.errors import ShutdownError
-from commlib.expert.cost_dispatcher import CostDispatcher
+from commlib.dtypes import Array
+from commlib.errors import PeerError, ShutdownError
 from commlib.expert.device_dispatcher import DeviceDispatcher
-from commlib.expert.dispatcher import Dispatcher
+from commlib.expert.device_plan import DeviceDispatchPlan
+from commlib.expert.dispatch_plan import Assignments, DispatchPlan
+from commlib.expert.dispatcher import Dispatcher, Empty
+from commlib.expert.hierarchical_dispatcher import HierarchicalDispatcher
 from commlib.expert.local_dispatcher import LocalDispatcher
-from commlib.expert.memory_dispatcher import MemoryDispatcher
+from commlib.expert.message_dispatcher import MessageDispatcher
 from commlib.expert.placement import ExpertPlacement
 from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
 from commlib.expert.side_stream import SideStream
@@ -85,3 +98,122 @@ def _dispatchers_of(axis: ParallelAxis) -> _Dispatchers:
         axis.exchanges = _Dispatchers(comm, regions)
     found: _Dispatchers = axis.exchanges
     return found
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _report_failures(method: _Method) -> _Method:
+    """Report a peer's failure to the communicators of all paths: ranks on other paths may be waiting for this rank."""
+
+    @wraps(method)
+    def called(self: MemoryDispatcher, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except PeerError as error:
+            for comm in self.comms:
+                comm.group.fail(ShutdownError(f"{error}"))
+            raise
+
+    return cast(_Method, called)
+
+
+class MemoryDispatcher:
+    """See `commlib.expert.dispatcher.Dispatcher`.
+
+    host: the dispatcher for host rows. make: makes the dispatcher for device rows. comm: a communicator of all ranks.
+    With the first rows, the ranks check on it that all of them have rows in the same memory; MismatchError if not.
+    """
+
+    def __init__(self, comm: Communicator, host: Dispatcher, make: Callable[[], DeviceDispatcher]) -> None:
+        self.placement, self.host, self._comm, self._make = host.placement, host, comm, make
+        self.places: set[str] = set()
+        """Memories of the rows so far: names of kinds of devices, "" for the host."""
+        self._device_dispatcher: DeviceDispatcher | None = None
+
+    @property
+    def comms(self) -> Sequence[Communicator]:
+        """Communicators on which ranks may wait, in addition to that of all ranks."""
+        return self.host.comms if isinstance(self.host, CostDispatcher) else ()
+
+    @property
+    def has_left_rank(self) -> bool:
+        """Whether a rank has left. If so, all ranks must make a new dispatcher."""
+        return any(isinstance(one, Communicator) and one.group.failure is not None for one in (self._comm, *self.comms))
+
+    @_report_failures
+    def dispatch(self, what: str, assigned: Assignments, x: Any, gates: Any) -> tuple[Any, Any, Any, Any]:
+        name = name_of_device(x)
+        if name not in self.places:
+            check_agreement(self._comm, "experts", [what, f"rows on {name or 'the host'}"])
+            self.places.add(name)
+        return (self._on_device() if name else self.host).dispatch(what, assigned, x, gates)
+
+    @_report_failures
+    def dispatch_back(self, what: str, passage: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
+        return self._dispatcher_of(passage).dispatch_back(what, passage, rows, numbers)
+
+    @_report_failures
+    def combine(self, what: str, passage: Any, rows: Any, gates: Any) -> Any:
+        return self._dispatcher_of(passage).combine(what, passage, rows, gates)
+
+    @_report_failures
+    def combine_back(self, what: str, passage: Any, x: Any) -> Any:
+        return self._dispatcher_of(passage).combine_back(what, passage, x)
+
+    def _dispatcher_of(self, passage: Any) -> Dispatcher:
+        return self._on_device() if type(passage) is DeviceDispatchPlan else self.host
+
+    def _on_device(self) -> Dispatcher:
+        if self._device_dispatcher is None:
+            self._device_dispatcher = self._make()
+        return self._device_dispatcher
+
+
+class CostDispatcher:
+    """See `commlib.expert.dispatcher.Dispatcher`. Chooses at the first dispatch, by the number of tokens sent then."""
+
+    def __init__(
+        self, comm: Communicator, placement: ExpertPlacement, empty: Empty = np.empty, *, codec: Codec | None = None
+    ) -> None:
+        self.placement = placement
+        self._comm, self._empty, self._codec = comm, empty, codec
+        self._dispatcher: Dispatcher | None = None
+
+    @property
+    def comms(self) -> Sequence[Communicator]:
+        """Communicators on which ranks may wait, in addition to that of all ranks."""
+        return self._dispatcher.comms if isinstance(self._dispatcher, HierarchicalDispatcher) else ()
+
+    def dispatch(
+        self, what: str, assigned: Assignments, x: Array, gates: Array
+    ) -> tuple[DispatchPlan, Array, Array, Array]:
+        if self._dispatcher is None:
+            self._dispatcher = self._choose(len(x), len(gates), x.itemsize * x.shape[1])
+        return self._dispatcher.dispatch(what, assigned, x, gates)
+
+    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        assert self._dispatcher is not None
+        return self._dispatcher.dispatch_back(what, passage, rows, numbers)
+
+    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+        assert self._dispatcher is not None
+        sums: Array = self._dispatcher.combine(what, passage, rows, gates)
+        return sums
+
+    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
+        assert self._dispatcher is not None
+        rows: Array = self._dispatcher.combine_back(what, passage, x)
+        return rows
+
+    def _choose(self, tokens: int, assignments: int, row_bytes: int) -> Dispatcher:
+        comm, nodes = self._comm, self._comm.topology.nodes
+        made = (comm, self.placement, self._empty)
+        if len({len(ranks) for ranks in nodes}) > 1 or not comm.is_hierarchical:
+            return MessageDispatcher(*made, codec=self._codec)
+        told = comm.all_reduce(np.array([tokens, assignments], np.int64))
+        each, top_k = int(told[0]) / comm.size, max(1, round(int(told[1]) / max(1, int(told[0]))))
+        shape = len(nodes), len(nodes[0]), each, float(row_bytes), top_k, comm.runtime.chooser.machine
+        if hierarchical_seconds(*shape) < direct_seconds(*shape):
+            return HierarchicalDispatcher(*made, codec=self._codec)
+        return MessageDispatcher(*made, codec=self._codec)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 _ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
 
@@ -30,33 +31,47 @@ _WORDS: dict[str, tuple[str, ...]] = {
 class Experts:
     """A mixture of `count` experts, and how tokens are routed to them.
 
-    For each token: top_k: number of experts of a token. scores: how logits become scores. normalise: the gates of a
-    token add up to 1, over the experts that remain after dropping (GShard); None: if top_k is more than 1, since a
-    router learns nothing from a gate that is always 1 (Switch). scale: gates are multiplied by it. groups, max_groups:
-    the experts form `groups` equal groups, such as one for each node, and a token has experts in max_groups of them at
-    most: the groups with the highest sum of two best scores (DeepSeek-V3). second="random": the second of two experts
-    is kept with twice the probability of its share in both (GShard), in training. choice="expert": experts choose
-    tokens instead, as many as their capacity (expert choice). jitter: the router's input is multiplied by a number
-    within 1 -+ jitter; noise: the standard deviation of normal noise on logits; both in training.
+    Args:
+        count: The number of experts, on all ranks together.
+        top_k: The number of experts of a token.
+        scores: How logits become scores: "softmax" or "sigmoid".
+        normalise: Whether the gates of a token add up to 1, over the experts that remain after dropping (GShard); None:
+            if `top_k` is more than 1, since a router learns nothing from a gate that is always 1 (Switch).
+        scale: Factor of the gates.
+        groups: The number of equal groups that experts form, such as one for each node.
+        max_groups: The groups in which a token has experts, at most: those with the highest sum of two best scores
+            (DeepSeek-V3); None: all.
+        second: "all"; or "random": in training the second of two experts is kept with twice the probability of its
+            share in both (GShard).
+        choice: "token"; or "expert": experts choose tokens, as many as their capacity (expert choice).
+        jitter: In training the router's input is multiplied by a number within 1 -+ jitter.
+        noise: In training the standard deviation of normal noise on logits.
+        capacity_factor: An expert takes factor * top_k * tokens / experts of the tokens; None: all its tokens,
+            dropless.
+        eval_capacity_factor: The factor in evaluation; None: the same; infinite: dropless.
+        min_capacity: The least capacity, in tokens.
+        capacity_over: "rank": capacity counts the tokens of each rank separately; "all": those of all ranks together.
+        drop: The tokens kept: "position": the first ones (all first choices before all second ones); "probability":
+            those with the highest scores; "random".
+        balance: The tokens of the load-balancing loss (Switch): "sequence" (independent of microbatches, ranks, stages
+            and accumulation steps; rows that are no sequences use "global"), "microbatch" (this rank's tokens of one
+            call), "global" (all ranks' tokens of one call) or "none".
+        balance_weight: The weight of that loss.
+        z_weight: The weight of the router's z-loss (ST-MoE).
+        bias_rate: Balance without a loss: a bias added to scores, for choosing experts only, moves by this rate towards
+            even load after each step (DeepSeek-V3).
+        force_balanced: Whether tokens go round robin, for benchmarks.
+        hidden: The features within the built-in MLP; None: in `expertize` experts are like the MLP.
+        activation: The activation of the built-in MLP: a name or a function.
+        gated: Whether one half of the features, activated, multiplies the other half.
+        bias: Whether the built-in MLP has biases.
+        shared: The number of shared experts, as one MLP applied to all tokens.
+        copy: In `expertize`: whether all experts start as copies of the MLP.
+        codec: The encoding of tokens between nodes, such as "bf16" or "fp8"; None: none.
+        chunks: The number of chunks in which tokens are sent, each while experts compute the previous one.
 
-    Capacity: capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity;
-    None: all its tokens, dropless. eval_capacity_factor: the factor in evaluation, if it differs; infinite: dropless.
-    capacity_over: computed from the tokens of each rank separately, or of all ranks together. drop: the tokens kept:
-    the first ones (all first choices before all second ones), those with the highest scores, or random ones.
-
-    Balance: balance: the tokens of the load-balancing loss (Switch): "sequence" (independent of microbatches, ranks,
-    stages and accumulation steps; rows that are no sequences use "global"), "microbatch" (this rank's tokens of one
-    call) or "global" (all ranks' tokens of one call). balance_weight, z_weight: weights of that loss and of the
-    router's z-loss (ST-MoE). bias_rate: balance without a loss: a bias added to scores, for choosing experts only,
-    moves by this rate towards even load after each step (DeepSeek-V3). force_balanced: tokens go round robin, for
-    benchmarks.
-
-    The built-in expert is an MLP with `hidden` features, an activation, gated or not, with or without biases. shared:
-    number of shared experts, as one MLP applied to all tokens. copy: if a dense MLP becomes experts, all start as
-    copies of it. codec: encoding of tokens between nodes, such as "bf16" or "fp8". chunks: tokens are sent in this many
-    chunks, each while experts compute the previous one.
-
-    Raises UsageError for settings that are invalid or exclude each other.
+    Raises:
+        UsageError: For settings that are invalid or exclude each other.
     """
 
     count: int
@@ -91,8 +106,9 @@ class Experts:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            if getattr(self, name) not in words:
-                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected one of {', '.join(words)}")
+            if (value := getattr(self, name)) not in words:
+                hint = suggest(value, words)
+                raise UsageError(f"Experts: {name} is {value!r}, expected one of {', '.join(words)}{hint}")
         for name, least in (
             ("count", 1),
             ("top_k", 1),
@@ -158,6 +174,19 @@ class Experts:
     def has_losses(self) -> bool:
         """Whether the router has losses in training."""
         return (self.balance != "none" and self.balance_weight > 0) or self.z_weight > 0
+
+    def mlp_features(self, times: int) -> int:
+        """Return the features within the built-in MLP of so many experts. Raises UsageError if `hidden` is None."""
+        if self.hidden is None:
+            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return times * self.hidden
+
+    def check_conversion(self, what: str) -> None:
+        """Raise UsageError for settings that a dense MLP cannot become. what: the MLP, for errors."""
+        if self.shared and self.hidden is None:
+            raise UsageError(f"{what}: shared experts are built-in MLPs: pass hidden=, their features")
+        if self.copy and self.hidden is not None:
+            raise UsageError(f"{what}: copies of a dense MLP have its size: pass copy=True or hidden=")
 
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return the maximum number of tokens, of `tokens` in all, that an expert takes; None: all."""

@@ -12,6 +12,7 @@ import weakref
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import sha256
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +35,13 @@ class ValueDigest(NamedTuple):
     kind: str
     digest: str
     is_writable: bool = False
+
+
+def digest_array(value: np.ndarray[Any, Any]) -> ValueDigest:
+    """Return the digest of an array; objects are compared as text."""
+    contents = repr(value.tolist()).encode() if value.dtype.kind == "O" else value.tobytes()
+    is_writable = value.flags.writeable and value.dtype.kind in "biufc"
+    return ValueDigest(f"array {value.dtype}{list(value.shape)}", sha256(contents).hexdigest()[:16], is_writable)
 
 
 class ValueSearch:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.expert.mixture import Mixture
 from commlib.expert.placement import ExpertPlacement
+
+
+def rebalance(
+    mixtures: Sequence[Mixture], least: float, move: Callable[[int, ExpertPlacement], None]
+) -> dict[str, tuple[float, float]]:
+    """Move the experts of mixtures whose busiest rank's load falls by the factor `least`. Collective.
+
+    move: moves the experts of the mixture with this number to a placement. Returns, by name, the ratio of the busiest
+    rank's load to the mean, before and after.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for number, mixture in enumerate(mixtures):
+        placement, before, after = mixture.better_placement(least)
+        if placement == mixture.placement:
+            after = before
+        else:
+            move(number, placement)
+        found[mixture.name_among(found)] = before, after
+    return found
+
+
+def no_copy(model: str, mixture: str) -> UsageError:
+    """Return the error for a model of `copies` that has no copy of a mixture. model: its name or class."""
+    return UsageError(
+        f"rebalance_experts: {model}, one of copies=, has no mixture like {mixture} whose experts are on the same "
+        "ranks: pass models that were made and moved in the same way from the start"
+    )
 
 
 def move_experts(

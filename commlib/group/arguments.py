@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 from commlib.errors import UsageError
+from commlib.group.group import Group
 
 
 def integer(verb: str, name: str, value: Any) -> int:
@@ -16,3 +17,11 @@ def integer(verb: str, name: str, value: Any) -> int:
         except TypeError:
             pass
     raise UsageError(f"{verb}: {name} is {value!r} ({type(value).__name__}), expected an integer")
+
+
+def check_root(group: Group, verb: str, root: Any) -> int:
+    """Return `root` as an int. Raises UsageError unless it is a rank of the group."""
+    rank = integer(verb, "root", root)
+    if not 0 <= rank < group.size:
+        raise UsageError(f"{verb}: root is {root}, but {group.name} has the ranks 0 to {group.size - 1}")
+    return rank

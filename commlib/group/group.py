@@ -19,10 +19,8 @@ from commlib.group.call_check import StallCheck
 from commlib.group.call_sequence import CallSequence, number_of
 from commlib.group.completion import Completion
 from commlib.group.gathering import find_topology
-from commlib.group.group_status import GroupPart, GroupStatus
-from commlib.group.hierarchy import Hierarchy
-from commlib.group.liveness import Liveness
-from commlib.group.memories import Memories
+from commlib.group.group_status import GroupPart, GroupStatus, Liveness
+from commlib.group.hierarchy import Hierarchy, Memories
 from commlib.group.operation import Operation
 from commlib.group.programs import Programs
 from commlib.group.waiting import Waiting

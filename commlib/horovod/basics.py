@@ -21,14 +21,19 @@ log = logging.getLogger("commlib")
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Communicator:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
-    comm: the ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an mpi4py
-    communicator. process_sets: sets to register, all of them or, if one is refused, none; of communicators from a split
-    each rank passes only its own. "dynamic" is accepted, because sets may always be added later. A set whose ranks an
-    earlier call has registered becomes an alias of that set.
+    Initialisation also reads the HOROVOD_* environment variables that commlib supports: see `environment`.
 
-    Raises UsageError (a ValueError) for ranks outside the world, and if two sets have the same ranks or one has all
-    ranks; MismatchError if ranks pass different sets. commlib is initialised even then. Initialisation also reads the
-    HOROVOD_* environment variables that commlib supports: see `environment`.
+    Args:
+        comm: The ranks of MPI's world that form the job (the other ranks must not call this with these ranks), or an
+            mpi4py communicator.
+        process_sets: Sets to register, all of them or, if one is refused, none; of communicators from a split each rank
+            passes only its own. "dynamic" is accepted, because sets may always be added later. A set whose ranks an
+            earlier call has registered becomes an alias of that set.
+
+    Raises:
+        UsageError: For ranks outside the world, and if two sets have the same ranks or one has all ranks; also a
+            ValueError.
+        MismatchError: If ranks pass different sets; commlib is initialised even then.
     """
     if commlib.is_initialized():
         world = commlib.init()
@@ -57,7 +62,7 @@ def _start(comm: Any) -> Communicator:
     if variables.ignored and world.rank == 0:
         _warn_ignored(variables.ignored)
     if variables.timeline and not world.config.timeline:
-        commlib.start_timeline(variables.timeline, mark_cycles=variables.mark_cycles)
+        world.runtime.recording.start_timeline(variables.timeline, world.rank, mark_cycles=variables.mark_cycles)
     registry()
     return world
 
@@ -79,7 +84,11 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank in the job, from 0. Raises UsageError (a ValueError) before `init`."""
+    """Return this process's rank in the job, from 0.
+
+    Raises:
+        UsageError: Before `init`; also a ValueError.
+    """
     return require_world().rank
 
 
@@ -124,7 +133,11 @@ def _peers() -> list[int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: commlib requires MPI_THREAD_MULTIPLE. Raises UsageError before `init`."""
+    """Return True: commlib requires MPI_THREAD_MULTIPLE.
+
+    Raises:
+        UsageError: Before `init`.
+    """
     require_world()
     return True
 
@@ -177,17 +190,26 @@ def rocm_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start to write a Chrome trace of all operations (chrome://tracing, Perfetto). Rank 0 writes it.
 
-    The trace is that of `commlib.start_timeline`, so it includes other operations too. mark_cycles: also mark the
-    negotiations of ranks. Raises UsageError if a trace is being written already.
+    The trace is that of `commlib.timeline`, so it includes other operations too; but this call is not collective, and
+    with `{rank}` in the path, for a file of each rank, the clocks of several machines are not compared.
+
+    Args:
+        file_path: The file.
+        mark_cycles: Also mark the negotiations of ranks.
+
+    Raises:
+        UsageError: If a trace is being written already.
+
+    Examples:
+        >>> ct.start_timeline("/tmp/trace.json")  # doctest: +SKIP
     """
-    require_world()
-    commlib.start_timeline(file_path, mark_cycles=mark_cycles)
+    world = require_world()
+    world.runtime.recording.start_timeline(file_path, world.rank, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Finish the trace started by `start_timeline`."""
-    require_world()
-    commlib.stop_timeline()
+    """Finish the trace that is being written, if any: of `start_timeline`, COMMLIB_TIMELINE or HOROVOD_TIMELINE."""
+    require_world().runtime.recording.stop_timeline()
 
 
 def _native(comm: Any) -> Any:

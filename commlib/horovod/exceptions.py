@@ -11,7 +11,8 @@ HorovodInternalError = CommlibError
 class HostsUpdatedInterrupt(RuntimeError):
     """The hosts of the job have changed. Only a program raises it: the ranks of a job do not change.
 
-    skip_sync: continue training without taking the state from rank 0.
+    Args:
+        skip_sync: Continue training without taking the state from rank 0.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -20,6 +20,14 @@ class ProcessSet:
 
     It is made from ranks of the world, or from an mpi4py communicator over them, `mpi_comm`. Registered sets have a
     `process_set_id`; several objects passed to `init` may be aliases of one set.
+
+    Args:
+        ranks_or_comm: Global ranks, or an mpi4py communicator over them.
+
+    Examples:
+        >>> group = ct.add_process_set(ct.ProcessSet([0, 1])) if ct.size() > 2 else ct.global_process_set
+        >>> group.size()
+        2
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -312,7 +320,18 @@ def registry() -> Registry:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, or a new one of these ranks, and return it. Collective over all ranks.
 
-    Raises UsageError (a ValueError) if its ranks are already registered, or are not ranks of the world.
+    Args:
+        process_set: A set that is not registered, or global ranks.
+
+    Raises:
+        UsageError: If its ranks are already registered, or are not ranks of the world; also a ValueError.
+
+    Examples:
+        >>> alone = ct.add_process_set([0])
+        >>> alone.included() == (comm.rank == 0)
+        True
+        >>> ct.remove_process_set(alone)
+        True
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry().add(added)
@@ -320,7 +339,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; return False if it is not registered or is the global set. Collective over all ranks."""
+    """Remove a process set; return False if it is not registered or is the global set. Collective over all ranks.
+
+    Args:
+        process_set: A registered set.
+
+    Examples:
+        >>> ct.remove_process_set(ct.add_process_set([1]))
+        True
+    """
     return registry().remove(process_set)
 
 

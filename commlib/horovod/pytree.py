@@ -1,4 +1,4 @@
-"""Nested: walk over nested state, such as an optimizer's `state_dict()`."""
+"""Nested state: walk over nested state, such as an optimizer's `state_dict()`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Compiled loops over array elements: one protocol, for hosts (numba) and for CUDA devices (NVRTC)."""

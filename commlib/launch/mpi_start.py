@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from commlib.errors import TransportError
@@ -168,3 +170,23 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
 def ends_job_on_failure(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher ends the job when one process fails, even one that has not started MPI."""
     return "OMPI_COMM_WORLD_RANK" in environment
+
+
+_OF_MPICH = re.compile(r"/dev/shm/mpich_shm_\w+$")
+
+
+def find_memory_files() -> set[str]:
+    """Return the files of MPICH's shared memory that this process maps and that are not unlinked yet."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {found[0] for line in lines if (found := _OF_MPICH.search(line))}
+
+
+def unlink_memory_files() -> None:
+    """Unlink these files, so that a killed job leaves none. Call it after all ranks of the node have called MPI_Init.
+
+    MPICH unlinks the files only in MPI_Finalize: each killed job left 2 to 4 MB in /dev/shm. Open MPI's launcher
+    removes its files.
+    """
+    for path in find_memory_files():
+        with suppress(OSError):  # another rank was faster
+            os.unlink(path)

@@ -11,6 +11,7 @@ from typing import Any
 from commlib.errors import UsageError
 from commlib.mesh.picture import draw
 from commlib.mesh.sizes import INFERRED, Axis, Sizes, make_axes, text_of
+from commlib.suggestions import suggest
 from commlib.topology import Topology
 
 Factors = Mapping[str | tuple[str, ...], Mapping[str, int] | Sequence[str]]
@@ -154,7 +155,9 @@ class MeshShape:
         known = {axis.name: axis for view in self.views for axis in view}
         for name in axes:
             if name not in known:
-                raise UsageError(f"{self} has no axis {name!r}; it has {', '.join(self.names)}")
+                raise UsageError(
+                    f"{self} has no axis {name!r}; it has {', '.join(self.names)}{suggest(name, self.names)}"
+                )
         if not axes or len(set(axes)) < len(axes):
             raise UsageError(f"{self}: expected one axis or different ones, got {', '.join(axes) or 'none'}")
         if not self._are_independent(axes):

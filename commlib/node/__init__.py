@@ -1,0 +1,1 @@
+"""Collectives within a node: the board of its ranks, and reductions in shared memory."""

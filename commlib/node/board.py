@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from commlib.buffers.peer_reading import Probe, can_read
 from commlib.kernels.host import node as kernels
 from commlib.kernels.host.uneven_exchange import note_bytes
 from commlib.transport.base import Gather, Transport, WaitHook
+from commlib.transport.naps import kernel_naps
 
 KernelCall = Any  # an int64 array of kernels.CALL_FIELDS fields
 Kernel = Callable[[int], int]  # takes the address of its argument
@@ -30,12 +32,8 @@ _PRESENT, _LEFT = 1, 2
 _THERE, _PROCESS, _PROBE, _SECRET, _READS = range(5)
 LEFT = "has shut commlib down or left the program"
 
-# The wait of one kernel call before it returns to Python for its checks: spins, yields, then 1 ms of naps.
-_YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
-
-# After so many kernel calls, about 0.2 s, naps are fewer and longer: the awaited rank is busy with other work, and each
-# nap costs 15 us of a core.
-_MANY_WAITS, _LONG_NAPS, _LONG_NAP_MICROSECONDS = 150, 5, 2000
+# The wait of one kernel call before it returns to Python for its checks: spins, these yields, then naps.
+_YIELDS = 2000
 
 
 def _as_array(address: int, nbytes: int) -> Any:
@@ -137,8 +135,7 @@ class NodeBoard:
         call[kernels.CONTROL] = self._control.ctypes.data
         call[kernels.SPINS] = self.spins
         call[kernels.YIELDS] = _YIELDS
-        call[kernels.NAPS] = _NAPS
-        call[kernels.NAP_MICROSECONDS] = _NAP_MICROSECONDS
+        call[kernels.NAPS], call[kernels.NAP_MICROSECONDS] = kernel_naps(0)
         return call
 
     def resume(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, on_wait: WaitHook) -> int:
@@ -149,13 +146,11 @@ class NodeBoard:
         if status == kernels.WAITING:
             patience = calls[:, _PATIENCE]
             calls[:, _PATIENCE[:2]] = 0  # a long wait must not burn the core
-            waits = 0
+            start = time.monotonic()
             while status == kernels.WAITING:
                 on_wait()
                 self._transport.progress()  # a late rank may first wait for a message to or from this one
-                waits += 1
-                if waits == _MANY_WAITS:
-                    calls[:, _PATIENCE[2:]] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
+                calls[:, _PATIENCE[2:]] = kernel_naps(time.monotonic() - start)
                 status = kernel(argument)
             calls[:, _PATIENCE] = patience
         return status

@@ -1,4 +1,4 @@
-"""Records of what a rank does: events and counters, the timeline, dumps and diagnosis of hangs."""
+"""Observation: events and counters of operations, the flight recorder, and the diagnosis of hangs."""
 
 from commlib.observe.counters import Count, Stats
 from commlib.observe.recorder import Event, Phase

@@ -19,7 +19,7 @@ _MOST_STATES = 32  # printed
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause of the hang. kind: stopped, gone, silent, mismatch, deadlock, missing or unknown."""
+    """One cause of the hang. kind: stopped, gone, silent, mismatch, deadlock, missing, running or unknown."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The cause of a hang. hang: its number in the job. seconds: the longest wait of any rank."""
+    """The cause of a hang. hang: its number in the job, 0 on request. seconds: the longest wait of any rank."""
 
     hang: int
     size: int
@@ -51,6 +51,10 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [f"hang {self.hang} of this job: no progress for {self.seconds:.1f} s"]
+        if not self.hang:
+            lines = [
+                f"the job now: its longest wait has lasted {self.seconds:.1f} s" if self.seconds else "the job now:"
+            ]
         lines += [f"  {finding.text}" for finding in self.findings]
         lines += ["what each rank is doing:"]
         for state in self.states[:_MOST_STATES]:
@@ -71,6 +75,8 @@ def diagnose(dumps: Sequence[Dump]) -> Diagnosis:
             "no rank is missing from a call that others wait in: a message may be lost, or the ranks make slow progress"
         )
         findings = (Finding("unknown", (), text),)
+        if not seconds:
+            findings = (Finding("running", (), "no rank waits for another one in commlib"),)
     return Diagnosis(dumps[0].hang, job.size, seconds, findings, _states(job))
 
 

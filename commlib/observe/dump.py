@@ -140,8 +140,9 @@ class ProcessState:
 class Dump:
     """The state that one rank writes.
 
-    hang: the number of this hang in the job, from 1. time: seconds since 1970. after: the seconds without progress that
-    triggered the dump. neighbours: the processes of the other ranks on this host. threads: the main thread first.
+    hang: the number of this hang in the job, from 1; 0: dumped on request. time: seconds since 1970. after: the seconds
+    without progress that trigger a dump. neighbours: the processes of the other ranks on this host. threads: the main
+    thread first.
     """
 
     hang: int

@@ -50,7 +50,7 @@ class Timeline:
             # Unbuffered, so a forked child has no buffered data that it would write a second time.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise UsageError(f"start_timeline: cannot write {path}: {error}") from error
+            raise UsageError(f"timeline: cannot write {path}: {error}") from error
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="commlib-timeline", daemon=True)
         self._thread.start()

@@ -15,8 +15,7 @@ from numpy import ndarray
 from commlib.errors import ShutdownError
 from commlib.p2p.lanes.loading import load
 from commlib.p2p.lanes.rings import RingRegistry
-from commlib.p2p.rendezvous import Address
-from commlib.p2p.rendezvous_owner import RendezvousOwner
+from commlib.p2p.rendezvous import Address, RendezvousOwner
 from commlib.transport.base import ProbedReceive, Request, WaitHook
 from commlib.transport.polling import poll
 

@@ -1,7 +1,7 @@
 """Rendezvous: exchange control messages between two ranks about their channels and lanes, at their start and end.
 
 These control messages use a separate tag, above those of users' messages. The sender does not wait: the receiver may
-read one much later, or never.
+read one much later, or never. A group makes its rendezvous on first use.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from commlib.errors import CommlibError
+from commlib.node.signature import signature
 from commlib.runtime.poller import MessagePoller
-from commlib.transport.base import ProbedReceive, Request, Transport
+from commlib.transport.base import ProbedReceive, Request, Space, Transport
+
+if TYPE_CHECKING:
+    from commlib.group.group import Group
 
 log = logging.getLogger("commlib")
 
@@ -172,3 +177,30 @@ class _Round:
 
     def __init__(self, done: Callable[[], bool]) -> None:
         self.description, self.done = "rendezvous", done
+
+
+class RendezvousOwner:
+    """The owner of a group's rendezvous. It makes the rendezvous on first use and closes it with the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+
+    @cached_property
+    def mailbox(self) -> Rendezvous:
+        group = self._group()
+        assert group is not None
+        key = signature(f"{group.runtime.token}.{group.key}")
+        return Rendezvous(group.transport.space(Space.CHANNELS), group.runtime.poller, group, key)
+
+    def leave(self, reason: str) -> None:
+        """Close the rendezvous, unless the group has failed: then the other ranks must still be notified."""
+        if not reason:
+            self.close()
+
+    def close(self) -> None:
+        """Close the rendezvous. Idempotent."""
+        if "mailbox" in vars(self):
+            self.mailbox.close()
+
+    def halt(self) -> None:
+        """Do nothing: the rendezvous moves nothing by itself."""

@@ -13,6 +13,7 @@ from commlib.pipeline.pipe import AnySchedule, resolve
 from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
+from commlib.suggestions import suggest
 
 BATCH_NORMS: tuple[str, ...] = get_args(BatchNormMode)
 """The basis of the statistics that batch norm keeps for inference."""
@@ -66,7 +67,8 @@ def choose_stages(
 def check_batch_norm(batch_norm: str) -> None:
     """Raise UsageError for an unknown value."""
     if batch_norm not in BATCH_NORMS:
-        raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
+        hint = suggest(batch_norm, BATCH_NORMS)
+        raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}{hint}")
 
 
 def check_example(example: Any) -> Any:

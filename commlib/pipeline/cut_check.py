@@ -73,6 +73,19 @@ def compare_with_original(
         raise UsageError(f"pipeline: the cut model differs from the original{how}: no stage has {missing[0]}")
 
 
+def mode(training: bool) -> str:
+    """Return the description of a run in training or in evaluation mode, for errors."""
+    return "in training" if training else "in evaluation"
+
+
+def cut_failure(training: bool, error: Exception) -> str:
+    """Return the error for a cut model that fails where the original model runs."""
+    return (
+        f"pipeline: the split model fails {mode(training)}, and the whole model does not: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
 def _names(run: ModelRun) -> list[str]:
     return [
         *run.values,

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from commlib.errors import UsageError
 from commlib.literals import CheckpointMode
+from commlib.suggestions import suggest
 
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointMode)
 
@@ -63,5 +64,6 @@ def _check_mode(word: Any, of: str = "") -> str:
     if word not in CHECKPOINTS:
         place = f" of {of}" if of else ""
         more = "" if of else ", or these by names of layers, or a function of a layer's name and the layer"
-        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {', '.join(CHECKPOINTS)}{more}")
+        known = f"{', '.join(CHECKPOINTS)}{more}{suggest(word, CHECKPOINTS)}"
+        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {known}")
     return str(word)

@@ -16,6 +16,11 @@ ADD_REMEDY = (
 )
 
 
+def stage_title(stage: int, layers: Sequence[str]) -> str:
+    """Return the name of a stage in errors, with its first layers."""
+    return f"stage {stage} (of {', '.join([*layers[:8], *['...'] * (len(layers) > 8)])})"
+
+
 def mixing_fault(where: str, what: str) -> str:
     """Return the fault of a layer that mixes rows. where: the layer, or its stage. what: the value that differs."""
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,3 +72,56 @@ def each(function: Callable[..., Any], where: Any, *values: Any) -> Any:
     if isinstance(where, Mapping | tuple | list):
         raise UsageError(f"pipeline: rows has {where} for one value; expected a dimension")
     return function(where, *values)
+
+
+def number_of_rows(tensors: Iterable[tuple[Any, Sequence[int]]], what: str, none: str = "no tensor with rows") -> int:
+    """Return the number of rows of tensors: (location of the rows, shape). Raises UsageError unless there is one.
+
+    what: names the tensors in errors. none: describes them if none has rows.
+    """
+    counts = set()
+    for place, shape in tensors:
+        if not len(shape) or place == WHOLE:
+            continue
+        if place >= len(shape):
+            raise UsageError(f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(shape)}")
+        counts.add(int(shape[place]))
+    if len(counts) != 1:
+        got = f"{len(counts)} different numbers: {', '.join(map(str, sorted(counts)))}" if counts else none
+        raise UsageError(
+            f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows are "
+            f"in another dimension, or a tensor is for all microbatches, {REMEDY}"
+        )
+    return counts.pop()
+
+
+def check_parts(parts: Any, microbatches: int, what: str) -> None:
+    """Raise UsageError if microbatches that a user has cut are not a list, or too many."""
+    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
+        got = f"{len(parts)} microbatches" if isinstance(parts, list | tuple) else type(parts).__name__
+        raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
+
+
+def pad_microbatches(
+    parts: Any, microbatches: int, what: str, count: Callable[[Any, str], int]
+) -> tuple[list[Any], list[int]]:
+    """Return microbatches that a user has cut, and the rows of each; missing ones at the end have none.
+
+    count: returns the number of rows of a microbatch, given its name in errors. Raises UsageError if they are not a
+    list, or too many, or if one without rows is not at the end.
+    """
+    check_parts(parts, microbatches, what)
+    missing = microbatches - len(parts)
+    counts = [count(part, f"{what}[{number}]") for number, part in enumerate(parts)]
+    if 0 in counts[: len(counts) - counts[::-1].count(0)]:
+        raise UsageError(f"pipeline: {what}: microbatches without rows must be the last ones, got {counts} rows")
+    return [*parts, *[None] * missing], [*counts, *[0] * missing]
+
+
+def check_result(shape: Sequence[int], place: int, rows: int, what: str) -> None:
+    """Raise UsageError unless a result of a microbatch has its number of rows in this dimension."""
+    if place >= len(shape) or shape[place] != rows:
+        raise UsageError(
+            f"pipeline: a microbatch of {rows} rows has {what} of shape {tuple(shape)}, so its rows are not in "
+            f"dimension {place}: {REMEDY}"
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 from commlib.errors import UsageError
 from commlib.pipeline.schedule.balance import balance
+from commlib.suggestions import suggest
 
 
 def even_counts(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -33,7 +34,8 @@ def counts_given(split: Sequence[Any], names: Sequence[str], stages: int) -> tup
         return tuple(split)
     check_names(split, stages)
     if unknown := [name for name in split if name not in names]:
-        raise UsageError(f"pipeline: split: unknown layer {unknown[0]!r}; the layers are {', '.join(names)}")
+        hint = suggest(unknown[0], names)
+        raise UsageError(f"pipeline: split: unknown layer {unknown[0]!r}; the layers are {', '.join(names)}{hint}")
     return counts_between([names.index(name) for name in split], len(names), split)
 
 

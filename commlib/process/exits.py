@@ -1,4 +1,4 @@
-"""Exit hooks: end the job when one process ends. Otherwise the other ranks would wait forever."""
+"""Exit hooks: end the job when one process ends, and show its error. Otherwise the other ranks would wait forever."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.launch import mpi_start
 from commlib.process import forks
+from commlib.process.error_board import ErrorBoard
+from commlib.process.tracebacks import entered_call, format_error
 
 # Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
 LAST_WORDS = 0.1
@@ -21,21 +23,33 @@ LAST_WORDS = 0.1
 # Seconds that the other ranks give rank 0 to report the error for all of them and to end the job.
 AFTER_YOU = 3.0
 
+# Seconds: how long an error that follows from another rank's waits for that rank's report; how long ranks that say
+# nothing give the reporting rank to end the job; how long that rank waits for others that fail with it.
+_CAUSE_FIRST, _SILENT, _TOGETHER = 1.0, 5.0, 0.3
+
+_CONSEQUENCES = (PeerError, ShutdownError)
+
 _hooked = False
 
 
-def hook(world: Callable[[], Any], leave: Callable[[], str], become_child: Callable[[], None]) -> None:
+def hook(
+    world: Callable[[], Any],
+    leave: Callable[[], str],
+    become_child: Callable[[], None],
+    find_board: Callable[[], ErrorBoard | None] = lambda: None,
+) -> None:
     """Install the exit hooks of this process, once.
 
     world: returns the communicator of all ranks, or None. leave: ends the work in flight without hanging, and returns
     a description of unfinished work or "". become_child: called in forked children, where the hooks do nothing.
+    find_board: returns where failing ranks agree which of them reports; None: all of them do.
     """
     global _hooked
     if _hooked:
         return
     _hooked = True
     forks.watch(become_child)
-    atexit.register(_at_exit, world, leave)
+    atexit.register(_at_exit, world, leave, find_board)
     previous = sys.excepthook
 
     def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -44,20 +58,32 @@ def hook(world: Callable[[], Any], leave: Callable[[], str], become_child: Calla
             return
         if isinstance(error, CommlibError) and error.at_start and not _must_report():
             return
-        previous(kind, error, trace)
-        if (MPI := mpi_start.started_mpi()) is not None and MPI.COMM_WORLD.size > 1:
-            if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-                # torch.distributed's hook calls this one and prints its buffer afterwards, which is too late.
-                buffered, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
-                sys.stderr.write(buffered)
-            _abort(MPI, world() or MPI.COMM_WORLD, f"ended by an uncaught {kind.__name__}: {_first_line(error)}")
-        _kill_unstarted()
+        MPI = mpi_start.started_mpi()
+        if MPI is None or MPI.COMM_WORLD.size == 1:
+            previous(kind, error, trace)
+            _kill_unstarted()
+            return
+        is_ours = previous is sys.__excepthook__
+        if not is_ours:
+            previous(kind, error, trace)
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed's hook calls this one and prints its buffer afterwards, which is too late.
+            buffered, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
+            sys.stderr.write(buffered)
+        comm, call = world() or MPI.COMM_WORLD, entered_call(trace)
+        reason = f"ended by an uncaught {kind.__name__}{f' in {call}' if call else ''}"
+        text = "" if is_ours else f": {error}"
+        report = format_error(error.with_traceback(trace), full=_shows_all(world())) if is_ours else ""
+        patience = _CAUSE_FIRST if isinstance(error, _CONSEQUENCES) else 0.0
+        _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {error}", find_board(), patience)
 
     sys.excepthook = abort_after
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _shows_all(world: Any) -> bool:
+    """Return whether commlib's own frames are shown."""
+    given = os.environ.get("COMMLIB_TRACEBACK", "") if world is None else world.config.traceback
+    return bool(given == "full")
 
 
 def give_up(text: str, code: int = 1) -> NoReturn:
@@ -97,22 +123,37 @@ def _must_report() -> bool:
     return MPI is None or MPI.COMM_WORLD.size > 1 or mpi_start.ends_job_on_failure()
 
 
-def _abort(MPI: Any, comm: Any, reason: str) -> None:
+def _report_and_abort(
+    MPI: Any, comm: Any, reason: str, report: str, message: str, board: ErrorBoard | None, patience: float = 0.0
+) -> None:
+    """Report why this rank ends, unless another rank reports first, and end the job."""
     sys.stdout.flush()
-    host = MPI.Get_processor_name()
-    sys.stderr.write(f"commlib: rank {comm.rank} of {comm.size} on {host} {reason}; aborting the job\n")
+    report = (
+        f"commlib: rank {comm.rank} of {comm.size} on {MPI.Get_processor_name()} {reason}; aborting the job\n{report}"
+    )
+    if board is not None and not board.claim(comm.rank, message, patience) and board.leave(comm.rank, message, report):
+        time.sleep(_SILENT)  # in which the reporting rank ends the job
+        board = None
+    sys.stderr.write(report)
     sys.stderr.flush()
+    if board is not None:
+        time.sleep(_TOGETHER)
+        if others := board.others_text(comm.rank):
+            sys.stderr.write(f"({others})\n")
+            sys.stderr.flush()
     time.sleep(LAST_WORDS)
     MPI.COMM_WORLD.Abort(1)
 
 
-def _at_exit(world: Callable[[], Any], leave: Callable[[], str]) -> None:
+def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Callable[[], ErrorBoard | None]) -> None:
     # MPI is finalised afterwards; unfinished work would hang in the finalisation.
     MPI = mpi_start.started_mpi()
     if forks.is_child() or MPI is None:
         return
     comm = world() or MPI.COMM_WORLD
+    board = find_board()
     left_over = leave()
     if left_over and comm.size > 1:
-        _abort(MPI, comm, f"left the program with {left_over}")
+        reason = f"left the program with {left_over}"
+        _report_and_abort(MPI, comm, reason, "", reason, board)
     mpi_start.finalize()

@@ -1,0 +1,1 @@
+"""Runtime: compiled calls, the progress thread, handles of operations, the watchdog and hang detection."""

@@ -1,10 +1,13 @@
-"""Hang watch: a thread of each rank that detects a job without progress and makes all ranks dump their state.
+"""Hang watch: a thread of each rank that makes all ranks dump their state, in a job without progress or on request.
 
 The first rank that has waited too long creates the hang's folder; all ranks poll for it every T/16, where T is the time
 after which a hang is diagnosed. Every rank dumps its state, even if it is not waiting; the lowest responsive rank waits
 up to T/2 for dumps and prints the diagnosis, so it appears within 2T. The dump of a rank that cannot write is missing;
 other ranks on its host report the state of its process. The ranks share only this folder: dumps need one anyway, and
 any other means of communication may be the cause of the hang.
+
+A request (`commlib trace hang --now`) is a folder too: see `commlib.observe.dump_request`. All ranks look for it in
+memory of their host every second, and one rank of each host looks in the shared folder.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from pathlib import Path
 from commlib.config.settings import Config
 from commlib.observe.diagnosis import diagnose
 from commlib.observe.dump import Dump, ProcessState
+from commlib.observe.dump_request import numbers_in, request_path
 from commlib.observe.hang_folder import HangFolder
+from commlib.observe.node_folder import NodeFolder, own_record, state_of, sweep
 from commlib.runtime import hang_state
 from commlib.runtime.process import Runtime
 from commlib.runtime.stacks import all_threads
@@ -34,6 +39,10 @@ MOST = 8
 # In units of T, the time after which a hang is diagnosed: the interval of polls, and the longest wait for dumps.
 _LOOK, _GATHER = 1 / 16, 1 / 2
 _LEAST = 0.05  # seconds between two polls
+
+# Seconds between two looks for requests: on this host, and for each host of the job in the shared folder, whose server
+# all hosts ask.
+_REQUESTS, _REQUESTS_PER_HOST = 1.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +64,36 @@ class RankProcess:
 
     def state(self) -> str:
         """Return the state letter of the process in /proc, "" if it is gone."""
-        try:
-            return Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return ""
+        return state_of(self.process)
 
 
 @dataclass(frozen=True, slots=True)
 class HangJob:
-    """The job as all ranks see it. token: unique to the job. folder: of all hangs. after: T, in seconds."""
+    """The job as all ranks see it.
+
+    token: unique to the job. folder: of all hangs. after: T, in seconds; 0: dump on request only.
+    """
 
     rank: int
     token: str
     folder: str
     after: float
     processes: Sequence[RankProcess]
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return len({(process.host, process.namespace) for process in self.processes})
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on this rank's host, itself included."""
+        own = self.processes[self.rank]
+        return [
+            rank
+            for rank, other in enumerate(self.processes)
+            if (other.host, other.namespace) == (own.host, own.namespace)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +113,25 @@ class Answers:
 
 
 def watch_for_hangs(runtime: Runtime, rank: int, answers: Sequence[Answers]) -> None:
-    """Start the hang watch, if the settings enable it. answers: of each rank; rank 0's folder counts."""
+    """Start the hang watch of a job of several ranks. answers: of each rank; rank 0's folder counts."""
     after, timeout = runtime.config.hang_after, runtime.config.timeout
-    if after and len(answers) > 1:
+    if len(answers) > 1:
         after = min(after, timeout / 2) if timeout else after
         job = HangJob(rank, runtime.token, answers[0].folder, after, [each.process for each in answers])
         runtime.hang_watch = watch = HangWatch(runtime, job)
         watch.start()
+
+
+def join_node_folder(job: HangJob) -> NodeFolder | None:
+    """Make this rank known to commands on its host; return the folder, or None without one."""
+    folder = NodeFolder.of(job.token)
+    try:
+        sweep()
+        folder.join(own_record(job.token, job.rank, len(job.processes), job.folder, is_alone=job.hosts == 1))
+    except OSError as error:
+        log.info("commands on this host do not find rank %d: %s", job.rank, error)
+        return None
+    return folder
 
 
 class HangWatch:
@@ -106,6 +142,9 @@ class HangWatch:
         self._dumps = 0  # the number of hangs that this rank has dumped
         self._dumped_waits: set[float] = set()  # start times of the waits in its last dump
         self._has_ended = False  # True once one of these waits has ended
+        self._answered = 0  # the number of the last request that this rank has answered
+        self._next_poll = self._next_look = 0.0  # `time.monotonic` of the next looks in the shared folder
+        self.node = join_node_folder(job)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="commlib-hang-watch", daemon=True)
 
@@ -117,11 +156,50 @@ class HangWatch:
         """Stop the thread."""
         self._closing.set()
         self._thread.join(1.0)
+        if self.node is not None:
+            self.node.leave(self._job.rank)
+
+    @property
+    def errors(self) -> Path | None:
+        """The folder in which failing ranks leave their errors: of the host, if all ranks are on it."""
+        if self._job.hosts > 1:
+            return self._job_folder / "errors"
+        return None if self.node is None else self.node.path / "errors"
+
+    @property
+    def hangs(self) -> Path:
+        """The folder of the job's hangs."""
+        return self._job_folder
+
+    def forecast(self, waited: float) -> str:
+        """Return the end of a warning about a wait of so many seconds: when the diagnosis comes, how to get it now."""
+        job = self._job
+        name = job.token
+        if job.hosts > 1 or self.node is None:
+            name = str(self._job_folder)
+            try:
+                self._job_folder.mkdir(parents=True, exist_ok=True)  # by which other hosts find the job
+            except OSError:
+                return ""
+        now = f"commlib trace hang --now {name}"
+        if not job.after:
+            return f"; why: {now}"
+        if (left := job.after - waited) > 0:
+            return f"; the diagnosis comes in {max(left, 1.0):.0f} s (COMMLIB_HANG_AFTER), or at once: {now}"
+        return f"; the diagnosis at once: {now}"
+
+    @property
+    def _job_folder(self) -> Path:
+        return Path(self._job.folder) / f"job-{self._job.token}"
 
     def _loop(self) -> None:
         try:
-            while not self._closing.wait(max(_LEAST, self._job.after * _LOOK)) and self._dumps < MOST:
-                self._poll()
+            interval = max(_LEAST, self._job.after * _LOOK)
+            while not self._closing.wait(min(interval, _REQUESTS) if self._job.after else _REQUESTS):
+                self._answer_requests()
+                if self._job.after and self._dumps < MOST and time.monotonic() >= self._next_poll:
+                    self._next_poll = time.monotonic() + 0.9 * interval
+                    self._poll()
         except Exception as error:  # a failure here must not end the job
             log.warning(
                 "hang diagnosis is off on rank %d: %s: %s (COMMLIB_HANG_FOLDER is %s)",
@@ -156,11 +234,35 @@ class HangWatch:
         if self._folder(self._dumps).end():
             log.warning("rank %d continues: hang %d has ended", self._job.rank, self._dumps)
 
+    # Requests
+
+    def _answer_requests(self) -> None:
+        """Dump this rank's state if a command has asked for it since the last look."""
+        numbers = numbers_in(self.node.path) if self.node is not None else []
+        job = self._job
+        if job.hosts > 1 and job.rank == job.neighbours[0] and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + max(_REQUESTS, _REQUESTS_PER_HOST * job.hosts)
+            shared = numbers_in(self._job_folder)
+            if self.node is not None:
+                for number in set(shared) - set(numbers):
+                    request_path(self.node.path, number).mkdir(exist_ok=True)  # for the neighbours
+            numbers = sorted({*numbers, *shared})
+        if not numbers or numbers[-1] <= self._answered:
+            return
+        self._answered = numbers[-1]
+        place = self.node.path if self.node is not None and job.hosts == 1 else self._job_folder
+        folder = HangFolder(request_path(place, self._answered))
+        try:
+            folder.create()
+            folder.write(self._dump(0))
+        except OSError as error:
+            log.warning("rank %d cannot write its state to %s: %s", job.rank, folder.path, error)
+
     # One hang
 
     def _dump_and_diagnose(self, folder: HangFolder, stuck: set[float]) -> None:
         self._dumps += 1
-        dump = self._dump()
+        dump = self._dump(self._dumps)
         self._dumped_waits, self._has_ended = stuck | hang_state.find_wait_starts(self._runtime), False
         folder.write(dump)
         if self._gather(folder) and not folder.is_diagnosed:
@@ -169,11 +271,11 @@ class HangWatch:
                 last = "; later hangs of this job are not diagnosed" if self._dumps == MOST else ""
                 log.warning("%s\ndumps of the ranks: commlib trace hang %s%s", diagnosis, folder.path, last)
 
-    def _dump(self) -> Dump:
+    def _dump(self, hang: int) -> Dump:
         runtime, job = self._runtime, self._job
         own = job.processes[job.rank]
         return Dump(
-            hang=self._dumps,
+            hang=hang,
             rank=job.rank,
             size=len(job.processes),
             host=own.host,
@@ -188,18 +290,15 @@ class HangWatch:
         )
 
     def _neighbours(self) -> tuple[ProcessState, ...]:
-        own = self._job.processes[self._job.rank]
-        return tuple(
-            ProcessState(rank, other.host, other.process, other.state())
-            for rank, other in enumerate(self._job.processes)
-            if rank != self._job.rank and (other.host, other.namespace) == (own.host, own.namespace)
-        )
+        others = [(rank, self._job.processes[rank]) for rank in self._job.neighbours if rank != self._job.rank]
+        return tuple(ProcessState(rank, other.host, other.process, other.state()) for rank, other in others)
 
     def _gather(self, folder: HangFolder) -> bool:
         """Wait for the dumps of all ranks that can write; return whether this rank is the lowest of them."""
         rank, size = self._job.rank, len(self._job.processes)
         deadline = time.monotonic() + self._job.after * (_GATHER if rank == 0 else _GATHER + _LOOK)
         while not self._closing.wait(max(_LEAST, min(0.2, self._job.after * _LOOK))) and time.monotonic() < deadline:
+            self._answer_requests()
             if folder.is_diagnosed:
                 return False
             if len(folder.ranks()) == size:

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from commlib.config.settings import Config
@@ -21,6 +22,20 @@ PARTING, LEAVING = 0.2, 2.0
 
 class HangWatching(Protocol):
     """A thread that diagnoses hangs: see `commlib.runtime.hang_watch`."""
+
+    @property
+    def errors(self) -> Path | None:
+        """The folder in which failing ranks leave their errors."""
+        ...
+
+    @property
+    def hangs(self) -> Path:
+        """The folder of the job's hangs."""
+        ...
+
+    def forecast(self, waited: float) -> str:
+        """Return when the diagnosis of a wait comes, and how to get it now, as the end of a warning."""
+        ...
 
     def close(self) -> None:
         """Stop watching."""
@@ -53,6 +68,10 @@ class Runtime:
             return self.config.spins
         # The late peer may need this core; then every poll delays it.
         return 2000 if self.ranks_on_node <= (os.cpu_count() or 1) else 20
+
+    def forecast(self, waited: float) -> str:
+        """Return when the diagnosis of a wait comes, and how to get it now, as the end of a warning; "" without one."""
+        return "" if self.hang_watch is None else self.hang_watch.forecast(waited)
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending in any group; return "" or, after `timeout` s, a running operation."""

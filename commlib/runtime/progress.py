@@ -25,9 +25,8 @@ from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
 from commlib.process import forks
 from commlib.runtime.claims import is_claimed_here
-from commlib.runtime.failures import Failures
 from commlib.runtime.started_operations import StartedOperations
-from commlib.runtime.work import Work
+from commlib.runtime.work import Failures, Work
 
 # Seconds between checks of a waiting thread whether the previous operation can still end.
 _TURN = 0.1

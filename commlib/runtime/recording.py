@@ -80,7 +80,9 @@ class Recording:
             return
         with self._lock:
             if self.timeline is not None:
-                raise UsageError("start_timeline: a timeline is being written already: call stop_timeline first")
+                raise UsageError(
+                    "timeline: one is being written already: end its `with` block, or call its `stop`, first"
+                )
             path = path.replace("{rank}", str(rank))
             self.timeline = Timeline(path, rank=rank, mark_cycles=mark_cycles)
             if self.recorder is None:

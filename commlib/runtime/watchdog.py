@@ -129,9 +129,9 @@ class Watchdog:
             self._warned = True
             late = self._late()
             if self._explain is not None:
-                log.warning("%s%s", self._explain(waited, late), self._did_last())
+                log.warning("%s%s%s", self._explain(waited, late), self._runtime.forecast(waited), self._did_last())
             else:
-                suffix = f"{_late_text(late)}{self._did_last()}"
+                suffix = f"{_late_text(late)}{self._runtime.forecast(waited)}{self._did_last()}"
                 log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, waited, suffix)
 
     def _check_absent(self, now: float) -> None:

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from commlib.errors import UsageError
 from commlib.schedule.ir import Program, Round
+from commlib.suggestions import suggest
 
 Generate = Callable[..., Iterator[Round]]
 Regions = Callable[[int, int], tuple[int, ...]]
@@ -105,7 +106,7 @@ def algorithms(verb: str) -> tuple[str, ...]:
     """Return the names of the algorithms of one collective. Raises UsageError for an unknown one."""
     names = tuple(name for known, name in table if known == verb)
     if not names:
-        raise UsageError(f"no collective is called {verb!r}; known are {', '.join(verbs())}")
+        raise UsageError(f"no collective is called {verb!r}; known are {', '.join(verbs())}{suggest(verb, verbs())}")
     return names
 
 
@@ -113,7 +114,7 @@ def find(verb: str, name: str) -> Algorithm:
     """Return one entry of the table. Raises UsageError, with the known names, if there is none."""
     known = algorithms(verb)
     if name not in known:
-        raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(known)}")
+        raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(known)}{suggest(name, known)}")
     return table[verb, name]
 
 

@@ -1,12 +1,17 @@
-"""Client: submit a batch script and query the state of its job, with Slurm's commands."""
+"""Client: submit a batch script, query the state of its job and wait for its end, with Slurm's commands."""
 
 from __future__ import annotations
 
+import getpass
 import subprocess
+import time
+from collections.abc import Callable
 
 from commlib.errors import CommlibError
-from commlib.slurm.states import DATABASE_FIELDS, JobTask, from_controller, from_database
+from commlib.slurm.pending_reasons import never_starts
+from commlib.slurm.states import DATABASE_FIELDS, JobTask, elapsed, from_controller, from_database, summary
 
+_ACTIVE = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
 SECONDS = 60.0  # for one command; a loaded controller is slow
 
 
@@ -46,6 +51,15 @@ def query_job(job: str) -> list[JobTask]:
     raise SlurmError(f"Slurm no longer knows job {job}: {_message(stored.stderr) or 'it is not in its database'}")
 
 
+def has_other_jobs(job: str) -> bool:
+    """Return whether this user has other jobs that hold resources. True if Slurm does not answer."""
+    try:
+        done = _run(["squeue", "--noheader", "--user", getpass.getuser(), "--states", _ACTIVE, "--format", "%A"])
+    except SlurmError:
+        return True
+    return done.returncode != 0 or any(number != job for number in done.stdout.split())
+
+
 def _run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
@@ -59,3 +73,53 @@ def _message(text: str) -> str:
     """Return the message of a Slurm command, without the command's name, in one line."""
     lines = (line.partition("error: ")[2] or line for line in text.strip().splitlines())
     return "; ".join(filter(None, lines))
+
+
+FIRST, LONGEST, GROWTH = 0.5, 10.0, 1.3
+"""Seconds between two polls, and their growth: sites dislike frequent ones. A controller keeps jobs for minutes."""
+SURE = 10.0  # seconds for which Slurm must give a reason that keeps a job from starting: it may be an old one
+PATIENCE = 900.0  # seconds without an answer before it gives up: a controller may be restarted meanwhile
+
+
+def wait_for_job(
+    job: str,
+    tell: Callable[[str, str], None],
+    *,
+    look: Callable[[str], list[JobTask]] = query_job,
+    has_others: Callable[[str], bool] = has_other_jobs,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[JobTask]:
+    """Return the tasks of a job when all have ended. tell: called at each poll, with the state and the run time.
+
+    A requeued job has not ended. Raises SlurmError if Slurm does not know the job, or if it cannot start, by a reason
+    that Slurm has given for 10 s, with what to do; UnreachableError if Slurm has not answered for 900 s.
+    """
+    pause, silent, stuck = FIRST, 0.0, 0.0
+    while True:
+        try:
+            tasks = look(job)
+        except UnreachableError as error:
+            if silent >= PATIENCE:
+                raise
+            tell(f"no answer: {error}", "")
+            silent += pause
+        else:
+            silent = 0.0
+            if tasks and all(task.ended for task in tasks):
+                return tasks
+            why = _why_stuck(job, tasks, has_others)
+            if why is not None and stuck >= SURE:
+                raise SlurmError(why)
+            stuck = 0.0 if why is None else stuck + pause
+            tell(summary(tasks), elapsed(tasks))
+        sleep(pause)
+        pause = min(LONGEST, pause * GROWTH)
+
+
+def _why_stuck(job: str, tasks: list[JobTask], has_others: Callable[[str], bool]) -> str | None:
+    """Return why a job cannot start. Other jobs are looked up only if its limit could end with them."""
+    if never_starts(job, tasks, has_others=False) is None:
+        return None
+    if (why := never_starts(job, tasks, has_others=True)) is not None:
+        return why
+    return never_starts(job, tasks, has_others=has_others(job))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from commlib.errors import UsageError
-from commlib.slurm import defaults, results
-from commlib.slurm.job import Job, check
+from commlib.errors import TransportError, UsageError
+from commlib.launch import mpi_start
+from commlib.slurm import results
+from commlib.slurm.job import LAUNCHERS, Job, check
 
 _TO_A_FILE = ("sweep", "step")  # benchmarks that append to a file: the next job continues from it
 NONE = "none"  # as a virtual environment: activate none
@@ -27,12 +29,12 @@ def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
     if values.get("venv") == NONE:
         values["venv"] = None
     elif "container" not in values:
-        values.setdefault("venv", defaults.venv())
+        values.setdefault("venv", default_venv())
     if "mpi" not in values:
         if "container" in values:
             raise UsageError("mpi is not given: a container's MPI library is unknown, so name its launcher")
-        values["mpi"] = defaults.mpi()
-    values["env"] = {**defaults.environment(values["mpi"], values.get("venv")), **values.get("env", {})}
+        values["mpi"] = default_mpi()
+    values["env"] = {**default_environment(values["mpi"], values.get("venv")), **values.get("env", {})}
     if kind == "bench":
         values.setdefault("job_name", "commlib-bench")
         values["command"] = _bench(values["command"], folder, is_array=is_array)
@@ -66,3 +68,36 @@ def pairs(texts: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"env {text!r}: expected NAME=VALUE")
         found[name] = value
     return found
+
+
+def default_venv() -> str | None:
+    """Return the folder of this Python's virtual environment, or None if there is none that can be activated."""
+    found = sys.prefix != sys.base_prefix and (Path(sys.prefix) / "bin/activate").exists()
+    return sys.prefix if found else None
+
+
+def default_mpi() -> str:
+    """Return the one of LAUNCHERS that fits the MPI library of this Python. Raises UsageError if it loads none."""
+    try:
+        library, _ = mpi_start.find_library()
+    except TransportError as error:
+        raise UsageError(
+            f"mpi is not given, and this Python finds no MPI library to infer it from: {error}. Expected one of "
+            f"{', '.join(LAUNCHERS)}"
+        ) from None
+    return "pmix" if "Open MPI" in library else "pmi2"
+
+
+def default_environment(default_mpi: str, default_venv: str | None) -> dict[str, str]:
+    """Return a variable that mpirun sets for ranks and srun does not: the folder of a wheel of Open MPI.
+
+    mpi: one of LAUNCHERS. venv: the job's; only this Python's environment is supported.
+    """
+    if default_mpi != "pmix" or default_venv != sys.prefix:
+        return {}
+    try:
+        library, files = mpi_start.find_library()
+    except TransportError:
+        return {}  # the job will find another MPI
+    is_wheel = "Open MPI" in library and files.startswith(f"{sys.prefix}/lib/")
+    return {"OPAL_PREFIX": sys.prefix} if is_wheel else {}

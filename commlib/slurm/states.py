@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# As in squeue's manual; a requeued job is pending again.
+# As in squeue's manual; a requeued job is pending again. Slurm may also hold a job: see `pending_reasons.HELD_STATES`.
 ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",

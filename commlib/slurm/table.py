@@ -15,12 +15,12 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from commlib.errors import UsageError
 from commlib.slurm.job import Job, option_name
+from commlib.suggestions import nearest
 
 # The expected value, by the annotation of its field: its type, the type of its items, and a description.
 _KINDS: dict[str, tuple[type, type, str]] = {
@@ -51,8 +51,8 @@ def parse_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in document.items():
         name = key.replace("-", "_")
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"do you mean {option_name(near[0])}?" if near else f"expected {', '.join(map(option_name, known))}"
+            near = nearest(name, known)
+            hint = f"did you mean {option_name(near)}?" if near else f"expected {', '.join(map(option_name, known))}"
             raise UsageError(f"{where}: unknown key {key!r}: {hint}")
         if name in values:
             raise UsageError(f"{where}: {option_name(name)} is given twice, with - and with _")

@@ -5,6 +5,8 @@ Between a Column and its Row, these are sharded with the features: `Sequence` na
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from commlib.errors import UsageError
 from commlib.sharding.sharding import Sharding
 
@@ -19,6 +21,15 @@ def check_dim(what: str, asked: int, dim: int, *, mixes: bool = True) -> None:
         raise UsageError(
             f"plan: {what} has weights of dimension {dim}{also}: Sequence({dim}) shards it with its features, else "
             "leave it whole"
+        )
+
+
+def check_norm(what: str, dim: int, reduced: Collection[int]) -> None:
+    """Raise UsageError if a norm reduces over the sharded dimension. All are counted from the same end."""
+    if dim in reduced:
+        raise UsageError(
+            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(reduced)}, of which it "
+            "would see only a shard: gather the features first"
         )
 
 

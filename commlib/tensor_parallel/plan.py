@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from commlib.errors import UsageError
+from commlib.suggestions import nearest
 from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Slice, Style, Vocabulary
 from commlib.tensor_parallel.styles import Sequence as SequenceStyle
 
@@ -35,8 +36,10 @@ def resolve(
     given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
     for pattern, style in plan.items():
         if not isinstance(style, kinds):
-            known = ", ".join(kind.__name__ for kind in kinds)
-            raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
+            known = [kind.__name__ for kind in kinds]
+            near = nearest(style, known) if isinstance(style, str) else ""
+            hint = f"; did you mean {near}()?" if near else ""
+            raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {', '.join(known)}{hint}")
         able = numbers if isinstance(style, PerRank) else arguments if isinstance(style, Slice) else names
         named = [pattern] if pattern in able else [name for name in able if fnmatchcase(name, pattern)]
         # `*.num_heads` does not match numbers of a configuration object.
@@ -48,6 +51,14 @@ def resolve(
         for name in matched:
             given[name].append((pattern, style))
     return {name: _one(name, found) for name, found in given.items() if found}
+
+
+def no_layer(name: str, plain: type, style: Style, layers: Iterable[tuple[type, type[Style]]]) -> UsageError:
+    """Return the error for a layer that a style cannot shard. layers: the (plain layer, style) that can be."""
+    able = sorted({kind.__name__ for kind, one in layers if isinstance(style, one)})
+    return UsageError(
+        f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
+    )
 
 
 def _one(name: str, found: list[tuple[str, S]]) -> S:

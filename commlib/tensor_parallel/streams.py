@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from commlib.errors import UsageError
+
 _MASK = (1 << 64) - 1
 
 
@@ -22,7 +24,12 @@ def fold(seed: int, place: int) -> int:
 
 
 def seed_at(seed: int, coordinates: Mapping[str, int], same: Collection[str] = ("tp",)) -> int:
-    """Return the seed of a rank at these coordinates of a mesh: equal along the axes `same`, else different."""
+    """Return the seed of a rank at these coordinates of a mesh: equal along the axes `same`, else different.
+
+    Raises UsageError for a seed that is no whole number of at least 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise UsageError(f"seed: expected a non-negative integer, got {seed!r}")
     for axis, place in sorted(coordinates.items()):
         if axis not in same and place:
             seed = fold(seed ^ sum(ord(letter) << (8 * (at % 7)) for at, letter in enumerate(axis)), place)

@@ -13,11 +13,17 @@ from commlib.schedule.layout import even
 class Column:
     """Shard a layer's outputs: features of a linear layer, heads of attention, channels of a convolution.
 
-    Its input is unsharded; with `sequence`, its shards along that dimension are gathered. Its output stays sharded, for
-    a `Row` to follow, unless `gather`. parts: several fused weights, such as Q, K and V or gate and up, as a number of
-    equal ones or their lengths; each is sharded separately. units: number of pieces that are not split, such as heads
-    (those of K and V, if there are fewer); or a number for each part. If there are fewer units than ranks, and they
-    divide the number of ranks, several ranks share each: Column(parts=(512, 64, 64), units=(8, 1, 1)).
+    Args:
+        parts: Several fused weights, such as Q, K and V or gate and up, as a number of equal ones or their lengths;
+            each is sharded separately.
+        units: Number of pieces that are not split, such as heads (those of K and V, if there are fewer); or a number
+            for each part. If there are fewer units than ranks, and they divide the number of ranks, several ranks share
+            each: Column(parts=(512, 64, 64), units=(8, 1, 1)).
+        gather: Whether the output is gathered on every rank; otherwise it stays sharded, for a `Row` to follow.
+        sequence: The dimension along which the input's shards are gathered; None: the input is unsharded.
+
+    Examples:
+        plan = {"*.up": ct.Column(), "*.qkv": ct.Column(parts=3, units=heads)}
     """
 
     parts: int | tuple[int, ...] = 1
@@ -51,8 +57,15 @@ class Column:
 class Row:
     """Shard a layer's inputs: its input is sharded like the output of a `Column`, and its output is summed over ranks.
 
-    The bias is added once, after the sum. The output is unsharded; with `sequence`, it is sharded along that dimension.
-    split: the input is unsharded, and each rank takes its shard. units: as for the `Column` before it.
+    The bias is added once, after the sum.
+
+    Args:
+        split: Whether the input is unsharded, and each rank takes its shard.
+        units: As for the `Column` before it.
+        sequence: The dimension along which the output is sharded; None: unsharded.
+
+    Examples:
+        plan = {"*.up": ct.Column(), "*.down": ct.Row()}
     """
 
     split: bool = False
@@ -68,9 +81,16 @@ class Row:
 class Vocabulary:
     """Shard an embedding's rows, or the outputs of the linear layer that makes logits, by words.
 
-    An embedding's output is unsharded; with `sequence`, it is sharded along that dimension. Logits stay sharded for
-    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it. Any other loss, or an
-    argmax, of sharded logits would use only this rank's words, which cannot be detected: gather them for these.
+    Logits stay sharded for `vocabulary_cross_entropy`, unless `gather`. Any other loss, or an argmax, of sharded logits
+    would use only this rank's words, which cannot be detected: gather them for these.
+
+    Args:
+        gather: Whether logits are gathered on every rank.
+        sequence: Embedding: the dimension along which the output is sharded. Logits: the one along which the input's
+            shards are gathered. None: unsharded.
+
+    Examples:
+        plan = {"*.words": ct.Vocabulary(), "*.logits": ct.Vocabulary()}
     """
 
     gather: bool = False
@@ -87,6 +107,12 @@ class Sequence:
     Each rank has a partial gradient of its weights; these are summed. Dropout draws different masks on each rank: give
     it this style also for sharded features (-1), between a `Column` and its `Row`. Layers with weights for each
     feature, such as batch norms, are sharded with the features, along the feature dimension: 1 in PyTorch.
+
+    Args:
+        dim: The dimension along which the input is sharded; -1: features.
+
+    Examples:
+        plan = {"*.norm": ct.Sequence(1), "*.up": ct.Column(sequence=1), "*.down": ct.Row(sequence=1)}
     """
 
     dim: int = 1
@@ -99,8 +125,12 @@ class Sequence:
 class Replicate:
     """Keep a layer unsharded on every rank.
 
-    into_sharded: its output is combined with sharded values, such as K and V of one head for all: then each rank has a
-    partial gradient of it, and these are summed.
+    Args:
+        into_sharded: Its output is combined with sharded values, such as K and V of one head for all: then each rank
+            has a partial gradient of it, and these are summed.
+
+    Examples:
+        plan = {"*.kv": ct.Replicate(into_sharded=True), "*.q": ct.Column(units=heads)}
     """
 
     into_sharded: bool = False
@@ -110,8 +140,14 @@ class Replicate:
 class PerRank:
     """Give a rank its part of a number: an attribute of a module with a number of heads, or features, used in shapes.
 
-    It is named like a layer: {"h.0.attn.num_heads": PerRank(12)}. units: as for the `Column` whose heads it counts.
-    among: number of ranks that split it, if not all: for a repeat count, the ranks that share a head of keys.
+    It is named like a layer: {"h.0.attn.num_heads": PerRank(12)}.
+
+    Args:
+        units: As for the `Column` whose heads it counts.
+        among: Number of ranks that split it, if not all: for a repeat count, the ranks that share a head of keys.
+
+    Examples:
+        plan = {"h.*.attn.num_heads": ct.PerRank(12), "h.*.attn.qkv": ct.Column(parts=3, units=12)}
     """
 
     units: int = 0
@@ -132,9 +168,15 @@ class PerRank:
 class Slice:
     """Give a module this rank's slice of an argument with an entry for each head, such as biases of ALiBi.
 
-    It is named like a layer: {"h.0.attn.alibi": Slice(0, 12)}. dim: the dimension of the argument that has heads, or
-    batches times heads. units: number of heads. An argument of length 1 there serves all heads, and is not sliced. Only
-    the gradient of this rank's heads flows through it, so it is meant for arguments without one.
+    It is named like a layer: {"h.0.attn.alibi": Slice(0, 12)}.
+
+    Args:
+        dim: The dimension of the argument that has heads, or batches times heads.
+        units: Number of heads. An argument of length 1 there serves all heads, and is not sliced. Only the gradient of
+            this rank's heads flows through it, so it is meant for arguments without one.
+
+    Examples:
+        plan = {"h.*.attn.alibi": ct.Slice(0, 12), "h.*.attn.qkv": ct.Column(parts=3, units=12)}
     """
 
     dim: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from commlib.communicator import Communicator
@@ -68,6 +69,16 @@ OBJECT = _ResultKind(lambda bridge, answer: answer)
 """An object that is no tensor, returned unchanged."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ResultOrZeros:
+    """A tensor, or what `zeros` returns on ranks without a result: every rank gets a gradient."""
+
+    zeros: Callable[[], Any]
+
+    def finish(self, bridge: Bridge[Any], answer: Any) -> Any:
+        return self.zeros() if answer is None else bridge.new(answer)
+
+
 def group_of(ranks: Ranks | None, verb: str) -> Communicator:
     """Return the communicator of a verb: that of `ranks`, or of all ranks."""
     return require_world() if ranks is None else communicator_of(ranks, verb)
@@ -85,13 +96,23 @@ class Startable(Protocol[R]):
         ...
 
 
+Options = Mapping[str, Any]
+_NO_OPTIONS: Options = MappingProxyType({})
+
+
+def _no_options() -> Options:
+    return _NO_OPTIONS
+
+
 class TensorCall(Generic[R]):
     """A verb with its tensors.
 
     `host` gets the communicator's verb, or its `_async` twin, and an array for each of `inputs`; it calls the verb.
+    options: returns the arguments that the backward needs. operands: the tensor that the result depends on, and the
+    tensor that is written, if there is one; by default the inputs.
     """
 
-    __slots__ = ("bridge", "comm", "host", "inputs", "result", "verb")
+    __slots__ = ("bridge", "comm", "host", "inputs", "operands", "options", "result", "verb")
 
     def __init__(
         self,
@@ -101,16 +122,19 @@ class TensorCall(Generic[R]):
         host: Callable[..., Any],
         inputs: tuple[Any, ...],
         result: TensorResult,
+        options: Callable[[], Options] = _no_options,
+        operands: tuple[Any, ...] | None = None,
     ) -> None:
         self.bridge, self.comm, self.verb = bridge, group_of(ranks, verb), verb
         self.host, self.inputs, self.result = host, inputs, result
+        self.options, self.operands = options, inputs if operands is None else operands
 
-    def run(self) -> R:
-        """Call the verb and wait."""
+    def run(self, label: str = "") -> R:
+        """Call the verb and wait. label: see `Communicator.labelled`."""
         bridge = self.bridge
         arrays = [*map(bridge.read, self.inputs)]
         with bridge.in_order():
-            answer = self.host(getattr(self.comm, self.verb), *arrays)
+            answer = self.host(getattr(self.comm.labelled(label) if label else self.comm, self.verb), *arrays)
         finished: R = self.result.finish(bridge, answer)
         return finished
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from commlib.runtime.device_work import DeviceWork
+from commlib.runtime.work import DeviceWork
 
 R = TypeVar("R")
 S = TypeVar("S")

@@ -14,6 +14,12 @@ def choose_root(root_rank: int | None, root: int | None) -> int:
     return root_rank if root_rank is not None else root or 0
 
 
+def check_named(algorithm: str) -> None:
+    """Raise UsageError for an argument that only ordered verbs accept."""
+    if algorithm != "auto":
+        raise UsageError("algorithm= selects an algorithm of the ordered verb: give ranks= too")
+
+
 def check_ordered(name: str | None, process_set: Any) -> None:
     """Raise UsageError for arguments that only operations by name accept."""
     if name is not None or process_set is not None:

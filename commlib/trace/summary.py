@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from commlib.trace.advice import advise
 from commlib.trace.critical import CriticalPaths
 from commlib.trace.idle import IdleTime, find_idle_times, find_lost_time
-from commlib.trace.intervals import Interval, length, union
+from commlib.trace.intervals import Interval, common, length, union
 from commlib.trace.matched_collectives import MatchedCall, match_calls
 from commlib.trace.operations import RankActivity, TracedCall
+from commlib.trace.steady import StepMarks, find_marks, find_steady_steps
 
 _SMALL = 4096  # bytes
 
@@ -78,14 +78,32 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The part of a run that the advice leaves out. Units: seconds.
+
+    start_up: until the end of step number `steps`, 0 if no steps are marked. after: what follows the last step. small:
+    what is too small a share of a step, with its share.
+    """
+
+    steps: int
+    start_up: float
+    after: float
+    small: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures from the timelines of some ranks."""
+    """The figures from the timelines of some ranks.
+
+    advice: for the steps after start-up.
+    """
 
     ranks: tuple[RankFigures, ...]
     verbs: tuple[VerbFigures, ...]
     steps: StepFigures
     collectives: int
     advice: tuple[str, ...]
+    left_out: LeftOut
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,17 +113,35 @@ class Summary:
 
 def summarise(stories: Sequence[RankActivity], notes: Sequence[str] = ()) -> Summary:
     """Return the summary of the ranks' activities, all on one clock. notes: remarks about the files."""
-    met = match_calls(stories)
-    stood = {story.rank: find_idle_times(story) for story in stories}
-    lost_for = {story.rank: find_lost_time(story.rank, stood[story.rank], met) for story in stories}
-    ranks = [_rank(story, stood[story.rank], lost_for) for story in stories]
+    run = _analyse(stories)
+    marks = find_marks(stories)
     verbs = _verbs([one for story in stories for one in story.operations])
-    steps = _steps(stories, stood, met)
+    steps = _steps(run, marks)
     notes = list(notes)
     if len(stories) == 1:
         notes.append("the file of one rank only: pass the files of all ranks to see which ranks waited for which")
-    figures = _figures(stories, ranks, met)
-    return Summary(tuple(ranks), tuple(verbs), steps, len(met), tuple(advise(figures)), tuple(notes))
+    steady = find_steady_steps(stories, marks)
+    advice = advise(_figures(_analyse(steady.stories) if steady.first else run))
+    left_out = LeftOut(max(0, steady.first - 1), steady.start_up / 1e9, steady.after / 1e9, tuple(advice.small))
+    ranks = tuple(run.ranks)
+    return Summary(ranks, tuple(verbs), steps, len(run.met), tuple(advice.texts), left_out, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Analysis:
+    """The activities of ranks in some time, and what follows from them."""
+
+    stories: Sequence[RankActivity]
+    met: list[MatchedCall]
+    stood: dict[int, list[IdleTime]]
+    ranks: list[RankFigures]
+
+
+def _analyse(stories: Sequence[RankActivity]) -> _Analysis:
+    met = match_calls(stories)
+    stood = {story.rank: find_idle_times(story) for story in stories}
+    lost_for = {story.rank: find_lost_time(story.rank, stood[story.rank], met) for story in stories}
+    return _Analysis(stories, met, stood, [_rank(story, stood[story.rank], lost_for) for story in stories])
 
 
 def _seconds(pieces: Sequence[Interval]) -> float:
@@ -152,20 +188,16 @@ def _verbs(operations: Sequence[TracedCall]) -> list[VerbFigures]:
     return sorted(figures, key=lambda verb: -verb.seconds)
 
 
-def _steps(
-    stories: Sequence[RankActivity], stood: Mapping[int, Sequence[IdleTime]], met: Sequence[MatchedCall]
-) -> StepFigures:
-    who, ends = _marks(stories)
-    paths = CriticalPaths(stood, met)
-    if ends:
-        limits = [max(at) for at in zip(*ends.values(), strict=True)]
-        lengths = [later - earlier for earlier, later in pairwise(limits)]
-    if not ends or not lengths:
-        who, start = "", min(story.start for story in stories)
+def _steps(run: _Analysis, marks: StepMarks) -> StepFigures:
+    stories, who, ends = run.stories, marks.by, marks.ends
+    paths = CriticalPaths(run.stood, run.met)
+    if not ends:
+        start = min(story.start for story in stories)
         last = max(stories, key=lambda story: story.end)
         begin, end, rank, typical, count = start, last.end, last.rank, 1, 1
         middle = end - begin
     else:
+        limits, lengths = marks.limits, marks.lengths
         middle = sorted(lengths)[len(lengths) // 2]
         place = lengths.index(middle)
         begin, end, typical, count = limits[place], limits[place + 1], place + 2, len(limits)
@@ -179,18 +211,6 @@ def _steps(
     return StepFigures(who, count, middle / 1e9, typical, path)
 
 
-def _marks(stories: Sequence[RankActivity]) -> tuple[str, dict[int, list[int]]]:
-    """Return the source of the step marks, and their times by rank: the same number for each, the least of all."""
-    for who in ("user", "pipeline", "gradients"):
-        ends = {
-            story.rank: [span.ended for span in story.of("step") if span.facts.get("by") == who] for story in stories
-        }
-        least = min(map(len, ends.values()))
-        if least >= 2:
-            return who, {rank: at[:least] for rank, at in ends.items()}
-    return "", {}
-
-
 def _moving(met: Sequence[MatchedCall]) -> int:
     """Return how long ranks were in collectives after the last one had arrived, summed over all ranks."""
     return sum(
@@ -200,10 +220,17 @@ def _moving(met: Sequence[MatchedCall]) -> int:
     )
 
 
-def _figures(
-    stories: Sequence[RankActivity], ranks: Sequence[RankFigures], met: Sequence[MatchedCall]
-) -> dict[str, float | int | str]:
-    """Return the figures for the rules of `advice`."""
+def _idle_in_queue(operations: Sequence[TracedCall], still: Mapping[int, list[Interval]]) -> float:
+    """Return the seconds in which threads were idle while operations had not begun, summed over all ranks."""
+    queued: dict[int, list[Interval]] = defaultdict(list)
+    for one in operations:
+        queued[one.rank].append((one.queued, one.began))
+    return sum(_seconds(common(still.get(rank, []), union(pieces))) for rank, pieces in queued.items())
+
+
+def _figures(part: _Analysis) -> dict[str, float | int | str]:
+    """Return the figures for the rules of `advice`. Names that end in "_of_step" are shares of all ranks' time."""
+    stories, ranks, met = part.stories, part.ranks, part.met
     operations = [one for story in stories for one in story.operations]
     span = sum(rank.span for rank in ranks) or 1.0
     inside = sum(rank.communication for rank in ranks) or 1.0
@@ -213,16 +240,21 @@ def _figures(
     named = [one for one in operations if "by name" in one.key[0]]
     others = [one for one in operations if "by name" not in one.key[0]]
     stage_waits = [s for story in stories for s in story.of("pipeline") if str(s.facts.get("kind")).startswith("RECV")]
+    still = {rank: union((one.began, one.ended) for one in idle) for rank, idle in part.stood.items()}
+    small_moving = _moving([one for one in met if 0 <= one.nbytes <= _SMALL])
     of_stages = [story for story in stories if story.of("pipeline")]
     figures: dict[str, float | int | str] = {
         "lost_share": all_lost / span,
-        "lost_share_is_small": float(all_lost / span < 0.05),
         "worst": worst.rank,
         "worst_share": worst.kept_waiting / kept,
         "moving_share": sum(rank.moving for rank in ranks) / span,
-        "exposed_share_is_small": float(sum(rank.exposed for rank in ranks) / span < 0.05),
-        "small_share": _moving([one for one in met if 0 <= one.nbytes <= _SMALL]) / (_moving(met) or 1),
+        "exposed_share": sum(rank.exposed for rank in ranks) / span,
+        "small_share": small_moving / (_moving(met) or 1),
+        "small_of_step": min(small_moving / 1e9, sum(rank.moving for rank in ranks)) / span,
         "codec_share": sum(rank.codec for rank in ranks) / inside,
+        "codec_of_step": sum(rank.codec for rank in ranks) / span,
+        "queue_of_step": _idle_in_queue(others, still) / span,
+        "agreeing_of_step": _idle_in_queue(named, still) / span,
         "queue_share": sum(one.began - one.queued for one in others)
         / (sum(one.ended - one.queued for one in others) or 1),
         "agreeing_share": sum(one.began - one.queued for one in named)

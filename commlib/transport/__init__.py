@@ -1,0 +1,1 @@
+"""Transports: messages between ranks, by MPI or between threads of one process."""

@@ -1,4 +1,4 @@
-"""Polling: poll until an operation is done, first without pause, then yielding the core, then with short sleeps."""
+"""Polling: poll until an operation is done: at first without pause, then yielding the core, then with naps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 
 from commlib.transport.base import WaitHook
+from commlib.transport.naps import nap_seconds
 
 # The number of polls without pause; then the seconds of polls that yield the core, in the main thread and in other
-# threads (the main thread may need their core and the interpreter); then the seconds of sleep between polls.
-EAGER, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
+# threads (the main thread may need their core and the interpreter).
+EAGER, _YIELDING, _YIELDING_ASIDE = 20, 20e-3, 0.5e-3
 
 _LOOK = 0.02  # seconds between calls of `on_wait`
 
@@ -22,13 +23,13 @@ def poll(done: Callable[[], bool], on_wait: WaitHook) -> None:
         if done():
             return
     main = threading.current_thread() is threading.main_thread()
-    now = time.monotonic()
+    now = start = time.monotonic()
     looked, patient = now, now + (_YIELDING if main else _YIELDING_ASIDE)
     while not done():
         if now < patient:
             os.sched_yield()
         else:
-            time.sleep(_NAP)
+            time.sleep(nap_seconds(now - start))
         now = time.monotonic()
         if now - looked > _LOOK:
             on_wait()

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from commlib.p2p.device import deferred_free as given_up
+from commlib.p2p.device.sender import free_unused
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import chain, make
 from tests.bodies import device_channels
@@ -38,7 +38,7 @@ def test_memory_is_given_back(comm, gpu):
 
     def free():
         gc.collect()
-        given_up.sweep()
+        free_unused()
         gpu.fetch(gpu.device.empty((1,), "float32"))
         return gpu.cupy.cuda.runtime.memGetInfo()[0] + pool.total_bytes()
 

@@ -105,7 +105,7 @@ def test_a_one_bit_optimizer(comm: Any, place: Place) -> None:
     """It updates parameters of the host; those of a GPU become the same, to the last bit."""
     host = torch.nn.Parameter(torch.arange(300.0))
     there = torch.nn.Parameter(place.put(host.detach().clone()))
-    how = {"lr": 0.1, "freeze_step": 2, "comm": comm, "compress_within_node": True}
+    how = {"lr": 0.1, "freeze_step": 2, "ranks": comm, "compress_within_node": True}
     optimizers = [commlib_torch.OneBitAdam([parameter], **how) for parameter in (host, there)]
     for step in range(4):
         gradient = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + comm.rank))

@@ -27,10 +27,9 @@ import commlib, torch
 from commlib.expert import Experts
 from commlib_torch import MoE
 comm = commlib.init()
-commlib.start_timeline("timeline.json")
-layer = MoE(4, Experts(2 * comm.size, top_k=1, hidden=3, force_balanced=True), comm, name="one")
-layer(torch.ones(8, 4))
-commlib.stop_timeline()
+with commlib.timeline("timeline.json"):
+    layer = MoE(4, Experts(2 * comm.size, top_k=1, hidden=3, force_balanced=True), comm, name="one")
+    layer(torch.ones(8, 4))
 """
 
 

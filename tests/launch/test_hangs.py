@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -208,3 +209,42 @@ print("well\\n", end="")
     assert operations == [("allreduce 'v'", "ended"), ("allreduce 'w'", "queued")]
     assert done.stderr.count("hang diagnosis is off on rank") == 1, done.stderr
     assert re.search(r"diagnosis is off on rank 0: .*COMMLIB_HANG_FOLDER is .*program_0\.py", done.stderr), done.stderr
+
+
+@pytest.mark.any_mpi
+def test_the_warning_of_a_long_wait_names_the_command_that_tells_why_at_once(mpirun, tmp_path):
+    """One waited four minutes more for the diagnosis; and the job goes on."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+import subprocess
+comm = commlib.init()
+comm.all_reduce(x)
+
+def load_data():
+    for name in (comm.runtime.token, str(os.getpid()), str(os.getppid())):
+        command = [sys.executable, "-m", "commlib", "trace", "hang", "--now", name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        sys.stdout.write(done.stdout + done.stderr)
+        sys.stdout.flush()
+
+if comm.rank == 1:
+    load_data()
+comm.all_reduce(x)
+if comm.rank == 1:
+    print("token", comm.runtime.token)
+""",
+        env={"COMMLIB_STALL_WARNING": "0.5"},
+    )
+    assert done.returncode == 0, done.stderr
+    (token,) = re.findall("token (.*)", done.stdout)
+    line = (
+        r"rank 0 has waited 1 s; not arrived: rank 1; the diagnosis comes in 29\d s \(COMMLIB_HANG_AFTER\), or at once"
+    )
+    assert re.search(f"{line}: commlib trace hang --now {token}\n", done.stderr), done.stderr
+    assert done.stdout.count("the job now: its longest wait has lasted ") == 3, done.stdout
+    place = r"all_reduce of 4 x .* \(call 2\), where rank 0 waits; it is at .* in load_data: done ="
+    assert len(re.findall(f"rank 1 is missing in world: {place}", done.stdout)) == 3, done.stdout
+    assert not (tmp_path / "commlib-hangs").exists()
+    assert not list(Path("/dev/shm").glob(f"commlib-job-{token}-*"))

@@ -86,7 +86,9 @@ time.sleep(3)
     state += rf"rank {ranks - 1} has submitted nothing"
     for rank in range(ranks - 1):
         begin = rf"process set 0: allreduce 'a': rank {rank}"
-        assert re.search(rf"WARNING: {begin} has waited [12] s{state}\n", done.stderr), done.stderr
+        assert re.search(
+            rf"WARNING: {begin} has waited [12] s{state}; the diagnosis .*trace hang --now \w+\n", done.stderr
+        ), done.stderr
         stalled = rf"StallError on {rank}: {begin}: gave up after 2 s \(COMMLIB_TIMEOUT\){state}; look at what the late"
         assert re.search(stalled, done.stdout), done.stdout
     gave_up = r"will not come: rank 0 has given up process set 0: it timed out waiting for 'a' \(COMMLIB_TIMEOUT\)"

@@ -179,7 +179,7 @@ def test_a_rank_that_dies_ends_the_job(run: Run, mpi: str, how: str, where: str)
     assert done.returncode != 0
     assert ended - float(done.stderr.partition("event at ")[2].split()[0]) < 10
     if how == "raises":
-        assert "rank 1 of 3 on" in done.stderr and "ended by an uncaught ValueError: out of luck" in done.stderr
+        assert "rank 1 of 3 on" in done.stderr and "ended by an uncaught ValueError; aborting the job" in done.stderr
 
 
 @pytest.mark.long  # two more starts of PyTorch

@@ -102,7 +102,7 @@ clocks.clock_id = lambda: f"machine {min(rank, 1)}"
 import commlib
 comm = commlib.init()
 comm.barrier()
-commlib.stop_timeline()
+comm.runtime.recording.stop_timeline()
 with commlib.timeline("again{rank}.json"):
     comm.barrier()
 """,

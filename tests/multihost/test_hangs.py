@@ -51,3 +51,45 @@ def test_a_call_that_one_rank_has_not_made(tmp_path):
     ), told
     assert {dump.host for dump in hang.read()} == {"h0", "h1"}
     assert told.splitlines()[1] in done.stderr
+
+
+ASKING = """
+import os, subprocess, sys, time
+from pathlib import Path
+import numpy as np
+import commlib
+
+comm = commlib.init()
+x = np.ones(100, "float32")
+comm.all_reduce(x)
+job = Path(comm.config.hang_folder) / f"job-{comm.runtime.token}"
+elsewhere = "import socket; socket.gethostname = lambda: 'login'; from commlib.cli.app import app; app()"
+
+def ask(*command):
+    done = subprocess.run([sys.executable, *command, "--timeout", "40"], capture_output=True, text=True)
+    print(done.stdout + done.stderr, flush=True)
+
+if comm.rank == 3:
+    ask("-m", "commlib", "trace", "hang", "--now", comm.runtime.token)
+    ask("-c", elsewhere, "trace", "hang", "--now", str(job))
+comm.all_reduce(x)
+commlib.shutdown()
+print("well\\n", end="")
+"""
+
+
+def test_a_command_on_one_host_or_on_none_of_them_asks_the_ranks_of_all_hosts(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(ASKING)
+    settings = {"COMMLIB_STALL_WARNING": "1", "COMMLIB_HANG_FOLDER": str(tmp_path / "hangs")}
+    with Hosts(2) as hosts:
+        done = hosts.run([sys.executable, str(script)], 2, timeout=240, env=settings, capture=True)
+    assert done.returncode == 0 and done.stdout.count("well") == 4, done.stdout + done.stderr
+    found = sorted((tmp_path / "hangs").glob("job-*/now-*"))
+    assert [path.name for path in found] == ["now-1", "now-2"]
+    assert all(len(list(path.glob("rank-*.json"))) == 4 for path in found), done.stdout
+    texts = re.findall(
+        r"rank 3 is missing in world.*: all_reduce of 100 x float32.*; it is at .* in ask: ", done.stdout
+    )
+    assert len(texts) == 2, done.stdout + done.stderr
+    assert re.search(rf"or at once: commlib trace hang --now {found[0].parent}\n", done.stderr), done.stderr

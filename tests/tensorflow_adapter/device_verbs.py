@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as ct
 from commlib.dtypes import NUMPY
+from tests.bodies import verb_gradients
 
 
 def of(rank: int, dtype: str, rows: int = 6) -> Any:
@@ -80,6 +81,25 @@ def verbs(comm: Any, place: Any, dtype: str) -> None:
         else:
             check(place, ct.recv(mine, 0, 5, ranks=comm), parts[0])
     check(place, mine, parts[rank])
+
+
+def gradients(comm: Any, place: Any) -> None:
+    """The ordered verbs can be differentiated, with the gradients of one process."""
+    for case in verb_gradients.CASES.values():
+
+        def differentiate(x: Any, weights: Any, case: verb_gradients.Case = case) -> tuple[Any, Any, Any]:
+            tensor = place.put(x)
+            with tf.GradientTape() as outer:
+                outer.watch(tensor)
+                with tf.GradientTape() as inner:
+                    inner.watch(tensor)
+                    result = case.call(ct, tensor, comm, lambda shape: place.put(np.zeros(shape)))
+                    loss = tf.reduce_sum(place.put(weights) * tf.square(result))
+                gradient = inner.gradient(loss, tensor)
+                squares = tf.reduce_sum(tf.square(gradient))
+            return result.numpy(), gradient.numpy(), outer.gradient(squares, tensor).numpy()
+
+        verb_gradients.check(case, comm, differentiate)
 
 
 def results_in_use(comm: Any, place: Any) -> None:

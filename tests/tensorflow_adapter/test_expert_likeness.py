@@ -92,7 +92,7 @@ def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
 def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
     """A mixture was said to be an MLP with something else wrong."""
     made = expertize(dense(0), comm, plan(comm))
-    with pytest.raises(UsageError, match="expertize: mlp is already a mixture of experts"):
+    with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
         expertize(made, comm, plan(comm))
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, lambda x: x), L.Dense(WIDTH)], name="mlp")
     with pytest.raises(

@@ -28,6 +28,10 @@ def test_verbs(comm: Any, place: HostTensors, dtype: str) -> None:
     device_verbs.verbs(comm, place, dtype)
 
 
+def test_gradients_of_verbs(comm: Any, place: HostTensors) -> None:
+    device_verbs.gradients(comm, place)
+
+
 def test_results_in_use(comm: Any, place: HostTensors) -> None:
     device_verbs.results_in_use(comm, place)
 

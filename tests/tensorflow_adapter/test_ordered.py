@@ -85,6 +85,61 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", SOME, ids=kind)
+def test_scans_and_uneven_shards(comm: Any, dtype: Any, mode: str) -> None:
+    counts = [6, *[0] * (comm.size - 1)] if comm.size < 3 else [1, 3, 2, *[0] * (comm.size - 3)]
+    parts = stacked(comm, dtype)
+
+    def run(x: Any) -> Any:
+        found = [
+            ct.scan(x),
+            ct.reduce_scatter_v(x, counts),
+            ct.reduce_scatter_v(x, tf.constant(counts), "max"),
+        ]
+        before = ct.exscan(x)
+        assert (before is None) == (comm.rank == 0)
+        return found if before is None else [*found, before]
+
+    found = in_mode(mode, run)(values(dtype, comm.rank))
+    start = sum(counts[: comm.rank])
+    rows = slice(start, start + counts[comm.rank])
+    expected = [parts[: comm.rank + 1].sum(0), parts.sum(0)[rows], parts.max(0)[rows], parts[: comm.rank].sum(0)]
+    for got, right in zip(found, expected, strict=comm.rank > 0):
+        assert got.dtype == dtype
+        check(got, tf.cast(right, dtype))
+    if mode == "eager":
+        check(ct.scan_async(values(dtype, comm.rank)).wait(), tf.cast(expected[0], dtype))
+        check(ct.reduce_scatter_v_async(values(dtype, comm.rank), counts).wait(), tf.cast(expected[1], dtype))
+        assert (ct.exscan_async(values(dtype, comm.rank)).wait() is None) == (comm.rank == 0)
+
+
+@both
+def test_algorithms(comm: Any, mode: str) -> None:
+    """Every verb that offers a choice of algorithm passes it on, and refuses an unknown one."""
+    root, x = comm.size - 1, tf.ones([2 * comm.size, 2])
+    counts = [2 * comm.size, *[0] * (comm.size - 1)]
+    for algorithm, call in (
+        ("direct", lambda x, how: ct.all_reduce(x, algorithm=how)),
+        ("direct", lambda x, how: ct.reduce_scatter(x, algorithm=how)),
+        ("direct", lambda x, how: ct.reduce_scatter_v(x, counts, algorithm=how)),
+        ("pairwise", lambda x, how: ct.all_to_all(x, algorithm=how)),
+        ("ring", lambda x, how: ct.all_gather(x, algorithm=how)),
+        ("binomial_tree", lambda x, how: ct.reduce(x, root=root, algorithm=how)),
+        ("binomial_tree", lambda x, how: ct.gather(x, root, algorithm=how)),
+        ("binomial_tree", lambda x, how: ct.scatter(x, root, algorithm=how)),
+        ("binomial_tree", lambda x, how: ct.broadcast(x, root=root, algorithm=how, ranks=comm)),
+    ):
+        named, auto = (in_mode(mode, lambda x, call=call, how=how: call(x, how))(x) for how in (algorithm, "auto"))
+        assert (named is None) == (auto is None)
+        if named is not None:
+            check(named, auto)
+        with pytest.raises(UsageError, match="no such algorithm"):
+            in_mode(mode, lambda x, call=call: call(x, "no such algorithm"))(x)
+    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give ranks= too"):
+        ct.broadcast(x, root=0, algorithm="binomial_tree")
+
+
+@both
+@pytest.mark.parametrize("dtype", SOME, ids=kind)
 def test_reductions_to_some(comm: Any, dtype: Any, mode: str) -> None:
     last, total = comm.size - 1, tf.cast(stacked(comm, dtype).sum(0), dtype)
 
@@ -337,12 +392,3 @@ def test_a_scattered_tensor_of_another_dtype(comm: Any) -> None:
     else:
         with pytest.raises(UsageError, match="received float32, this rank passed int32"):
             run()
-
-
-def test_no_gradient_flows_through(comm: Any) -> None:
-    x = tf.Variable([1.0, 2.0])
-    for run in (ct.all_reduce, tf.function(ct.all_reduce)):
-        with tf.GradientTape() as tape:
-            y = run(x * 2.0)
-        check(y, x * 2.0 * float(comm.size))
-        assert tape.gradient(y, x) is None

@@ -272,9 +272,13 @@ def test_dropout_of_parallel_attention(comm: Any) -> None:
 
 
 def test_blocks_that_do_not_fit(comm: Any) -> None:
-    with pytest.raises(UsageError, match="multiple"):
-        ParallelAttention(10, 4, comm)
-    with pytest.raises(UsageError, match="all hidden units"):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"heads": 5}, "multiple"), ({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout"),
+    ]  # fmt: skip
+    for options, said in cases:
+        with pytest.raises(UsageError, match=said):
+            ParallelAttention(16, **{"heads": 4, "ranks": comm, **options})
+    with pytest.raises(UsageError, match="all hidden features"):
         ParallelMLP(4, 8, comm, activation="softmax")
     with pytest.raises(UsageError, match="width=4"):
         ParallelMLP(4, 8, comm)(values(2, 5))

@@ -289,7 +289,7 @@ def test_the_mean_of_a_loss(comm: Any) -> None:
         assert float(mean) == pytest.approx(total / sum(counts), rel=1e-6)
         assert float(gradient) == pytest.approx(comm.size / sum(counts), rel=1e-6)  # for an average
     assert math.isnan(cp.loss_mean(tf.constant(0.0), 0, comm))
-    with pytest.raises(UsageError, match="expected a scalar float"):
+    with pytest.raises(UsageError, match="expected one float"):
         cp.loss_mean(tf.zeros(3), 3, comm)
 
 

@@ -124,7 +124,7 @@ def test_ranks_with_other_targets_are_told(comm: Any) -> None:
     # One that caught its own error had its next call taken for this one.
     is_told = comm.rank == 0
     with pytest.raises(
-        MismatchError if is_told else UsageError, match="same call" if is_told else "one token id for each"
+        MismatchError if is_told else UsageError, match="same call" if is_told else "for a target of shape"
     ):
         vocabulary_cross_entropy(logits, target if is_told else target[1:], comm)
     vocabulary_cross_entropy(logits, target, comm, weight=weight)
@@ -201,7 +201,7 @@ def test_misuse(comm: Any, compiled: bool) -> None:
     refused("probabilities", (0.0, 1.0, 0.0))
     refused("0 to 1", label_smoothing=2)
     refused("reduction is 'all'", reduction="all")
-    refused("one token id for each row", ((0, 1),))
+    refused("for a target of shape", ((0, 1),))
     refused("weight has 12 tokens, expected the 11", weight=np.ones(12))
     refused("expected a float for each token", weight=np.ones((11, 1)))
 

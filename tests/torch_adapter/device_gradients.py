@@ -19,7 +19,7 @@ def compresses(comm: Any, place: Place, compression: Any, near: float = 0.0) -> 
     def run(device: str, put: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Any]:
         weight = nn.Parameter(torch.zeros(40, 30, device=device))
         bias = nn.Parameter(torch.zeros(70, device=device))
-        options = {"compression": compression, "compress_within_node": True, "comm": comm, "overlap": True}
+        options = {"compression": compression, "compress_within_node": True, "ranks": comm, "overlap": True}
         optimizer: Any = ct.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), **options)
         for step in range(4):
             optimizer.zero_grad()

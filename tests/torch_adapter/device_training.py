@@ -84,7 +84,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 def wrapped(comm: Any, model: nn.Module, how: str, **options: Any) -> tuple[Any, Any]:
     """Return what is called, and the optimizer."""
     sgd: Any = torch.optim.SGD(model.parameters(), lr=2**-7, momentum=0.5)
-    settings = {"first_bucket_mib": TINY, "bucket_cap_mib": TINY, "op": "sum", "comm": comm, **options}
+    settings = {"first_bucket_mib": TINY, "bucket_cap_mib": TINY, "op": "sum", "ranks": comm, **options}
     if how == "DataParallel":
         return ct.DataParallel(model, **settings), sgd
     return model, ct.DistributedOptimizer(sgd, model.named_parameters(), **settings)

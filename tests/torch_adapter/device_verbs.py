@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import commlib_torch as ct
+from tests.bodies import verb_gradients
 from tests.torch_adapter import values
 from tests.torch_adapter.place import Place
 
@@ -48,7 +49,14 @@ def reductions(comm: Any, place: Place, dtype: torch.dtype, form: str = "plain")
             values.check(there(place, got), expected)
         else:
             assert got is None
+    prefix = total(parts[: comm.rank + 1])
+    for got in (ct.scan(own(), ranks=comm), ct.scan_async(own(), ranks=comm).wait()):
+        values.check(there(place, got), prefix)
     rows = values.share(len(expected), comm.size, comm.rank)
+    shares = [values.share(len(expected), comm.size, rank) for rank in range(comm.size)]
+    counts = [share.stop - share.start for share in shares]
+    for asked in (counts, place.put(torch.tensor(counts))):
+        values.check(there(place, ct.reduce_scatter_v(own(), asked, ranks=comm)), expected[rows])
     for got in (ct.reduce_scatter(own(), ranks=comm), ct.reduce_scatter_async(own(), ranks=comm).wait()):
         values.check(there(place, got), expected[rows])
 
@@ -157,6 +165,21 @@ def gradients_by_name(comm: Any, place: Place) -> None:
         torch.testing.assert_close(there(place, got), same, rtol=1e-12, atol=1e-12)
 
 
+def gradients(comm: Any, place: Place) -> None:
+    """The ordered verbs can be differentiated, with the gradients of one process."""
+    for case in verb_gradients.CASES.values():
+
+        def differentiate(x: Any, weights: Any, case: verb_gradients.Case = case) -> tuple[Any, Any, Any]:
+            tensor = place.put(torch.tensor(x)).requires_grad_()
+            result = case.call(ct, tensor, comm, lambda shape: place.put(torch.zeros(shape, dtype=torch.float64)))
+            loss = (place.put(torch.tensor(weights)) * result.square()).sum()
+            (gradient,) = torch.autograd.grad(loss, tensor, create_graph=True)
+            (second,) = torch.autograd.grad(gradient.square().sum(), tensor)
+            return tuple(there(place, one).numpy() for one in (result, gradient, second))  # type: ignore[return-value]
+
+        verb_gradients.check(case, comm, differentiate)
+
+
 def moves(comm: Any, place: Place) -> None:
     """What layers of tensor parallelism are made of, forward and backward."""
     parts = [values.of(rank, torch.float64, rows=2 * comm.size) for rank in range(comm.size)]
@@ -177,4 +200,4 @@ def moves(comm: Any, place: Place) -> None:
         values.check(there(place, got), same)
 
 
-BODIES = [by_name, gradients_by_name, moves]
+BODIES = [by_name, gradients_by_name, gradients, moves]

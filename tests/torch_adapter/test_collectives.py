@@ -90,11 +90,12 @@ def test_every_form_of_tensor(comm: Any, form: str, dtype: torch.dtype) -> None:
 
     tensor = make(comm.rank)
     expected = torch.stack([make(rank).detach().resolve_conj() for rank in range(comm.size)]).sum(0)
-    check(ct.all_reduce(tensor), expected)
+    check(ct.all_reduce(tensor).detach(), expected)
     check(ct.broadcast(tensor, comm.size - 1), make(comm.size - 1).detach())
     if form != "expanded":  # its elements share memory
         version = tensor._version
-        assert ct.all_reduce_(tensor) is tensor
+        with torch.no_grad():  # a leaf that requires a gradient is not overwritten otherwise
+            assert ct.all_reduce_(tensor) is tensor
         check(tensor.detach(), expected)
         assert tensor._version > version  # autograd is told
 
@@ -164,6 +165,57 @@ def test_reductions_to_some(comm: Any, dtype: torch.dtype) -> None:
     counts = [6 // comm.size + (rank < 6 % comm.size) for rank in range(comm.size)]
     for part in (ct.reduce_scatter(mine), ct.reduce_scatter_async(mine).wait()):
         check(part, sums.split(counts)[comm.rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_scans_and_uneven_shards(comm: Any, dtype: torch.dtype) -> None:
+    mine, parts = values(comm, dtype), everyone(comm, dtype)
+    for scanned in (ct.scan(mine), ct.scan_async(mine).wait()):
+        check(scanned, torch.stack(parts[: comm.rank + 1]).sum(0).to(dtype))
+    check(ct.scan(mine, "max"), parts[comm.rank])
+    for before in (ct.exscan(mine), ct.exscan_async(mine).wait()):
+        if comm.rank == 0:
+            assert before is None
+        else:
+            check(before, torch.stack(parts[: comm.rank]).sum(0).to(dtype))
+    counts = [6, *[0] * (comm.size - 1)] if comm.size < 3 else [1, 3, 2, *[0] * (comm.size - 3)]
+    for given in (counts, torch.tensor(counts)):
+        for part in (ct.reduce_scatter_v(mine, given), ct.reduce_scatter_v_async(mine, given).wait()):
+            check(part, total(comm, dtype).split(counts)[comm.rank])
+    check(ct.reduce_scatter_v(mine, counts, "max"), parts[-1].split(counts)[comm.rank])
+
+
+def test_algorithms(comm: Any) -> None:
+    """Every verb that offers a choice of algorithm passes it on, and refuses an unknown one."""
+    mine, parts, root = values(comm, torch.float32), everyone(comm, torch.float32), comm.size - 1
+    sums, rows = total(comm, torch.float32), values(comm, torch.float32, shape=(comm.size, 2))
+    counts = [6, *[0] * (comm.size - 1)]
+    calls: dict[str, Any] = {
+        "direct": [
+            (lambda how: ct.all_reduce(mine, algorithm=how), sums),
+            (lambda how: ct.all_reduce_(mine.clone(), algorithm=how), sums),
+            (lambda how: ct.reduce_scatter(rows, algorithm=how), None),
+            (lambda how: ct.reduce_scatter_v(mine, counts, algorithm=how), sums.split(counts)[comm.rank]),
+        ],
+        "pairwise": [(lambda how: ct.all_to_all(rows, algorithm=how), None)],
+        "ring": [(lambda how: ct.all_gather(mine, algorithm=how), torch.cat(parts))],
+        "binomial_tree": [
+            (lambda how: ct.reduce(mine, root=root, algorithm=how), sums if comm.rank == root else None),
+            (lambda how: ct.gather(mine, root, algorithm=how), torch.cat(parts) if comm.rank == root else None),
+            (lambda how: ct.scatter(torch.cat(parts), root, algorithm=how), mine),
+            (lambda how: ct.broadcast(mine, root=root, algorithm=how, ranks=comm), parts[root]),
+            (lambda how: ct.broadcast_(mine.clone(), root=root, algorithm=how, ranks=comm), parts[root]),
+        ],
+    }
+    for algorithm, several in calls.items():
+        for call, expected in several:
+            got = call(algorithm)
+            if expected is not None:
+                check(got, expected)
+            with pytest.raises(UsageError, match="no such algorithm"):
+                call("no such algorithm")
+    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give ranks= too"):
+        ct.broadcast(mine, root=0, algorithm="binomial_tree")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

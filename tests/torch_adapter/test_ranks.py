@@ -31,7 +31,7 @@ def piped(ranks: Any) -> Any:
 
 
 def sharded(ranks: Any) -> Any:
-    plan = {"0": ct.Column(), "2": ct.Row()}
+    plan: Any = {"0": ct.Column(), "2": ct.Row()}
     return ct.parallelize(model(), ranks=ranks, plan=plan, report=str)(X).detach()
 
 
@@ -40,7 +40,7 @@ def optimized(ranks: Any) -> Any:
     optimizer = ct.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), ranks=ranks)
     nn.functional.mse_loss(net(X + ct.rank()), Y).backward()
     optimizer.step()
-    return net[0].weight.detach()
+    return torch.as_tensor(net[0].weight.detach())
 
 
 def averaged(ranks: Any) -> Any:
@@ -54,7 +54,7 @@ def one_bit(ranks: Any) -> Any:
     optimizer = ct.OneBitAdam(net.parameters(), freeze_step=2, ranks=ranks)
     nn.functional.mse_loss(net(X + ct.rank()), Y).backward()
     optimizer.step()
-    return net[0].weight.detach()
+    return torch.as_tensor(net[0].weight.detach())
 
 
 def reduced(ranks: Any) -> Any:

@@ -158,8 +158,8 @@ def test_a_whole_layer_into_divided_ones(tp):
 
 def test_what_does_not_fit_is_refused(tp):
     cases: list[tuple[nn.Module, Plan, str]] = [
-        (nn.LayerNorm(4), {"": Sequence(-1)}, "norm over the last 1"),
-        (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, "norm over the last 2"),
+        (nn.LayerNorm(4), {"": Sequence(-1)}, r"reduces over dimensions \[-1\]"),
+        (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, r"reduces over dimensions \[-2, -1\]"),
         (nn.BatchNorm1d(4, affine=False, track_running_stats=False), {"": Sequence(0)}, "mixes positions"),
         (nn.Linear(4, 4), {"": Sequence(0)}, "Sequence is for .*GroupNorm.*LayerNorm.*RMSNorm"),
         (nn.Conv1d(4, 4, 1, groups=2), {"": Column()}, "groups=2"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from commlib.tensor_parallel import Column, Plan, Row
 from commlib_torch.tensor import gather_state_dict, parallelize
+from tests.inputs.plan_tables import reason
 
 WIDTH, HEADS, LONGEST = 16, 4, 8
 
@@ -95,7 +96,7 @@ def test_auto_tells_which_lines_keep_attention_whole(comm: Any, flash: bool) -> 
     model = copy.deepcopy(plain)
     parallelize(model, comm, "auto", example=rows(), report=lambda table: said.append(table))
     if comm.rank == 0:
-        row = next(line for line in said[-1].splitlines() if line.startswith("attn.c_attn"))
+        row = reason(said[-1], "attn.c_attn")
         lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) asks for the shape (\[[^]]*\])", row)
         assert [shape for _, shape in lines] == [*["[2, 5, 4, 4]"] * 3, "[2, 5, 16]"], row
         assert len({line for line, _ in lines}) == 4, row

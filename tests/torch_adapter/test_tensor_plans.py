@@ -185,7 +185,7 @@ class TestPlans:
         with pytest.raises(UsageError, match="finds no layer"):
             parallelize(nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1), nn.Linear(6, 4)), tp, "auto",
                         example=torch.rand(2, 4), report=said.append)  # fmt: skip
-        assert tp.rank or "needs a full dimension" in said[0]
+        assert tp.rank or "needs a full dimension" in " ".join(said[0].split())
         with pytest.raises(UsageError, match="pass a batch as example= or verify="):
             parallelize(nn.Linear(4, 6), tp, "auto")
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
@@ -199,7 +199,7 @@ class TestPlans:
         divided = parallelize(model, tp, "auto", example=torch.rand(2, 4, 5), report=said.append)
         styles = {name: module.style for name, module in divided.named_modules() if hasattr(module, "style")}
         assert styles == {"1.0": Column(), "1.2": Row()}
-        assert tp.rank or "0.2 cannot be sharded as Row()" in said[0]
+        assert tp.rank or "0.2 cannot be sharded as Row()" in " ".join(said[0].split())
 
     @pytest.mark.parametrize("way", ["verify", "example", "first call"])
     def test_right_plans(self, tp, way):

@@ -217,7 +217,7 @@ class TestAllOrNothing:
             "add up to 5": (nn.Linear(6, 4), Column(parts=(2, 3))),
             "groups=2": (nn.Conv1d(6, 4, 1, groups=2), Column()),
             "its 2 heads": (nn.MultiheadAttention(6, 2), Column(parts=3)),
-            "would get a part": (nn.LayerNorm(6), Sequence(-1)),
+            "would see only a shard": (nn.LayerNorm(6), Sequence(-1)),
             "mixes positions of a sequence": (nn.BatchNorm1d(6, affine=False, track_running_stats=False), Sequence()),
             "max_norm": (nn.Embedding(6, 4, max_norm=1.0), Column()),
             "sparse": (nn.Embedding(6, 4, sparse=comm.rank == comm.size - 1), Vocabulary()),

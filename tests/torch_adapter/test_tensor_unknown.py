@@ -20,6 +20,7 @@ import commlib_torch
 from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Plan, Row, Sequence
 from commlib_torch.tensor import ParallelMLP, parallelize, reduce, shard_of
+from tests.inputs.plan_tables import reason
 from tests.torch_adapter.pairs import Mlp, Two, is_right
 
 PLAN: Plan = {"up": Column(), "down": Row()}
@@ -197,8 +198,7 @@ class TestWrong:
         parallelize(model, tp, "auto", example=rows(), report=said.append)
         assert {name for name, module in model.named_modules() if hasattr(module, "style")} == {"last.up", "last.down"}
         if tp.rank == 0:
-            (row,) = [line for line in said[0].splitlines() if line.startswith("first.up ")]
-            assert "test_tensor_unknown.py:" in row, row
+            assert "test_tensor_unknown.py:" in reason(said[0], "first.up"), said[0]
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("name", EVERY)

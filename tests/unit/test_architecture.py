@@ -52,7 +52,6 @@ PURE = (
     "commlib.context_parallel.heads",
     "commlib.context_parallel.layout",
     "commlib.context_parallel.mask",
-    "commlib.context_parallel.ring_picture",
     "commlib.context_parallel.ring_steps",
     "commlib.context_parallel.window",
     "commlib.cost.rounds",
@@ -70,6 +69,7 @@ PURE = (
     "commlib.slurm.script",
     "commlib.slurm.states",
     "commlib.cost.records",
+    "commlib.suggestions",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
     "commlib.cost.table",  # so does this
     "commlib.cost.chooser",
@@ -83,7 +83,7 @@ IMPURE_STANDARD_LIBRARY = {
 LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.extras", "commlib.folders", "commlib.process.forks",
      "commlib.launch.launchers", "commlib.launch.library_name", "commlib.node.signature", "commlib.protocols",
-     "commlib.group.arguments", "commlib.dtypes", "commlib.literals", "commlib.topology"),
+     "commlib.dtypes", "commlib.literals", "commlib.topology", "commlib.suggestions"),
     ("commlib.snapshot",),
     ("commlib.mesh",),
     ("commlib.schedule",),
@@ -156,7 +156,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.execution.rounds",
     "commlib.p2p.channels.inbox", "commlib.p2p.channels.outbox", "commlib.p2p.channels.node_end",
     "commlib.p2p.channels.posted_end", "commlib.p2p.channels.posted_sends", "commlib.p2p.channels.posted_receives",
-    "commlib.p2p.channels.kernel_lock", "commlib.p2p.lanes",  # memory of the host that two ranks share
+    "commlib.p2p.lanes",  # memory of the host that two ranks share
     "commlib.data_parallel.bucket_reducer",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers
     "commlib.expert",  # so are these: rows of tokens, in memory that ranks share

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ import pytest
 
 from commlib import Preemption
 from commlib.errors import UsageError
-from commlib.preemption import requeue, slurm_job
+from commlib.preemption import requeue, short_run_text, slurm_job
+from commlib.process.age import process_age
 from tests.bodies.loopback import run
 
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
@@ -132,3 +137,59 @@ def test_without_scontrol_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def test_a_preemption_prints_its_signals_and_state() -> None:
     assert repr(Preemption(signals=(USR1, TERM))) == "<Preemption on SIGUSR1, SIGTERM: not requested>"
+
+
+def left(preemption: Preemption) -> None:
+    """Ask in some steps, again after a signal, and leave as the only rank."""
+
+    def leave(comm: Any) -> None:
+        preemption.comm = comm
+        assert preemption.requested()
+        with pytest.raises(SystemExit):
+            preemption.leave()
+
+    assert not any(alone(preemption))
+    os.kill(os.getpid(), USR1)
+    run(1, leave)
+
+
+def test_a_run_that_trains_for_less_time_than_its_start_took_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job with a long start and a short time limit was requeued for days without progress that anybody saw."""
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("commlib.preemption.process_age", lambda: 7.25)
+    with Preemption() as preemption:
+        left(preemption)
+    (warning,) = [record.getMessage() for record in caplog.records if "trained for" in record.getMessage()]
+    assert (
+        re.search(r"trained for \d\.\d s after a start of 7\.2 s", warning)
+        and "--time" in warning
+        and "commlib warm" in warning
+    )
+
+
+@pytest.mark.parametrize("age", [0.0, None])
+def test_a_run_that_is_worth_its_start_is_not(
+    age: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("commlib.preemption.process_age", lambda: age)
+    with Preemption() as preemption:
+        left(preemption)
+    assert "trained for" not in caplog.text
+
+
+def test_a_warning_has_both_times() -> None:
+    assert short_run_text(60.0, 60.0) is None and short_run_text(None, 0.0) is None
+    text = short_run_text(95.04, 40.16)
+    assert text is not None and "trained for 40.2 s after a start of 95.0 s" in text
+
+
+def test_the_age_of_a_process_includes_its_imports() -> None:
+    program = "import time; time.sleep(0.3)\nfrom commlib.process.age import process_age; print(process_age())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 0.29 <= float(done.stdout) <= time.monotonic() - began + 0.02
+    age = process_age()
+    assert age is not None and age > 0.5  # of this one, with pytest

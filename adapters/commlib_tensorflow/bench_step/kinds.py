@@ -35,7 +35,6 @@ def data_parallel(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(transformer(sizes), DistributedOptimizer(plain_optimizer()), mine),
         alone=make_step(transformer(sizes), plain_optimizer(), mine),
         whole=make_step(whole, plain_optimizer(), join_batches(sizes, comm.size)),
-        tokens=comm.size * sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
@@ -56,7 +55,6 @@ def tensor_parallel(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(parallelize(transformer(sizes), comm, plan), plain_optimizer(), batch),
         alone=make_step(transformer(sizes, comm.size), plain_optimizer(), batch),
         whole=make_step(whole, plain_optimizer(), batch),
-        tokens=sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
@@ -71,7 +69,6 @@ def pipeline_parallel(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(pipe, plain_optimizer(), batch),
         alone=_own_stage(comm, sizes, stages),
         whole=make_step(whole, plain_optimizer(), batch),
-        tokens=sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 
@@ -130,7 +127,6 @@ def experts(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(model, DistributedOptimizer(plain_optimizer(), mesh=mesh), mine),
         alone=make_step(fewer, plain_optimizer(), mine),
         whole=make_step(whole, plain_optimizer(), join_batches(sizes, comm.size)),
-        tokens=comm.size * sizes.rows * sizes.context,
         parameters=whole.count_params(),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.expert.layer_values import ValueDigest, ValueSearch, class_values, digest_numbers, find_replaceable
+from commlib.expert.layer_values import (
+    ValueDigest,
+    ValueSearch,
+    class_values,
+    digest_array,
+    digest_numbers,
+    find_replaceable,
+)
 
 _OF_LAYERS = frozenset(vars(keras.Model())) | frozenset(vars(keras.layers.Identity()))
 """Attributes that every Keras layer has."""
@@ -40,20 +46,14 @@ def _is_array(value: Any) -> bool:
 def fingerprint_of(value: Any) -> ValueDigest:
     """Return the fingerprint of a value, which ranks compare. Tensors of TensorFlow cannot be written."""
     if isinstance(value, np.ndarray):
-        kind, takes = f"array {value.dtype}{list(value.shape)}", value.flags.writeable and value.dtype.kind in "biufc"
-        return ValueDigest(kind, _digest(value), takes)
+        return digest_array(value)
     if not _is_array(value):
         return digest_numbers(value)
     is_variable = isinstance(value, keras.Variable | tf.Variable)
     kind = f"{'variable' if is_variable else 'tensor'} {value.dtype}{list(value.shape)}"
     if not hasattr(value, "numpy"):  # a graph tensor
         return ValueDigest(kind, "")
-    return ValueDigest(kind, _digest(np.asarray(value)), is_variable)
-
-
-def _digest(values: Any) -> str:
-    told = repr(values.tolist()).encode() if values.dtype.kind == "O" else values.tobytes()
-    return hashlib.sha256(told).hexdigest()[:16]
+    return ValueDigest(kind, digest_array(np.asarray(value)).digest, is_variable)
 
 
 @contextmanager

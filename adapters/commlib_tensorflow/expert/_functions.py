@@ -19,9 +19,8 @@ from commlib.devices.copies import copy_to_host
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.chunked_dispatch import split_tokens
-from commlib.expert.device_plan import DeviceDispatchPlan
+from commlib.expert.device_plan import DeviceDispatchPlan, pack_device_plan, unpack_device_plan
 from commlib.expert.mixture import Mixture
-from commlib.expert.packed_plan import pack_device_plan, unpack_device_plan
 from commlib.expert.routing import Routing
 from commlib.expert.scaled_gradients import scale_gradients
 from commlib_tensorflow._bridge import as_tensor

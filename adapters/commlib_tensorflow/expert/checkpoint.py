@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,27 +22,31 @@ from commlib_tensorflow.pipelines.pipeline import Pipeline
 def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
     """Write the mixtures of experts of a model to a file, with the optimizer state for them.
 
-    Experts are stored by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for an
-    optimizer that is not built, has accumulated gradients that it has not applied yet, or has state that belongs to no
-    weight; MismatchError if ranks pass different ones.
+    Experts are stored by their global numbers. Collective; the first rank writes.
 
         ct.save_experts("run/experts", model, model.optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for an optimizer that is not built, has accumulated gradients that it has not applied
+            yet, or has state that belongs to no weight.
+        MismatchError: If ranks pass different ones.
     """
     layers = _layers(model)
-    if not layers:
-        return
-    ranks = layers[0].mixture.ranks
-    parts = checkpoint.agree_on_layers(
-        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
-    )
-    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+    if layers:
+        ranks = layers[0].mixture.ranks
+        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
-def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return the functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
-        parts: dict[str, Callable[[], Array]] = {}
+        parts: checkpoint.ArrayMakers = {}
         for name, variable, is_kernel in _named_weights(layer):
             parts[name] = partial(_to_file, variable, variable, is_kernel)
             for key, kept in states.of(variable).items():
@@ -58,10 +62,17 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
     """Load a file of `save_experts`, from either framework: each rank takes its part. Collective.
 
     An optimizer must be built, and continues from the step in the file. From PyTorch's files it takes the state of
-    Adam, AdamW and SGD. Raises UsageError on all ranks for another model, or for the state of another optimizer;
-    nothing is changed then.
+    Adam, AdamW and SGD.
 
         ct.load_experts("run/experts", model, model.optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for another model, or for the state of another optimizer; nothing is changed then.
     """
     layers = _layers(model)
     if not layers:

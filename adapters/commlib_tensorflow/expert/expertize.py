@@ -45,20 +45,25 @@ def expertize(
 ) -> keras.Model:
     """Turn the MLPs that `plan` names into mixtures of experts over `ranks`, and return `model`.
 
-    plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: those
-    that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep or a part of dp. Each
-    MLP is a layer from (..., width) to the same shape, such as a Sequential. Experts are layers like it, made from its
-    configuration, with new values, or with copy=True its values (upcycling: with a top_k above 1 the model's outputs
-    are the same at first); with hidden= they are built-in MLPs instead. All other weights of the model get rank 0's
-    values.
-
-    verify: a batch for the model, this rank's own: one forward and backward is compared with a dense mixture, with all
-    experts on each rank: see `commlib_tensorflow.expert.verify`. example: the same, but only outputs and the gradient
-    of the first router are compared.
+    Each MLP is a layer from (..., width) to the same shape, such as a Sequential. Experts are layers like it, made from
+    its configuration, with new values, or with copy=True its values (upcycling: with a `top_k` above 1 the model's
+    outputs are the same at first); with hidden= they are built-in MLPs instead. All other weights of the model get rank
+    0's values.
 
     The model must be built, and not trained yet; it stays the same object, and so do its other layers. Collective.
-    Raises UsageError on all ranks for a plan that does not fit or changes results; the model is restored then.
-    MismatchError if ranks have different models or plans.
+
+    Args:
+        model: A built model.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        plan: Experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`.
+        verify: A batch for the model, this rank's own: one forward and backward is compared with a dense mixture, with
+            all experts on each rank: see `commlib_tensorflow.expert.verify`.
+        example: As `verify`, but only outputs and the gradient of the first router are compared.
+
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit or changes results; the model is restored then.
+        MismatchError: If ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
@@ -136,15 +141,12 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
     for place, layer, experts in found:
         name = list(named)[place]
         if isinstance(layer, MoE):
-            raise UsageError(f"expertize: {name} is already a mixture of experts: leave it out of the plan")
+            raise UsageError(f"expertize: {name} is a mixture of experts already: leave it out of the plan")
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
         check_layer(f"expertize: {name}", layer)
         width = width_of(name, layer)
-        if experts.shared and experts.hidden is None:
-            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: pass hidden=, their features")
-        if experts.copy and experts.hidden is not None:
-            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: pass copy=True or hidden=")
+        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is not None:
             check_plain(f"expertize: {name}", layer)
             continue

@@ -42,15 +42,19 @@ from commlib_tensorflow.tensor._file_layers import FileLayer
 class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """A mixture of experts: a router sends each token to a few of them, and sums their outputs.
 
-    inputs: (..., width), different tokens on each rank; a rank may have none. Returns the same shape. The width is that
-    of the first inputs, as Keras' layers infer it; `commlib_torch.MoE` takes it as its first argument. experts: their
-    number, and the routing options. ranks: those that share the experts, such as `mesh["ep"]`, or a mesh of any number
-    of axes, for its axis ep or a part of dp. expert: makes one, a layer from (rows, width) to the same, instead of the
-    built-in MLP.
+    Called with (..., width), different tokens on each rank; a rank may have none. Returns the same shape. The width is
+    that of the first inputs, as Keras' layers infer it; `commlib_torch.MoE` takes it as its first argument.
 
     Initial weights depend on rank 0's seed, not on the number of ranks. Experts' weights are shards of stacks [experts,
     ...]: `gather_weights`. Router losses are added in training, as Keras' layers add them. A mask marks padding tokens,
     which are not routed. Construction, build and call are collective, forward and backward.
+
+    Args:
+        experts: Their number, and the routing options.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        expert: A function that makes one, a layer from (rows, width) to the same; None: the built-in MLP.
+        **kwargs: Arguments of a Keras layer, such as `name`.
     """
 
     whole_by = "it has experts: save the result of gather_weights(model) on all ranks, or use save_experts(path, model)"
@@ -110,11 +114,9 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
 
     def _mlp(self, times: int) -> Any:
         options = self.options
-        if options.hidden is None:
-            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
-            times * options.hidden,
+            options.mlp_features(times),
             gated=options.gated,
             activation=options.activation,
             use_bias=options.bias,
@@ -288,5 +290,8 @@ def expert_stats(model: keras.Model) -> dict[str, ExpertStats]:
     """Return the use of a model's experts since the last call, by layer name, over the tokens of all ranks.
 
     Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
+
+    Args:
+        model: A model with mixtures of experts.
     """
     return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

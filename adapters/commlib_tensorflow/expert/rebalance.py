@@ -10,7 +10,7 @@ import keras
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.expert.moving import move_experts
+from commlib.expert.moving import move_experts, no_copy, rebalance
 from commlib.expert.placement import ExpertPlacement
 from commlib_tensorflow.expert._expert_optimizers import states_for
 from commlib_tensorflow.expert.moe import MoE
@@ -24,26 +24,30 @@ def rebalance_experts(
     The load is how often experts were chosen since the last call, or since `expert_stats`, by the tokens of all ranks.
     Call it between steps, every few hundred of them, such as at the end of an epoch. A layer is not changed unless the
     load of its busiest rank drops by a factor of at least `least`. Optimizer state moves with the experts, including
-    that of the model's own optimizer. optimizer: one that may not have made a step yet. copies: other models with the
-    same mixtures, such as one with an average of the weights: their experts move in the same way.
+    that of the model's own optimizer.
 
-    Returns, by layer name, the load of the busiest rank divided by the mean load, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer whose
-    state does not have the shape of their weights; MismatchError if ranks have different optimizers or copies.
+    Returns, by layer name, the load of the busiest rank divided by the mean load, before and after. Collective.
 
         ct.rebalance_experts(model, optimizer)
+
+    Args:
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer, whose state moves with the experts; None: there is none.
+        least: The factor by which the load of a layer's busiest rank must fall, or the layer stays unchanged.
+        copies: Other models with the same mixtures, such as an average of the weights.
+
+    Raises:
+        UsageError: On all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer
+            whose state does not have the shape of their weights.
+        MismatchError: If ranks have different optimizers or copies.
     """
     layers = _mixtures(model)
     given = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-    found: dict[str, tuple[float, float]] = {}
-    for number, layer in enumerate(layers):
-        placement, before, after = layer.mixture.better_placement(least)
-        if placement == layer.mixture.placement:
-            after = before
-        else:
-            _move(layer, number, len(layers), copies, given, placement)
-        found[layer.mixture.name_among(found)] = before, after
-    return found
+
+    def move(number: int, placement: ExpertPlacement) -> None:
+        _move(layers, number, copies, given, placement)
+
+    return rebalance([layer.mixture for layer in layers], least, move)
 
 
 def _mixtures(model: Any) -> list[MoE]:
@@ -52,13 +56,13 @@ def _mixtures(model: Any) -> list[MoE]:
 
 
 def _move(
-    layer: MoE, number: int, count: int, copies: Sequence[Any], optimizer: Any, placement: ExpertPlacement
+    layers: Sequence[MoE], number: int, copies: Sequence[Any], optimizer: Any, placement: ExpertPlacement
 ) -> None:
-    mixture = layer.mixture
+    layer, mixture = layers[number], layers[number].mixture
     comm = mixture.ranks.axis.comm
 
     def find() -> tuple[list[MoE], list[tuple[str, Any]]]:
-        same = [layer, *(_matching_layer(layer, number, count, copy) for copy in copies)]
+        same = [layer, *(_matching_layer(layers, number, copy) for copy in copies)]
         return same, list(_stacks(mixture.name, same, optimizer))
 
     everyone, stacks = run_together(comm, find)
@@ -85,19 +89,16 @@ def put_owners(model: Any, owners: Sequence[Sequence[int]]) -> None:
         layer.put_owners(tuple(ranks))
 
 
-def _matching_layer(layer: MoE, number: int, count: int, copy: Any) -> MoE:
+def _matching_layer(layers: Sequence[MoE], number: int, copy: Any) -> MoE:
     """Return a copy's layer. Raises UsageError unless it has as many mixtures, and this one has the same placement."""
-    found = _mixtures(copy)
+    found, layer = _mixtures(copy), layers[number]
     shapes = [(stack.dtype, tuple(stack.shape)) for stack in layer.stacks]
-    if len(found) == count and found[number] is not layer:
+    if len(found) == len(layers) and found[number] is not layer:
         other = found[number]
         is_same = [(stack.dtype, tuple(stack.shape)) for stack in other.stacks] == shapes
         if is_same and other.mixture.placement == layer.mixture.placement and other.ranks.axis is layer.ranks.axis:
             return other
-    raise UsageError(
-        f"rebalance_experts: {copy.name}, one of copies=, has no mixture like {layer.mixture.name} whose experts are "
-        "on the same ranks: pass models that were made and moved in the same way from the start"
-    )
+    raise no_copy(copy.name, layer.mixture.name)
 
 
 def _stacks(name: str, layers: Sequence[MoE], optimizer: Any) -> Iterator[tuple[str, Any]]:

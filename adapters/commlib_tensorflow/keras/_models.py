@@ -34,8 +34,27 @@ def DistributedOptimizer(
 ) -> WrappedOptimizer:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
-    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order of `horovod.keras`; `more`
-    are `bucket_cap_mib`, `first_bucket_mib`, `overlap`, `compress_within_node`, `ranks` and `mesh`.
+    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order of `horovod.keras`.
+
+    Args:
+        optimizer: An optimizer of Keras 3 or tf_keras, or of `tf.compat.v1.train`.
+        name: Matches messages with those of the other ranks; None: the name of the class.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        op: Average or Sum.
+        backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
+            `gradient_accumulation_steps`, which may be set instead and averages.
+        average_aggregated_gradients: Whether gradients of the k passes are averaged; otherwise they are summed.
+        num_groups: The older name of `groups`.
+        groups: A number of messages, or lists of variables that travel together; None: buckets.
+        process_set: The ranks to reduce over; other ranks step without reduction. None: all.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        **more: `bucket_cap_mib`, `first_bucket_mib`, `overlap`, `compress_within_node`, `ranks` and `mesh`: see
+            `commlib_tensorflow.DistributedOptimizer`.
     """
     arguments = dict(locals())
     return PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
@@ -59,9 +78,31 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     **more: Any,
 ) -> WrappedOptimizer:
-    """Like DistributedOptimizer, but gradients of `local_layers` (one or several layers) stay on their rank.
+    """Make a DistributedOptimizer that keeps gradients of `local_layers` on their rank.
 
-    These gradients are divided by the number of ranks unless `scale_local_gradients` is False.
+    Args:
+        optimizer: An optimizer of Keras 3 or tf_keras, or of `tf.compat.v1.train`.
+        name: Matches messages with those of the other ranks; None: the name of the class.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: A cast of Horovod; or "int8", "topk:ratio=0.01", "powersgd:rank=4", "auto", or a codec or scheme of
+            `commlib.compress`: fewer bytes between nodes.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones; otherwise they are gathered.
+        gradient_predivide_factor: The factor f: divide by f before the sum, and multiply by f / size afterwards.
+        op: Average or Sum.
+        backward_passes_per_step: Only every k-th step reduces and updates. Keras 3 does that by the optimizer's own
+            `gradient_accumulation_steps`, which may be set instead and averages.
+        average_aggregated_gradients: Whether gradients of the k passes are averaged; otherwise they are summed.
+        num_groups: The older name of `groups`.
+        groups: A number of messages, or lists of variables that travel together; None: buckets.
+        process_set: The ranks to reduce over; other ranks step without reduction. None: all.
+        local_layers: One or several layers whose gradients stay on their rank.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        **more: `bucket_cap_mib`, `first_bucket_mib`, `overlap`, `compress_within_node`, `ranks` and `mesh`: see
+            `commlib_tensorflow.DistributedOptimizer`.
+
+    Examples:
+        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[model.layers[0]])
     """
     del device_dense, device_sparse
     return distribute(
@@ -92,6 +133,13 @@ def load_model(
 
     `custom_optimizers` are optimizers that are not Keras' own, `custom_objects` any other names in the file.
     `legacy_opts` exists for compatibility with Horovod: the file determines the kind of its optimizer.
+
+    Args:
+        filepath: The file that Keras wrote.
+        custom_optimizers: Classes of your own optimizers.
+        custom_objects: Your own objects by name, as for Keras' `load_model`.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        legacy_opts: Unused; Horovod has it.
     """
     del legacy_opts
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}

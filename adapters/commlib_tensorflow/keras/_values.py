@@ -25,7 +25,18 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: Any = core.global_process_set,
 ) -> Any:
-    """Return the mean of the tensor-like `value` over all ranks by default (`commlib_tensorflow.all_reduce` sums)."""
+    """Return the mean of the tensor-like `value` over all ranks by default (`commlib_tensorflow.all_reduce` sums).
+
+    Args:
+        value: A tensor, variable, array or number.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        process_set: The ranks that take part; None: all.
+    """
     _require_eager("allreduce")
     return operations.allreduce(
         tf.convert_to_tensor(value),
@@ -40,13 +51,30 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
-    """Return the tensor-like `value` of all ranks, concatenated along dimension 0."""
+    """Return the tensor-like `value` of all ranks, concatenated along dimension 0.
+
+    Args:
+        value: A tensor, variable, array or number.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+    """
     _require_eager("allgather")
     return operations.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
-    """Return the tensor-like `value` of rank `root_rank`."""
+    """Return the tensor-like `value` of rank `root_rank`.
+
+    Args:
+        value: A tensor, variable, array or number.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> hvd.broadcast(np.array([comm.rank]), root_rank=1).numpy()
+        array([1])
+    """
     _require_eager("broadcast")
     return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
@@ -54,7 +82,18 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 def reducescatter(
     value: Any, name: str | None = None, op: Any = core.Average, process_set: Any = core.global_process_set
 ) -> Any:
-    """Return this rank's part, along dimension 0, of `value` reduced over all ranks."""
+    """Return this rank's part, along dimension 0, of `value` reduced over all ranks.
+
+    Args:
+        value: A tensor, variable, array or number.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> hvd.reducescatter(np.ones(4), op=hvd.Sum).numpy()
+        array([2., 2.])
+    """
     _require_eager("reducescatter")
     return operations.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 

@@ -24,8 +24,9 @@ from commlib import horovod as core
 from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
+from commlib.literals import AlgorithmName
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import check_ordered, choose_root
+from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import (
     FunctionT,
@@ -36,7 +37,7 @@ from commlib_tensorflow._host_calls import (
     operation_name,
     refuse_vectorized,
 )
-from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.named_verbs._autograd import (
     allgather_tensors,
@@ -84,6 +85,23 @@ def allreduce(
 
     tf.IndexedSlices are gathered from all ranks, and their values divided for an average, so that their dense sum is
     the reduced one; only Sum and Average exist for them, and no scale factors (NotImplementedError).
+
+    Args:
+        tensor: A tensor, variable, array or number.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> ct.allreduce(tf.constant([comm.rank, 1.0])).numpy()
+        array([0.5, 1. ], dtype=float32)
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -112,6 +130,19 @@ def grouped_allreduce(
     """Return new tensors: `allreduce` of each, in one operation that all ranks start together. Differentiable.
 
     tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in a second one.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        device_dense: Unused; Horovod has it.
+        device_sparse: Unused; Horovod has it.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        process_set: The ranks that take part; None: all.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -137,6 +168,16 @@ def allgather(
     """Return `tensor` of all ranks, concatenated along dimension 0, whose lengths may differ. Differentiable.
 
     The gradient is this rank's rows of the average over ranks, as in Horovod.
+
+    Args:
+        tensor: A tensor, variable, array or number.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allgather(tf.fill([comm.rank + 1], comm.rank)).numpy()
+        array([0, 1, 1], dtype=int32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -150,7 +191,18 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: core.ProcessSet | None = None,
 ) -> list[Any]:
-    """Return `allgather` of each tensor, in one operation that all ranks start together. Differentiable."""
+    """Return `allgather` of each tensor, in one operation that all ranks start together. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> [each.numpy().tolist() for each in ct.grouped_allgather([tf.constant([comm.rank])])]
+        [[0, 1]]
+    """
     given = _tensors(tensors)
     if not given:
         return []
@@ -167,17 +219,33 @@ def broadcast(
     process_set: core.ProcessSet | None = None,
     *,
     root: int | None = None,
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Any:
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
     The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
     ordered verb on those ranks, `root` is a rank among them, and there is no gradient.
+
+    Args:
+        tensor: A tensor, variable, array or number.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+
+    Examples:
+        >>> ct.broadcast(tf.constant([comm.rank]), root_rank=1).numpy()
+        array([1], dtype=int32)
     """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.broadcast(tensor, source, ranks=ranks))
+        return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
+    check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
@@ -193,6 +261,18 @@ def broadcast_(
     """Assign the values of rank `root_rank` to variables (tf.Variable or keras.Variable), and return them.
 
     All travel in one operation. In a graph of TensorFlow 1 the assignments are returned, and must be run.
+
+    Args:
+        variables: Variables of tf or Keras.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> weight = tf.Variable([comm.rank])
+        >>> values = ct.broadcast_([weight], root_rank=1)
+        >>> weight.numpy()
+        array([1], dtype=int32)
     """
     variables = list(variables)
     if not variables:
@@ -219,6 +299,17 @@ def alltoall(
 
     Without `splits` each rank gets an equal part. With them the result is (received rows, number of rows from each
     rank).
+
+    Args:
+        tensor: A tensor, variable, array or number.
+        splits: The number of rows for each rank; None: equal parts.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.alltoall(tf.constant([comm.rank, comm.rank])).numpy()
+        array([0, 1], dtype=int32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -247,6 +338,21 @@ def reducescatter(
     """Reduce `tensor` over all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
 
     If the length of dimension 0 is not a multiple of the size, the first ranks get one row more.
+
+    Args:
+        tensor: A tensor, variable, array or number.
+        device_dense: Unused; Horovod has it.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> ct.reducescatter(tf.ones([4]), op=ct.Sum).numpy()
+        array([2., 2.], dtype=float32)
     """
     tensor = as_tensor(tensor)
     name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
@@ -267,7 +373,23 @@ def grouped_reducescatter(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[Any]:
-    """Return `reducescatter` of each tensor, in one operation that all ranks start together. Differentiable, too."""
+    """Return `reducescatter` of each tensor, in one operation that all ranks start together. Differentiable, too.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        device_dense: Unused; Horovod has it.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
+
+    Examples:
+        >>> [each.numpy().tolist() for each in ct.grouped_reducescatter([tf.ones([4])], op=ct.Sum)]
+        [[2.0, 2.0]]
+    """
     given = _tensors(tensors)
     if not given:
         return []
@@ -291,10 +413,15 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     """Wait until all ranks of the process set, or of `ranks`, have called this. In a traced function, when it runs.
 
     With `ranks` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
+
+    Args:
+        process_set: The ranks that take part; None: all.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     if ranks is not None:
         check_ordered(name, process_set)
-        return run(verbs.barrier(ranks=ranks))
+        return run(ordered.barrier(ranks=ranks))
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.pipeline.batch import NONE, rows_of, sort_by_key
 from commlib.pipeline.batch import digest as digest_of
-from commlib.pipeline.rows import REMEDY, WHOLE, each
+from commlib.pipeline.rows import WHOLE, check_result, each, number_of_rows, pad_microbatches
 from commlib_tensorflow._bridge import to_array
 
 
@@ -111,35 +111,22 @@ def weights_as_tensors(value: Any, outputs: int) -> Any:
 
 
 def rows_in(value: Any, what: str, where: Any = 0) -> int:
-    """Return the number of rows of nested tensors.
+    """Return the number of rows of nested tensors. where: the dimensions of the rows, as in `Rows`.
 
     Raises UsageError if tensors have different numbers of rows, or none.
-
-    where: the dimensions of the rows, as in `Rows`.
     """
-    counts: set[int] = set()
+    found = []
 
-    def count(place: Any, leaf: Any) -> None:
-        if leaf is not None and not hasattr(leaf, "shape"):
+    def look(place: Any, leaf: Any) -> None:
+        if leaf is None:
+            return
+        if not hasattr(leaf, "shape"):
             got = type(leaf).__name__
             raise UsageError(f"pipeline: {what}: expected tensors or arrays, got {got}; {_OF_NUMBERS}")
-        if leaf is not None and len(leaf.shape) and place != WHOLE:
-            if place >= len(leaf.shape):
-                raise UsageError(
-                    f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(leaf.shape)}"
-                )
-            counts.add(int(leaf.shape[place]))
+        found.append((place, leaf.shape))
 
-    each(count, where, value)
-    if len(counts) != 1:
-        got = f"different numbers: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
-        if not counts and len([leaf for leaf in keras.tree.flatten(value) if leaf is not None]) > 1:
-            got = f"single numbers ({_OF_NUMBERS})"
-        raise UsageError(
-            f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows "
-            f"are in another dimension, or a tensor is for all microbatches, {REMEDY}"
-        )
-    return counts.pop()
+    each(look, where, value)
+    return number_of_rows(found, what, f"single numbers ({_OF_NUMBERS})" if len(found) > 1 else "no tensor with rows")
 
 
 def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
@@ -153,19 +140,7 @@ def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tup
 
     Raises UsageError if there are too many of them, or if a microbatch without rows is not at the end.
     """
-    check_parts(parts, microbatches, what)
-    missing = microbatches - len(parts)
-    counts = [rows_in(part, f"{what}[{number}]", where) for number, part in enumerate(parts)]
-    if 0 in counts[: len(counts) - counts[::-1].count(0)]:
-        raise UsageError(f"pipeline: {what}: microbatches without rows must be the last ones, got {counts} rows")
-    return [*parts, *[None] * missing], [*counts, *[0] * missing]
-
-
-def check_parts(parts: Any, microbatches: int, what: str) -> None:
-    """Raise UsageError if microbatches are not a list, or there are too many."""
-    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
-        got = f"{len(parts)} microbatches" if isinstance(parts, list | tuple) else type(parts).__name__
-        raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
+    return pad_microbatches(parts, microbatches, what, lambda part, name: rows_in(part, name, where))
 
 
 def take_rows(value: Any, rows: slice, where: Any = 0) -> Any:
@@ -184,11 +159,7 @@ def join_microbatches(parts: Sequence[tf.Tensor], rows: Sequence[int], place: An
     if place == WHOLE:
         return parts[0]
     for part, count in zip(parts, rows, strict=True):
-        if place >= len(part.shape) or int(part.shape[place]) != count:
-            raise UsageError(
-                f"pipeline: a microbatch of {count} rows has output of shape {tuple(part.shape)}, so its rows are not "
-                f"in dimension {place}: {REMEDY}"
-            )
+        check_result(part.shape, place, count, "output")
     return tf.concat(parts, place)
 
 

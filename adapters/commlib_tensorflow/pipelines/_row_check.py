@@ -24,6 +24,7 @@ from commlib.pipeline.row_checks import (
     is_near,
     kind_of_added,
     mixing_fault,
+    stage_title,
     unchecked_rows_warning,
     unknown_kind_warning,
 )
@@ -149,8 +150,7 @@ class RowCheck:
 
     @property
     def _where(self) -> str:
-        names = [layer.name for layer in self._part.calls]
-        return f"stage {self._stage} (of {', '.join([*names[:8], *['...'] * (len(names) > 8)])})"
+        return stage_title(self._stage, [layer.name for layer in self._part.calls])
 
     def _call(
         self, functions: StageFunctions, given: Named, values: _Values, *, training: bool, after: bool

@@ -19,7 +19,7 @@ from commlib.errors import MismatchError, UsageError
 from commlib.pipeline.batch import NONE, BatchDigests, rows_of, shares, shares_in_updates
 from commlib.pipeline.losses import MicrobatchWeights, Weigh, Weigher
 from commlib.pipeline.pipe import Codecs, Pipe
-from commlib.pipeline.rows import WHOLE, Rows, each
+from commlib.pipeline.rows import WHOLE, Rows, check_parts, each
 from commlib.pipeline.schedule import Kind as Action
 from commlib.pipeline.schedule import Schedule
 from commlib_tensorflow._bridge import to_array, to_tensor
@@ -28,7 +28,6 @@ from commlib_tensorflow.devices import use_device_stream
 from commlib_tensorflow.pipelines._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow.pipelines._batches import (
     as_tensors,
-    check_parts,
     cut_by_rows,
     cut_by_user,
     digest,

@@ -17,8 +17,9 @@ from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.group.single_rank import SingleRank
 from commlib.pipeline.batch import rows_of
-from commlib.pipeline.cut_check import ModelRun, compare_with_original
+from commlib.pipeline.cut_check import ModelRun, compare_with_original, cut_failure, mode
 from commlib.tensor_parallel.checks.compare import TOLERANCES
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow.pipelines._batches import as_tensors, inputs_of, rows_in, take_rows
@@ -31,16 +32,6 @@ from commlib_tensorflow.tensor._penalties import whole_penalties
 
 _Computed = tuple[dict[str, tf.Tensor], tf.Tensor]
 """Values by name, and the losses that layers add."""
-
-
-class SingleRankGroup:
-    """A communicator of this rank alone."""
-
-    rank, size = 0, 1
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value in a list."""
-        return [value]
 
 
 def check_cut(comm: Communicator, nodes: Nodes, cut: SplitModel, x: Any, *, everywhere: bool) -> None:
@@ -64,7 +55,6 @@ def check_cut(comm: Communicator, nodes: Nodes, cut: SplitModel, x: Any, *, ever
 
 def _compare_mode(nodes: Nodes, cut: SplitModel, inputs: Sequence[tf.Tensor], *, training: bool) -> str:
     """Compare in one mode; return why nothing can be compared, if so."""
-    how = "in training" if training else "in evaluation"
     graph = cut.graph
     names = [name for name in dict.fromkeys(n for part in cut.parts for n in part.gives) if not name.endswith(MASK)]
     every = keras.Model(graph.inputs, [nodes.tensors[name] for name in names], name=graph.name)
@@ -77,17 +67,16 @@ def _compare_mode(nodes: Nodes, cut: SplitModel, inputs: Sequence[tf.Tensor], *,
     try:
         expected = _run(graph, cut, _with_variables(graph, whole))
     except Exception as error:
-        return f"it does not run {how} ({type(error).__name__}: {str(error)[:300]})"
+        return f"it does not run {mode(training)} ({type(error).__name__}: {str(error)[:300]})"
     try:
         own = _run(graph, cut, _in_stages(cut, inputs, training=training))
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UsageError(f"pipeline: the split model fails {how}, and the whole model does not: {said}") from error
+        raise UsageError(cut_failure(training, error)) from error
     try:
-        compare_with_original(SingleRankGroup(), expected, own, when=how)
+        compare_with_original(SingleRank(), expected, own, when=mode(training))
     except UsageError:
         if _differs(expected, _run(graph, cut, _with_variables(graph, whole))):
-            return f"it returns different values in each run {how}"
+            return f"it returns different values in each run {mode(training)}"
         raise
     return ""
 
@@ -188,7 +177,7 @@ def _float64(value: Any) -> tf.Tensor:
 
 def _differs(one: ModelRun, other: ModelRun) -> bool:
     try:
-        compare_with_original(SingleRankGroup(), one, other)
+        compare_with_original(SingleRank(), one, other)
     except UsageError:
         return True
     return False

@@ -89,46 +89,52 @@ def pipeline(
         pipe.compile(optimizer="adam", loss="mse", metrics=["mae"])
         pipe.fit(x, y, epochs=3)
 
-    or, step by step, with `loss=` and `optimizer=` here instead of compile:
+    or, step by step, with `loss` and `optimizer` here instead of compile:
 
         loss = pipe.step(x, y); pipe.apply_gradients()
 
-    model: a keras.Sequential, a functional model, or a list of layers that begins with a keras.Input; the pipeline uses
-    its layers, not copies. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev",
-    "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: the number of
-    parts into which a batch is cut, along the first dimension. loss: as compile() takes it, of (target, output).
+    Collective.
 
-    split: "auto" (even bytes of weights), "time" (even time, as measured), or the number of operations of each stage,
-    or the names of the layers with which the later stages begin, or a function of the model that returns one of these.
-    stages: the total number, if a rank has several.
+    Args:
+        model: A keras.Sequential, a functional model, or a list of layers that begins with a keras.Input; the pipeline
+            uses its layers, not copies.
+        ranks: The ranks of the stages, such as `mesh["pp"]`.
+        schedule: A name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream",
+            "pipedream_2bw"), the path of a CSV file, or a Schedule; "auto" chooses by simulated time, from the measured
+            cost of each layer: `pipe.why` explains the choice.
+        microbatches: The number of microbatches of a batch, cut along the first dimension.
+        loss: As compile() takes it, of (target, output); None: compile() has it.
+        split: "auto" (even bytes of weights), "time" (even time, as measured), the number of operations of each stage,
+            the names of the layers with which the later stages begin, or a function of the model that returns one of
+            these.
+        stages: The total number of stages, if a rank has several; None: as the schedule says.
+        checkpoint: The activations kept between forward and backward: "none" recomputes nothing, "selective" keeps the
+            results of products (except those within loops), "full" keeps only a stage's inputs; or one of these words
+            for each of some layers, by patterns of their names, {"block*": "full", "*.attention": "selective"}, or a
+            function of a layer's name and the layer: each such layer is recomputed separately. Schedules that split
+            backwards recompute everything that is not kept.
+        batch_norm: "microbatch" updates running statistics with each microbatch, "batch" once with those of the whole
+            batch.
+        codec: The compression of activations and their gradients, such as "bf16" or "int8"; or a mapping by link: {(0,
+            1): "bf16", (1, 0): "int8"}; None: none.
+        weigh: The number of terms in the mean of a microbatch's loss, where Keras' own losses do not determine it: a
+            function of its target and, if it takes them, `inputs` and `sample_weight`; or "rows", or "sum" for a loss
+            that is a sum.
+        rows: The dimension of rows in x, y and output, if it is not the first: see `commlib.pipeline.rows`; for example
+            {"x": (0, "whole"), "output": 1}.
+        optimizer: As compile() takes it; for replicas, a DistributedOptimizer(..., mesh=mesh); None: compile() has it.
+        every: The number of microbatches between updates, in schedules that update weights themselves.
+        example: An x with the rows of one microbatch, on rank 0, which then compares the stages, one after another,
+            with the whole model: values, gradients and the variables that layers write, in training and in evaluation.
+            Needed by schedule="auto" and split="time".
+        memory: With "auto": the most bytes of activations on a rank; None: any.
+        verify: A complete batch, x or (x, y), the same on every rank: all ranks make the comparison of `example`, and
+            compare an evaluation by the pipeline, too. The model does not change.
 
-    schedule="auto" chooses by simulated time, from the measured cost of each part of the model, with at most `memory`
-    bytes of activations on a rank: `pipe.why` gives the reasons. Both need example=, an x with the rows of one
-    microbatch, on rank 0. If there is an example, rank 0 compares the stages, one after another, with the whole model:
-    values, gradients and the variables that layers write, in training and in evaluation. verify: a complete batch, x or
-    (x, y), the same on every rank: all ranks make this comparison, and compare an evaluation by the pipeline, too. The
-    model does not change.
-
-    checkpoint: which activations are kept between forward and backward: "none" recomputes nothing, "selective" keeps
-    the results of products (except those within loops), "full" keeps only a stage's inputs; or one of these words for
-    each of some layers, by patterns of their names, {"block*": "full", "*.attention": "selective"}, or a function of a
-    layer's name and the layer: each such layer is recomputed separately. Schedules that split backwards recompute
-    everything that is not kept. batch_norm: "microbatch" updates moving statistics with each microbatch, "batch" once
-    with those of the whole batch.
-
-    codec: the wire format of activations and their gradients, such as "bf16" or "int8"; or a mapping from pairs of
-    stages: {(0, 1): "bf16", (1, 0): "int8"}. weigh: the number of terms in the mean of a microbatch's loss, where
-    Keras' own losses do not determine it: a function of its target and, if it takes them, `inputs` and `sample_weight`;
-    or "rows", or "sum" for a loss that is a sum.
-
-    rows: the row dimension of x, y and output, if it is not the first: see `commlib.pipeline.rows`; such as {"x": (0,
-    "whole"), "output": 1}.
-
-    optimizer: as compile() takes it; for replicas, a DistributedOptimizer(..., mesh=mesh). every: microbatches between
-    updates, in schedules that update weights while they run; they use the compiled optimizer.
-
-    Collective. Raises UsageError for arguments that are invalid on this rank, or on all ranks if a check finds a
-    difference, MismatchError on all ranks if their arguments differ, ScheduleError for a schedule that cannot run.
+    Raises:
+        UsageError: For arguments that are invalid on this rank, or on all ranks if a check finds a difference.
+        MismatchError: On all ranks if their arguments differ.
+        ScheduleError: For a schedule that cannot run.
     """
     check_batch_norm(batch_norm)
     if isinstance(weigh, Mapping):

@@ -1,4 +1,4 @@
-"""Forward: run a Keras model unsharded, or as one rank with its shards, and keep the values."""
+"""Forward: run a Keras model unsharded, or as one rank with its shards, and keep the values of its calls."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from commlib_tensorflow.tensor._weights import sharded_weights
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.embedding import VocabularyEmbedding
+from commlib_tensorflow.tensor.moves import gather, scatter
 from commlib_tensorflow.tensor.reversible import VocabularyReversibleEmbedding
 from commlib_tensorflow.tensor.tracing import Layers, TraceRecorder, concrete, graph_of
 
@@ -179,3 +180,21 @@ def _use_styles(changes: list[tuple[Any, Style]]) -> Iterator[None]:
 def _array(tensor: Any) -> Array:
     found: Array = np.empty(0) if tensor is None else tensor.numpy()
     return found
+
+
+def split_calls(
+    axis: ParallelAxis, call: ModelCall, dims: Mapping[int, int], *, is_part: bool
+) -> tuple[ModelCall, ModelCall]:
+    """Return the full call and this rank's, as `commlib.tensor_parallel.checks.numeric_checks.ModelRunner` defines.
+
+    call: with shards of sequences if `is_part`, else the full one. Collective.
+    """
+    with tf.init_scope():
+        given = list(numbers_of(call).tensors)
+        if is_part:  # a spec without values gets different ones on each rank
+            own = numbers_of(call, seed=axis.rank).tensors
+            given = [own[at] if at in dims else one for at, one in enumerate(given)]
+        move = gather if is_part else scatter
+        changed = [move(one, axis, dims[at]) if at in dims else one for at, one in enumerate(given)]
+    before, after = call.with_tensors(tuple(given)), call.with_tensors(tuple(changed))
+    return (after, before) if is_part else (before, after)

@@ -15,8 +15,8 @@ from commlib_tensorflow._host_calls import result_empty
 from commlib_tensorflow.tensor._block_masks import BlockMask
 from commlib_tensorflow.tensor._blocks import attend, batch_of
 from commlib_tensorflow.tensor._ring import RingCall, ring_attention
-from commlib_tensorflow.tensor._row_ranges import take_ranges
 from commlib_tensorflow.tensor.moves import redistribute
+from commlib_tensorflow.tensor.sequences import take_ranges
 
 
 def attention_by_heads(

@@ -12,14 +12,13 @@ from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.shard_sharing import Sharers, sharers_of
-from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._file_layers import FileLayer, refuse_configuration
 from commlib_tensorflow.tensor._lora import add_lora, factors, kernel_of, sharded_factors
-from commlib_tensorflow.tensor._sharding import report_unsharded_shape, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings, report_unsharded_shape, shard_variables
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
 from commlib_tensorflow.tensor.moves import copy, redistribute
@@ -52,8 +51,16 @@ class ShardedLayer(FileLayer):
         """Raise UsageError: a layer constructed sharded needs an axis. One sharded by a plan becomes a plain layer."""
         raise refuse_configuration(cls.__name__)
 
-    def keep(self, what: str, axis: ParallelAxis, style: Any, sharding: Sharding) -> None:
-        """Store the axis, style and sharding of the layer."""
+    def shardings(self, what: str, style: Any) -> Shardings:
+        """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
+        raise NotImplementedError
+
+    def become(self, what: str, axis: ParallelAxis, style: Any) -> None:
+        """Shard a plain layer in place."""
+        shardings = self.shardings(what, style)
+        shard_variables(what, axis, shardings)
+        sharding = shardings[0][1]
+        self.supports_jit = False
         self.axis, self.style, self.sharding = axis, style, sharding
         self.sharers = sharers_of(axis, sharding)
         regularize_activity(self, axis, style, sharding.copies(axis.size))

@@ -1,21 +1,26 @@
-"""Shard a Keras variable: the object stays the same, but holds one rank's shard of its values."""
+"""Shard a Keras variable: the object stays the same, but holds one rank's shard, also when it is read from a file."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import keras
 
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.sharding.shards import Shard
 from commlib.tensor_parallel.checks.axis_equality import begin
 from commlib.tensor_parallel.run.divisibility import Divisibility
+from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import mark, shard_of, whole_shape
+from commlib_tensorflow.pipelines._updates import lists_of
 from commlib_tensorflow.tensor._constraints import check_constraint
 from commlib_tensorflow.tensor._export_checks import watch_exports
+from commlib_tensorflow.tensor._file_layers import ShardReader
 from commlib_tensorflow.tensor._gathering import regularize_whole
-from commlib_tensorflow.tensor._optimizer_files import watch_reading
 from commlib_tensorflow.tensor._penalties import watch_penalties
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
@@ -64,3 +69,35 @@ def shard_variables(what: str, axis: ParallelAxis, shardings: Shardings) -> None
         variable._shape = own.shape
         mark(variable, shard)
         regularize_whole(variable, shard)
+
+
+_LOAD = "load_own_variables"
+
+
+def watch_reading() -> None:
+    """Make optimizers of sharded weights read files of unsharded ones, from now on."""
+    replace(next(kind for kind in keras.optimizers.Optimizer.__mro__ if _LOAD in vars(kind)), _LOAD, _wrap_load)
+
+
+def _wrap_load(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_own_variables(self: Any, store: Any) -> Any:
+        weights = _weights_of(getattr(self, "inner_optimizer", self))
+        if weights:
+            store = ShardReader(store, [weights.get(id(variable), variable) for variable in self.variables])
+        return original(self, store)
+
+    return load_own_variables
+
+
+def _weights_of(optimizer: Any) -> dict[int, Any]:
+    """Return the sharded weights whose optimizer state has their shape, by the ids of the state's variables."""
+    found = {}
+    for variables in lists_of(optimizer).values():
+        for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
+            shard = shard_of(weight)
+            if shard is None or not isinstance(shard.sharding, Sharding) or variable is None:
+                continue
+            if tuple(variable.shape) == tuple(weight.shape):
+                found[id(variable)] = weight
+    return found

@@ -12,6 +12,7 @@ from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
 from commlib.sharding.axis import AxisRanks
+from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration
 from commlib_tensorflow.tensor._sharded_layer import is_elementwise
@@ -20,14 +21,50 @@ from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.streams import dropout
 
 
+class _ParallelBlock(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A block that is constructed sharded. width: of its inputs."""
+
+    width: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        """Raise UsageError: the layer needs an axis."""
+        raise refuse_configuration(cls.__name__)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the base configuration, without the axis that a clone would need."""
+        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
+        return found
+
+    def _check_width(self, shape: Any) -> None:
+        if shape[-1] != self.width:
+            raise UsageError(f"{type(self).__name__}: its input has {shape[-1]} features, expected width={self.width}")
+
+
 @keras.saving.register_keras_serializable("commlib")
-class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class ParallelAttention(_ParallelBlock):
     """Self-attention with sharded heads: one fused layer for Q, K and V, and one for the output.
 
-    width: of inputs and outputs, (batch, sequence, width). kv_heads: the number of K and V heads, each shared by
-    equally many heads of Q; these are sharded over the ranks. causal: no position sees a later one. dropout: of the
-    attention weights in training. sequence: the dimension along which inputs and outputs are sharded, None for
-    unsharded ones. On an axis of one rank it is the unsharded layer. Raises UsageError for sizes that do not fit.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (batch, sequence, width).
+        heads: The number of heads of queries.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        kv_heads: The number of K and V heads, each shared by equally many heads of Q; these are sharded over the ranks.
+        causal: No position sees a later one.
+        bias: Whether the layer has a bias.
+        dropout: The share of attention weights that is dropped in training.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For sizes that do not fit.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(tf.ones([1, 3, 8])).shape.as_list()
+        [1, 3, 8]
     """
 
     def __init__(
@@ -44,12 +81,8 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        shared, units = axis_of(ranks, "ParallelAttention"), kv_heads or heads
-        if width % heads or heads % units:
-            raise UsageError(
-                f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: width must be a multiple of "
-                "heads, and heads a multiple of kv_heads"
-            )
+        shared, units = axis_of(ranks, "ParallelAttention"), heads if kv_heads is None else kv_heads
+        check_attention("ParallelAttention", width, heads, units, dropout)
         self.supports_jit = False
         self.width, self.features, self.groups = width, width // heads, heads // units
         self.causal, self.dropout = causal, dropout
@@ -77,7 +110,7 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
 
     def build(self, input_shape: Any) -> None:
         """Create the weights. Collective."""
-        _check_width(self, input_shape)
+        self._check_width(input_shape)
         self.qkv.build(input_shape)
         self.output_dense.build(input_shape)
         options = {"causal": self.causal, "dropout": self.dropout, "groups": self.groups}
@@ -107,28 +140,34 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
             wide = tf.where(tf.cast(mask, tf.bool)[:, :, tf.newaxis], wide, wide.dtype.min)
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
 
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: the layer needs an axis."""
-        raise refuse_configuration(cls.__name__)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the base configuration, without the axis that a clone would need."""
-        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
-        return found
-
     def compute_output_shape(self, inputs_shape: Any, attention_mask_shape: Any = None) -> Any:
         """Return the shape of unsharded outputs."""
         return inputs_shape
 
 
 @keras.saving.register_keras_serializable("commlib")
-class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class ParallelMLP(_ParallelBlock):
     """The MLP of a transformer with sharded hidden units: a column-sharded layer, then a row-sharded one.
 
-    width: of inputs and outputs, (..., width). gated: activation(gate) * up, both in one fused layer. sequence: the
-    dimension along which inputs and outputs are sharded, None for unsharded ones. On an axis of one rank it is the
-    unsharded layer. Raises UsageError for an activation that depends on all hidden units.
+    On an axis of one rank it is the unsharded layer.
+
+    Args:
+        width: The features of inputs and outputs, (..., width).
+        hidden: The features between both layers.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        gated: activation(gate) * up, both in one fused layer.
+        activation: The name of an activation, or an elementwise function.
+        sequence: The dimension along which inputs and outputs are sharded, None for unsharded ones.
+        bias: Whether the layer has a bias.
+        **kwargs: Arguments of a Keras layer.
+
+    Raises:
+        UsageError: For an activation that depends on all hidden units.
+
+    Examples:
+        >>> layer = ct.ParallelMLP(8, 32, comm)
+        >>> layer(tf.ones([1, 8])).shape.as_list()
+        [1, 8]
     """
 
     def __init__(
@@ -148,7 +187,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         self.supports_jit = False
         self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
         if not is_elementwise(self.activation):
-            raise UsageError(f"ParallelMLP: activation {activation!r} depends on all hidden units, which are sharded")
+            raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")
         common = {"use_bias": bias, "dtype": self.dtype_policy}
         style = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnDense(hidden * (2 if gated else 1), shared, style=style, name="up", **common)
@@ -156,7 +195,7 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
 
     def build(self, input_shape: Any) -> None:
         """Create the weights. Collective."""
-        _check_width(self, input_shape)
+        self._check_width(input_shape)
         self.up.build(input_shape)
         self.down.build(input_shape)
         options = {"gated": self.gated, "activation": self.activation}
@@ -170,21 +209,6 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         gate, up = tf.split(x, 2, -1)
         return self.down(self.activation(gate) * up)
 
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        """Raise UsageError: the layer needs an axis."""
-        raise refuse_configuration(cls.__name__)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the base configuration, without the axis that a clone would need."""
-        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
-        return found
-
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the shape of unsharded outputs."""
         return input_shape
-
-
-def _check_width(layer: Any, shape: Any) -> None:
-    if shape[-1] != layer.width:
-        raise UsageError(f"{type(layer).__name__}: its input has {shape[-1]} features, expected width={layer.width}")

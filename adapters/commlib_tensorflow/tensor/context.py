@@ -20,23 +20,25 @@ import keras
 import tensorflow as tf
 
 from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.errors import UsageError
 from commlib.literals import AttentionMethod, SequenceOrder
-from commlib.sharding.axis import AxisRanks
+from commlib.sharding.axis import AxisRanks, ParallelAxis
+from commlib.tensor_parallel.moves import gather
 from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized
+from commlib_tensorflow._host_calls import no_autograph, refuse_vectorized, result_empty
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
 from commlib_tensorflow.tensor._head_exchange import attention_by_heads
-from commlib_tensorflow.tensor._key_masks import whole_mask
 from commlib_tensorflow.tensor._ring import RingCall, ring_attention
-from commlib_tensorflow.tensor.moves import axis_of
+from commlib_tensorflow.tensor.moves import axis_of, redistribute
 from commlib_tensorflow.tensor.sequences import (
     SequenceLoader,
     loss_mean,
     position_ids,
     shard_sequence,
+    take_ranges,
     unshard_sequence,
 )
 
@@ -64,33 +66,43 @@ def attention(
 ) -> tf.Tensor:
     """Return attention, softmax(q k^T scale) v, over sequences that are sharded over ranks.
 
-    q: (batch, heads, this rank's tokens, head_dim); k and v likewise, or with fewer heads, each shared by equally many
-    heads of q. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and earlier
-    tokens of the whole sequence. scale: by default 1 / sqrt(head_dim); it may be negative. layout: "balanced" or
-    "contiguous", as in `shard_sequence`. length: of the whole sequence; required in a graph, otherwise the sum of the
-    ranks' tokens. documents: the boundaries of packed documents, from the first start to the last end, (0, 5, 11), the
-    same for the whole batch; tokens see only their document.
+    Collective over the axis, and so is its backward, which each rank must run, even without tokens.
 
-    window: (left, right), the number of positions before and after its own that a token sees, -1 for all; with `causal`
-    none after. A sliding window of n tokens, as Mistral's, is (n - 1, 0). key_mask: bool (batch, this rank's tokens),
-    False for keys that are hidden from all queries, such as padding. mask: of this rank's queries over all keys in the
-    sequence's order, (batch or 1, heads or 1, this rank's tokens or 1, tokens of the whole sequence), or without the
-    first one or two dimensions: bool, True for visible keys, or floats that are added to scores, and get a gradient,
-    that of this rank's queries. With several masks a token sees only the keys that all of them allow; a token without
-    visible keys gets zeros, and contributes no gradient.
+    Returns (batch, heads, this rank's tokens, head_dim of v).
 
-    dropout_p: the share of weights that is dropped, 0 in evaluation. seed: for dropout, a `keras.random.SeedGenerator`,
-    the result of its `next()`, or a number; each rank passes one, and that of the axis' first rank is used. The same
-    weights are dropped on any number of ranks, by either method. Draw the seed outside of a function that
-    `tf.recompute_grad` calls twice. Heads that are sharded over other ranks with the same stream, as along "tp", would
-    drop the same weights: pass `streams.own(generator.next(), mesh["tp"])`.
+    Args:
+        q: (batch, heads, this rank's tokens, head_dim); k and v likewise, or with fewer heads, each shared by equally
+            many heads of q.
+        k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
+        v: Values, like `k`; head_dim may be another.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        causal: A token sees itself and earlier tokens of the whole sequence.
+        scale: By default 1 / sqrt(head_dim); it may be negative.
+        layout: "balanced" or "contiguous", as in `shard_sequence`.
+        length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
+        documents: The boundaries of packed documents, from the first start to the last end, (0, 5, 11), the same for
+            the whole batch; tokens see only their document.
+        window: (left, right), the number of positions before and after its own that a token sees, -1 for all; with
+            `causal` none after. A sliding window of n tokens, as Mistral's, is (n - 1, 0).
+        mask: A mask of this rank's queries over all keys in the sequence's order, (batch or 1, heads or 1, this rank's
+            tokens or 1, tokens of the whole sequence), or without the first one or two dimensions: bool, True for
+            visible keys, or floats that are added to scores, and get a gradient, that of this rank's queries. With
+            several masks a token sees only the keys that all of them allow; a token without visible keys gets zeros,
+            and contributes no gradient.
+        key_mask: Bool (batch, this rank's tokens), False for keys that are hidden from all queries, such as padding.
+        method: "ring": keys and values travel round the ranks while blocks are computed; a rank never has the whole
+            sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there
+            are fewer heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
+        dropout_p: The share of weights that is dropped, 0 in evaluation.
+        seed: The seed of dropout: a `keras.random.SeedGenerator`, the result of its `next()`, or a number; each rank
+            passes one, and that of the axis' first rank is used. The same weights are dropped on any number of ranks,
+            by either method. Draw the seed outside of a function that `tf.recompute_grad` calls twice. Heads that are
+            sharded over other ranks with the same stream, as along "tp", would drop the same weights: pass
+            `streams.own(generator.next(), mesh["tp"])`.
 
-    method: "ring": keys and values travel round the ranks while blocks are computed; a rank never has the whole
-    sequence. "all_to_all" (Ulysses): a rank gets the whole sequence of some heads, in two exchanges; if there are fewer
-    heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
-
-    Collective over the axis, and so is its backward, which each rank must run, even without tokens. Raises UsageError
-    for invalid arguments, MismatchError on all ranks if arguments differ among ranks.
+    Raises:
+        UsageError: For invalid arguments.
+        MismatchError: On all ranks if arguments differ among ranks.
     """
     refuse_vectorized()
     over = axis_of(ranks, "attention")
@@ -141,3 +153,20 @@ def _number(seed: Any) -> Any:
 
 
 _SEED = (1 << 62) - 1
+
+
+def whole_mask(
+    mask: tf.Tensor | None, key_mask: tf.Tensor | None, axis: ParallelAxis, layout: SequenceLayout
+) -> tf.Tensor | None:
+    """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a mask of keys."""
+    found = None
+    if mask is not None:
+        found = take_ranges(mask[(tf.newaxis,) * (4 - mask.shape.rank)], layout.by_rank, 3)
+    if key_mask is None:
+        return found
+    plain = ParallelAxis(axis.comm, empty=result_empty)
+    keys = tf.cast(redistribute(tf.cast(key_mask, tf.uint8), plain, gather(1, lengths=layout.counts)), tf.bool)
+    keys = keys[:, tf.newaxis, tf.newaxis]
+    if found is None:
+        return keys
+    return found & keys if found.dtype == tf.bool else tf.where(keys, found, tf.constant(-float("inf"), found.dtype))

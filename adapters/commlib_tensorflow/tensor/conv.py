@@ -24,7 +24,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor.moves import redistribute
 
 
@@ -40,13 +40,6 @@ class ColumnConv(ShardedLayer):
         if self.bias is not None:
             found.append((self.bias, Sharding(shape[-1:], 0, parts, style.units)))
         return [*found, *sharded_factors(self, found[0][1])]
-
-    def become(self: Any, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain convolution in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
 
     def call(self: Any, inputs: Any) -> Any:
         """Return this rank's channels, or all of them."""
@@ -70,10 +63,7 @@ class RowConv(ShardedLayer):
 
     def become(self: Any, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain convolution in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.input_spec = keras.layers.InputSpec(min_ndim=self.rank + 2)
 
     def call(self: Any, inputs: Any) -> Any:

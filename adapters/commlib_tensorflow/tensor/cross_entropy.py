@@ -11,16 +11,23 @@ import tensorflow as tf
 
 from commlib.comparison.agreement import digest_of, make_or_refuse
 from commlib.comparison.parameter_check import check_agreement
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError
 from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.moves import REDUCE
-from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
+from commlib.tensor_parallel.run.loss_checks import (
+    ROWS,
+    WHAT,
+    TensorForm,
+    check_arguments,
+    check_vocabulary,
+    different_logits,
+    refuse_targets,
+    refuse_whole,
+    stride,
+)
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._host_calls import Spec, call_in_order, no_autograph, refuse_vectorized
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
-
-_WHAT = "vocabulary_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 @no_autograph
@@ -37,24 +44,43 @@ def vocabulary_cross_entropy(
 ) -> tf.Tensor:
     """Return the cross-entropy of logits whose vocabulary is sharded over the ranks of an axis.
 
-    Like PyTorch's over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target: token
-    ids (...), of the full vocabulary. weight: one for each token of the full vocabulary, without a gradient. Both
-    are the same on every rank. ignore_index: None, if no target is to be ignored. vocabulary: the total number of
-    tokens, to check it. Returns float32, or float64 for float64 logits: the sum, or the weighted mean, over the rows
-    that are not ignored (nan if there are none), or with "none" the loss of each row (...), 0 for ignored rows.
+    Like PyTorch's over the last dimension.
 
-    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks, also
-    for unsharded logits (the same on all ranks; not checked if `vocabulary` is given, which rules them out), and
-    MismatchError if ranks have different targets, weights or options.
+    Collective: two reductions of a few numbers for each row; none in the backward.
+
+    Targets and weights are the same on every rank.
+
+    Returns float32, or float64 for float64 logits: the sum, or the weighted mean, over the rows that are not ignored
+    (nan if there are none), or with "none" the loss of each row (...), 0 for ignored rows.
+
+    Args:
+        logits: (..., this rank's tokens), of any floating dtype.
+        target: Token ids (...), of the full vocabulary.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        weight: One number for each token of the full vocabulary, without a gradient.
+        ignore_index: The target whose rows do not count; None: none.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        reduction: "mean", "sum" or "none".
+        vocabulary: The total number of tokens, to check it.
+
+    Raises:
+        UsageError: On all ranks, also for unsharded logits (the same on all ranks; not checked if `vocabulary` is
+            given, which rules them out).
+        MismatchError: If ranks have different targets, weights or options.
     """
     refuse_vectorized()
     logits, target = as_tensor(logits), as_tensor(target)
-    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, _WHAT)  # a codec must not change sums
+    shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, WHAT)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
+    given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)
+
+    def check() -> None:
+        check_arguments(*given, of_weight, label_smoothing, reduction, plain_loss="Keras' loss")
+
     if tf.executing_eagerly():
-        make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+        make_or_refuse(shared.comm, WHAT, check)
     else:
-        _check(logits, target, weight, label_smoothing, reduction)
+        check()
     wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
@@ -91,9 +117,21 @@ def vocabulary_cross_entropy(
 class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     """The loss of a model with logits sharded by vocabulary, like `SparseCategoricalCrossentropy(from_logits=True)`.
 
-    y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens). ignore_index: like Keras' `ignore_class`, a
-    token whose rows do not count in the mean. weight: for each token of the full vocabulary; it multiplies losses as
-    `sample_weight` does, so Keras' mean is over rows. Metrics of the model would see only some of the tokens.
+    y_true: token ids (...), or (..., 1). y_pred: (..., this rank's tokens).
+
+    Args:
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        ignore_index: Like Keras' `ignore_class`, a token whose rows do not count in the mean.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        weight: One number for each token of the full vocabulary; it multiplies losses as `sample_weight` does, so
+            Keras' mean is over rows. Metrics of the model would see only some of the tokens.
+        vocabulary: The size of the full vocabulary, to be checked.
+        reduction: "mean", "sum" or "none".
+        name: The name of the loss.
+        dtype: The dtype of the loss.
+
+    Examples:
+        model.compile("adam", ct.VocabularyCrossEntropy(mesh["tp"]))
     """
 
     def __init__(
@@ -156,29 +194,23 @@ def _shared_maximum(
             try:
                 mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
             except MismatchError as error:
-                raise MismatchError(
-                    f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
-                    f"{len(words)} rows, and other ranks have others; expected the same rows and dtype on all: {error}"
-                ) from error
+                raise different_logits(axis, options["dtype"], len(words), error) from error
         counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
         if len(set(digests)) > 1:
-            check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", [*lines, *given])
-        _check_words(axis, counts, options["vocabulary"], words if ignored is None else words[words != ignored])
-        if weights and len(weights[0]) != sum(counts):
-            raise UsageError(
-                f"vocabulary_cross_entropy: weight has {len(weights[0])} tokens, expected the {sum(counts)} of the "
-                "full vocabulary, the same on every rank"
-            )
+            check_agreement(axis.comm, f"{WHAT} on {axis.comm.name}", [*lines, *given])
+        check_vocabulary(axis, counts, options["vocabulary"], len(weights[0]) if weights else None)
+        known = words if ignored is None else words[words != ignored]
+        refuse_targets(known[(known < 0) | (known >= sum(counts))], sum(counts))
         most, least = mine[: len(words)], -mine[len(words) : len(words) + rows]
         if options["vocabulary"] is None and axis.size > 1 and rows and np.array_equal(most[:rows], least):
-            refuse_whole(axis, _WHAT, sample, own)
+            refuse_whole(axis, sample, own)
         place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
         return [np.ascontiguousarray(most), place]
 
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), [tf.cast(tf.shape(x)[-1], x.dtype)]], 0)
     sample = tf.stop_gradient(x[:ROWS, :: stride(x.shape[-1])])
     inputs = [mine, target, sample, *([] if weight is None else [weight])]
-    most, place = call_in_order(_WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
+    most, place = call_in_order(WHAT, host, inputs, [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
     return most, place[0], place[1]
 
 
@@ -186,45 +218,5 @@ def _digest(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _check(logits: tf.Tensor, target: tf.Tensor, weight: Any, smoothing: float, reduction: str) -> None:
-    if target.dtype.is_floating:
-        raise UsageError("vocabulary_cross_entropy: the target has class probabilities, expected integers: token ids")
-    if weight is not None and (weight.shape.rank != 1 or not weight.dtype.is_floating):
-        raise UsageError(
-            f"vocabulary_cross_entropy: weight is {weight.dtype.name}{weight.shape}, expected a float for each token "
-            "of the full vocabulary"
-        )
-    if logits.shape.rank and logits.shape[-1] == 0:
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {logits.shape} have no tokens, expected some on each rank: do "
-            "not shard a vocabulary of fewer tokens than ranks, and use Keras' loss"
-        )
-    if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of {logits.dtype.name}{logits.shape}, expected floats with this rank's "
-            "tokens as a last dimension of known length"
-        )
-    if not logits.shape[:-1].is_compatible_with(target.shape):
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {logits.shape} for a target of shape {target.shape}, expected "
-            "one token id for each row of logits"
-        )
-    if not 0 <= smoothing <= 1:
-        raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
-    if reduction not in _REDUCTIONS:
-        raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
-
-
-def _check_words(axis: ParallelAxis, counts: list[int], total: int | None, words: Array) -> None:
-    if total is not None and sum(counts) != total:
-        raise UsageError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} tokens, together "
-            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and use the same axis for the "
-            "layers of all ranks"
-        )
-    wrong = words[(words < 0) | (words >= sum(counts))]
-    if wrong.size:
-        raise UsageError(
-            f"vocabulary_cross_entropy: a target is token {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
-            "ignore_index"
-        )
+def _form_of(x: tf.Tensor) -> TensorForm:
+    return TensorForm(x.dtype.name, None if x.shape.rank is None else x.shape.as_list())

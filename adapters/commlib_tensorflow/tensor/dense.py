@@ -24,7 +24,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
@@ -37,6 +37,12 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
     Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., features), unsharded on every rank, or
     sharded along `sequence`. Returns (..., this rank's units), or all with `gather`. Other arguments: see
     `commlib.tensor_parallel.Column`. Shapes that Keras infers for models are unsharded.
+
+    Args:
+        units: The number of outputs.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(self, units: int, ranks: AxisRanks, *, style: Column | None = None, **kwargs: Any) -> None:
@@ -60,13 +66,6 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
             found.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
         return [*found, *sharded_factors(self, found[0][1])]
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain layer in place."""
-        shardings = ColumnDense.shardings(self, what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
-
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
         x = enter(self, inputs, self.axis, self.style.sequence)
@@ -87,6 +86,12 @@ class VocabularyDense(ColumnDense):
     """The layer that computes logits, sharded by vocabulary: like `ColumnDense`, for the style `Vocabulary`.
 
     Returns (..., this rank's tokens), for `vocabulary_cross_entropy`, or all with `gather`.
+
+    Args:
+        units: The number of outputs.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(self, units: int, ranks: AxisRanks, *, style: Vocabulary | None = None, **kwargs: Any) -> None:
@@ -107,8 +112,14 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
     """A dense layer with sharded inputs: each rank has some rows of the kernel, and outputs are summed.
 
     Like `keras.layers.Dense(units)`, with rank 0's initial values. inputs: (..., this rank's features), or all with
-    `split`. Returns (..., units), unsharded on every rank or sharded along `sequence`. features: the number of inputs
-    of the unsharded layer, by default as Keras infers it.
+    `split`. Returns (..., units), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        units: The number of outputs.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        features: The number of inputs of the unsharded layer, by default as Keras infers it.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
@@ -132,10 +143,7 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # actual inputs are shorter than Keras has recorded
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -26,7 +26,7 @@ from commlib_tensorflow.tensor._sharded_layer import (
     check_inputs,
     check_plain,
 )
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._shared_weights import sum_shared_gradient
 from commlib_tensorflow.tensor.moves import copy, redistribute
 
@@ -35,7 +35,7 @@ class ColumnEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore
     """An einsum layer with one sharded output dimension: the kernel's first, such as d of abc,cde->abde.
 
     inputs: unsharded on every rank, or sharded along `sequence`. Returns this rank's shard of the outputs, or all of
-    them with `gather`. Other arguments: see `commlib.tensor_parallel.Column`.
+    them with `gather`. Arguments are those of `keras.layers.EinsumDense`.
     """
 
     enters = True
@@ -63,9 +63,7 @@ class ColumnEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore
     def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
         """Shard a plain layer in place."""
         shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.dim = Einsum.of(what, self.equation).columns[0].outside
         self.bias_dim = next((sharding.dim for variable, sharding in shardings if variable is self.bias), None)
 
@@ -96,6 +94,7 @@ class RowEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore[mi
 
     inputs: this rank's shard, or all with `split`. Returns the outputs, unsharded on every rank or sharded along
     `sequence`.
+    Arguments are those of `keras.layers.EinsumDense`.
     """
 
     def shardings(self, what: str, style: Row) -> Shardings:
@@ -109,10 +108,7 @@ class RowEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore[mi
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.dim = Einsum.of(what, self.equation).rows[0].outside
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -19,7 +19,7 @@ from commlib_tensorflow.tensor._gathering import gather_outputs
 from commlib_tensorflow.tensor._lora import sharded_factors
 from commlib_tensorflow.tensor._masks import gather_mask, scatter_mask
 from commlib_tensorflow.tensor._sharded_layer import ShardedLayer, check_plain
-from commlib_tensorflow.tensor._sharding import Shardings, shard_variables
+from commlib_tensorflow.tensor._sharding import Shardings
 from commlib_tensorflow.tensor._values import broadcast_rank_0_values
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
@@ -29,8 +29,17 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
     """An embedding with a sharded vocabulary: each rank has some rows of the table, and outputs are summed.
 
     Like `keras.layers.Embedding(input_dim, output_dim)`, with rank 0's initial values. inputs: integers, the same on
-    every rank. Returns (*inputs.shape, output_dim), unsharded on every rank or sharded along `sequence`. Raises
-    UsageError, in a graph InvalidArgumentError, on all ranks for a token that is not in the vocabulary.
+    every rank. Returns (*inputs.shape, output_dim), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        input_dim: The number of token ids.
+        output_dim: The features of the embedding.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For a token that is not in the vocabulary; in a graph InvalidArgumentError, on all ranks.
     """
 
     def __init__(
@@ -58,10 +67,7 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
 
     def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
         """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
+        super().become(what, axis, style)
         self.find_words()
 
     def find_words(self) -> None:
@@ -99,6 +105,7 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
 
     inputs: integers, the same on every rank, or sharded along `sequence`. Returns (*inputs.shape, this rank's
     features), or all with `gather`.
+    Arguments are those of `keras.layers.Embedding`.
     """
 
     def shardings(self, what: str, style: Column) -> Shardings:
@@ -107,13 +114,6 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
         parts = parts_of(what, style.parts, self.output_dim)
         found = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
         return [(self._embeddings, found), *sharded_factors(self, found)]
-
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_variables(what, axis, shardings)
-        self.supports_jit = False
-        self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of token ids, or all of them."""

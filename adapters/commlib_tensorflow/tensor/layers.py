@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
+from commlib.tensor_parallel.plan import no_layer
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
 from commlib_tensorflow.tensor._sharding import Shardings, check_division
@@ -63,10 +64,7 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
         return subclass_around(ReplicatedLayer, plain)
     if isinstance(style, Sequence):
         return subclass_around(ShardwiseLayer, plain)
-    able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
-    raise UsageError(
-        f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
-    )
+    raise no_layer(name, plain, style, _LAYERS)
 
 
 def _check_own_call(name: str, layer: Any) -> None:

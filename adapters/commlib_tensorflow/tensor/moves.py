@@ -27,19 +27,47 @@ from commlib_tensorflow.tensor._comparison import note_gradient
 
 @no_autograph
 def copy(x: Any, ranks: AxisRanks) -> tf.Tensor:
-    """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed."""
+    """Return `x`, replicated on every rank, for use in rank-dependent computation: its gradients are summed.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.copy(tf.ones([2]), comm).numpy()
+        array([1., 1.], dtype=float32)
+    """
     return redistribute(as_tensor(x), axis_of(ranks, "copy"), COPY)
 
 
 @no_autograph
 def reduce(x: Any, ranks: AxisRanks) -> tf.Tensor:
-    """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions."""
+    """Return the sum of `x` over the ranks, on each rank. Collective, like the following functions.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.reduce(tf.ones([2]), comm).numpy()
+        array([2., 2.], dtype=float32)
+    """
     return redistribute(as_tensor(x), axis_of(ranks, "reduce"), REDUCE)
 
 
 @no_autograph
 def scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
-    """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more."""
+    """Return this rank's shard along `dim` of `x`, which is replicated. The first ranks have one row more.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.scatter(tf.zeros([4, 3]), comm, 0).shape.as_list()
+        [2, 3]
+    """
     return redistribute(as_tensor(x), axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
@@ -47,20 +75,49 @@ def scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
 def gather(x: Any, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
     """Return the shards of all ranks, concatenated along `dim`; their lengths may differ.
 
-    partial: the result is used in rank-dependent computation, so its gradients are summed.
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+        partial: The result is used in rank-dependent computation, so its gradients are summed.
+
+    Examples:
+        >>> ct.tensor.gather(tf.constant([comm.rank]), comm, 0).numpy()
+        array([0, 1], dtype=int32)
     """
     return redistribute(as_tensor(x), axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
 @no_autograph
 def reduce_scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
-    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.reduce_scatter(tf.ones([4]), comm, 0).numpy()
+        array([2., 2.], dtype=float32)
+    """
     return redistribute(as_tensor(x), axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
 @no_autograph
 def all_to_all(x: Any, ranks: AxisRanks, divide: int, join: int) -> tf.Tensor:
-    """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`."""
+    """Split `x` along dimension `divide` over the ranks, and concatenate the received parts along `join`.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        divide: The dimension along which `x` is split.
+        join: The dimension along which received pieces are joined.
+
+    Examples:
+        >>> ct.tensor.all_to_all(tf.zeros([2, 4]), comm, divide=1, join=0).shape.as_list()
+        [4, 2]
+    """
     return redistribute(as_tensor(x), axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 

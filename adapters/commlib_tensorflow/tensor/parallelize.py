@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
 from commlib.comparison.agreement import agree_on_call, run_together
 from commlib.comparison.parameter_check import check_agreement
@@ -20,11 +22,10 @@ from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, check_numbers
 from commlib.tensor_parallel.styles import PerRank, Style
 from commlib_tensorflow._host_calls import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor._built_optimizers import watch_earlier_optimizers
 from commlib_tensorflow.tensor._callbacks import watch_callbacks
 from commlib_tensorflow.tensor._file_layers import disguise_class
-from commlib_tensorflow.tensor._layer_changes import watch_changes
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
 from commlib_tensorflow.tensor._structure import structure_of
 from commlib_tensorflow.tensor._values import use_rank_0_values
@@ -50,28 +51,38 @@ def parallelize(
     """Shard the layers that `plan` names over `ranks`, such as `mesh["tp"]`, and return `model`.
 
     The model stays the same object, and so do its layers and variables, with rank 0's values; sharded variables become
-    smaller. plan: styles by patterns of layers' names from the model down, `{"block_*/up": Column(), "block_*/down":
-    Row()}`; or, like Keras' LayoutMap, axes by patterns (regular expressions) of variables' paths, `{"up/kernel":
-    (None, "tp")}`; or "auto" for models like transformers, where rank 0 prints the plan as a table. The model must be
-    built; compile it before or after. Existing optimizer state is sharded, too.
-
-    verify: a batch with which the model is called, the same on all ranks: one forward and backward is compared with the
-    unsharded model, whose values are kept for that time. example: a batch on which the plan is checked by
-    `commlib.tensor_parallel.rules`, with a comparison of values if the rules cannot decide, before anything is sharded;
-    it may consist of `tf.TensorSpec`s, which get random values. Functional and Sequential models need none: their
-    inputs are known. Others are checked at their first call. codec: the wire format of activations and their gradients,
-    such as "bf16". divided_output: the model's outputs may stay sharded. Logits of `Vocabulary()` without gather always
-    may, for `vocabulary_cross_entropy`: Keras' losses and metrics, argmax and generate() would see only this rank's
-    tokens; with gather=True they see all.
+    smaller. The model must be built; compile it before or after. Existing optimizer state is sharded, too. Functional
+    and Sequential models are checked here, others at their first call.
 
     All ranks of the axis need the same rows: if their seeds differ, or none was set, they get the same seed here, so
     that `fit` shuffles in the same order. A regularizer of a sharded variable has the gradient and the loss of the
     unsharded one.
 
-    Collective. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes results, and
-    for jit_compile=True, also later, because XLA cannot call the host; MismatchError if ranks have different models or
-    plans. After an error the model is unchanged, unless it was already sharded when a check failed (verify=, example=):
-    then it must be constructed again.
+    Collective. After an error the model is unchanged, unless it was already sharded when a check failed (`verify`,
+    `example`): then it must be constructed again.
+
+    Args:
+        model: A model of Keras 3 or tf_keras.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        plan: Styles by patterns of layers' names from the model down, `{"block_*/up": Column(), "block_*/down":
+            Row()}`; or, like Keras' LayoutMap, axes by patterns (regular expressions) of variables' paths,
+            `{"up/kernel": (None, "tp")}`; or "auto" for models like transformers, where rank 0 prints the plan as a
+            table.
+        verify: A batch with which the model is called, the same on all ranks: one forward and backward is compared with
+            the unsharded model, whose values are kept for that time.
+        example: A batch on which the plan is checked by `commlib.tensor_parallel.rules`, with a comparison of values if
+            the rules cannot decide, before anything is sharded; it may consist of `tf.TensorSpec`s, which get random
+            values.
+        codec: The wire format of activations and their gradients, such as "bf16"; None: as they are.
+        divided_output: Whether the model's output may stay sharded. Logits of `Vocabulary()` without gather always may,
+            for `vocabulary_cross_entropy`: Keras' losses and metrics, argmax and generate() would see only this rank's
+            tokens; with gather=True they see all.
+        report: A function that gets the text that rank 0 reports about "auto".
+
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit, breaks a rule, or changes results, and for
+            jit_compile=True, also later, because XLA cannot call the host.
+        MismatchError: If ranks have different models or plans.
     """
     axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec, empty=result_empty)
@@ -180,3 +191,43 @@ def _describe(variable: Any) -> str:
     """Return a variable's dtype and unsharded shape, which ranks compare."""
     shard = shard_of(variable)
     return f"{variable.dtype}{list(variable.shape if shard is None else shard.sharding.shape)}"
+
+
+_CHECK = "_check_variables_are_known"
+
+
+def watch_earlier_optimizers() -> None:
+    """Make optimizers outside of a model, as in custom training loops, find their variables again after sharding."""
+    kinds = [kind for kind in keras.optimizers.Optimizer.__mro__ if _CHECK in vars(kind)]
+    for kind in kinds[:1]:  # a Keras without this method needs no change
+        replace(kind, _CHECK, _wrap_known_check)
+
+
+def _wrap_known_check(original: Any) -> Any:
+    @functools.wraps(original)
+    def _check_variables_are_known(self: Any, variables: Any) -> Any:
+        known = self._trainable_variables_indices
+        if any(shard_of(variable) is not None and self._var_key(variable) not in known for variable in variables):
+            with tf.init_scope():
+                shard_optimizer(self)
+        return original(self, variables)
+
+    return _check_variables_are_known
+
+
+def watch_changes() -> None:
+    """Make sharded models be checked again after a Sequential in them has changed."""
+    for name in ("add", "pop"):
+        replace(keras.Sequential, name, _wrap_change)
+
+
+def _wrap_change(original: Any) -> Any:
+    @functools.wraps(original)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        for layer in self._flatten_layers():
+            check = getattr(layer, "plan_check", None)
+            if check is not None:
+                check.change()
+        return original(self, *args, **options)
+
+    return told

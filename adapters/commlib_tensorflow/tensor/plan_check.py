@@ -38,10 +38,9 @@ from commlib_tensorflow._recomputation_check import Recomputation, recomputation
 from commlib_tensorflow.tensor._call_context import current_call, is_running, isolate_call
 from commlib_tensorflow.tensor._call_hooks import hook_calls
 from commlib_tensorflow.tensor._calls import ModelCall, is_trained, kind_of_call
-from commlib_tensorflow.tensor._forward import can_run_whole, forward
+from commlib_tensorflow.tensor._forward import can_run_whole, forward, split_calls
 from commlib_tensorflow.tensor._numbers import styles_of_numbers
 from commlib_tensorflow.tensor._runs import run_model
-from commlib_tensorflow.tensor._sequence_calls import split_calls
 from commlib_tensorflow.tensor._sharded_layer import gives_part
 from commlib_tensorflow.tensor._weights import sharded_weights
 from commlib_tensorflow.tensor.layers import check_layers, find_layer

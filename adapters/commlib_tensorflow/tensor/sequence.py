@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
+from commlib.tensor_parallel.features import check_norm
 from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._activity import check_activity, regularize_activity
 from commlib_tensorflow.tensor._comparison import note_input
@@ -26,8 +27,10 @@ Other layers are tried on shards.
 """
 
 
-class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: ignore[misc]  # Keras has no types
-    """A layer norm of a sequence shard: weights are replicated, and the ranks' parts of their gradient summed."""
+class _SequenceNorm:
+    """A norm of a sequence shard."""
+
+    axis: Any
 
     def shardings(self, what: str, style: Sequence) -> Shardings:
         """Return no shardings. Raises UsageError for a dimension that the norm reduces over."""
@@ -40,6 +43,10 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
         self.supports_jit = False
         self.divided_axis, self.style = axis, style
         regularize_activity(self, axis, style)
+
+
+class SequenceLayerNormalization(_SequenceNorm, keras.layers.LayerNormalization):  # type: ignore[misc]  # Keras has no types
+    """A layer norm of a sequence shard: weights are replicated, and the ranks' parts of their gradient summed."""
 
     def call(self, inputs: Any) -> Any:
         """Return the norm of a shard."""
@@ -51,20 +58,8 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
         return tf.cast(found, self.compute_dtype)
 
 
-class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[misc]  # Keras has no types
+class SequenceRMSNormalization(_SequenceNorm, keras.layers.RMSNormalization):  # type: ignore[misc]  # Keras has no types
     """An RMS norm of a sequence shard: weights are replicated, and the ranks' parts of their gradient summed."""
-
-    def shardings(self, what: str, style: Sequence) -> Shardings:
-        """Return no shardings. Raises UsageError for a dimension that the norm reduces over."""
-        check_plain(what, self, style)
-        _check_features(what, self.axis, style.dim)
-        return []
-
-    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
-        """Take shards instead of whole sequences."""
-        self.supports_jit = False
-        self.divided_axis, self.style = axis, style
-        regularize_activity(self, axis, style)
 
     def call(self, x: Any) -> Any:
         """Return the norm of a shard."""
@@ -153,8 +148,4 @@ def _check_features(what: str, features: Any, dim: int, dims: int | None = None)
     given = features if isinstance(features, list | tuple) else [features]
     if dims is not None:
         dim, given = dim % dims, [one % dims for one in given]
-    if dim in given:
-        raise UsageError(
-            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(given)}, of which it "
-            "would see only a shard: gather the features first"
-        )
+    check_norm(what, dim, given)

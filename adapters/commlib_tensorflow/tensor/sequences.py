@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from commlib.comparison.order import note_layout
 from commlib.context_parallel import SequenceLayout, document_bounds, sequence_loader
-from commlib.context_parallel.sequences import SequenceSpec
+from commlib.context_parallel.sequences import SequenceSpec, check_loss_sum, dimension
 from commlib.context_parallel.sequences import position_ids as positions_of
 from commlib.errors import UsageError
 from commlib.literals import SequenceOrder
@@ -19,7 +19,6 @@ from commlib.tensor_parallel.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
 from commlib_tensorflow._host_calls import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreement import agree_on_sequence
-from commlib_tensorflow.tensor._row_ranges import take_ranges
 from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 
@@ -28,9 +27,20 @@ def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOr
     """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
 
     The gradient is that of this rank's tokens, zeros elsewhere.
+
+    Args:
+        x: Full sequences, the same on every rank.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm, layout="contiguous")
+        >>> own.numpy().tolist() == [[[0, 1]], [[2, 3]]][comm.rank]
+        True
     """
     x, over = as_tensor(x), axis_of(ranks, "shard_sequence")
-    dim = _dim("shard_sequence", x, dim)
+    dim = dimension("shard_sequence", _shape(x), dim)
     if x.shape[dim] is None:
         raise UsageError(
             f"shard_sequence: dimension {dim} of shape {x.shape} must be known: shard batches before the graph"
@@ -52,17 +62,27 @@ def unshard_sequence(
 ) -> tf.Tensor:
     """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
 
-    length: of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens. partial: the result is
-    used in rank-dependent computation, so its gradients are summed. Raises UsageError, on all ranks, if the numbers of
-    tokens do not match the layout, MismatchError if ranks call it with different arguments.
+    Args:
+        x: This rank's tokens.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        dim: The dimension of tokens.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        length: The length of the whole sequence; required in a graph, otherwise the sum of the ranks' tokens.
+        partial: The result is used in rank-dependent computation, so its gradients are summed.
+
+    Raises:
+        UsageError: On all ranks, if the numbers of tokens do not match the layout.
+        MismatchError: If ranks call it with different arguments.
+
+    Examples:
+        >>> own = ct.context.shard_sequence(tf.range(4)[None], comm)
+        >>> ct.context.unshard_sequence(own, comm).numpy()
+        array([[0, 1, 2, 3]], dtype=int32)
     """
     x, over = as_tensor(x), axis_of(ranks, "unshard_sequence")
-    dim = _dim("unshard_sequence", x, dim)
-    rest = {
-        "dimension": dim, "other dimensions": [*x.shape[:dim], *x.shape[dim + 1 :]], "dtype": dtype_name(x.dtype),
-        "partial": partial,
-    }  # fmt: skip
-    divided, x, _ = agree_on_sequence(over, SequenceSpec.of("unshard_sequence", layout, length, None, rest), x, dim)
+    dim = dimension("unshard_sequence", _shape(x), dim)
+    terms = SequenceSpec.of_unshard(layout, length, x.shape, dim, dtype_name(x.dtype), partial)
+    divided, x, _ = agree_on_sequence(over, terms, x, dim)
     whole = redistribute(x, over, moves.gather(dim, partial=partial, lengths=divided.counts))
     return take_ranges(whole, divided.in_order, dim)
 
@@ -70,7 +90,14 @@ def unshard_sequence(
 def position_ids(
     length: int, ranks: AxisRanks, *, layout: SequenceOrder = "balanced", documents: Iterable[int] | None = None
 ) -> tf.Tensor:
-    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64."""
+    """Return the positions of this rank's tokens in a sequence of a given length, or in their documents, as int64.
+
+    Args:
+        length: The length of the full sequence.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        layout: "balanced": an early and a late part of the sequence; "contiguous": one part.
+        documents: The boundaries of packed documents, such as (0, 5, 11); None: one document.
+    """
     over = axis_of(ranks, "position_ids")
     divided = SequenceLayout(length, over.size, layout)
     return tf.constant(positions_of(divided, over.rank, document_bounds(documents, length)))
@@ -80,18 +107,18 @@ def position_ids(
 def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
-    loss_sum: the sum of the losses of this rank's tokens, a scalar. n_tokens: the number of tokens in it, such as those
-    whose label is not ignored, or with class weights the sum of their weights; pass 0 on a rank without any; the result
-    is NaN if all ranks pass 0. The gradient of `loss_sum` is the number of ranks divided by the total number of tokens,
-    so the average of variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is
-    that of one process.
+    The gradient of `loss_sum` is the number of ranks divided by the total number of tokens, so the average of
+    variables' gradients over the axis, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is that of one
+    process.
+
+    Args:
+        loss_sum: The sum of the losses of this rank's tokens, a scalar.
+        n_tokens: The number of tokens in it, such as those whose label is not ignored, or with class weights the sum of
+            their weights; pass 0 on a rank without any; the result is NaN if all ranks pass 0.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
     """
     loss_sum = as_tensor(loss_sum)
-    if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
-        raise UsageError(
-            f"loss_mean: loss_sum has shape {loss_sum.shape} and dtype {dtype_name(loss_sum.dtype)}, expected a "
-            "scalar float: the sum over this rank's tokens"
-        )
+    check_loss_sum(_shape(loss_sum), dtype_name(loss_sum.dtype))
     # In float64, which counts tokens exactly, and without the axis' codec, which would round.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
     over = ParallelAxis(axis_of(ranks, "loss_mean").comm, empty=result_empty)
@@ -104,14 +131,24 @@ def loss_mean(loss_sum: Any, n_tokens: Any, ranks: AxisRanks) -> tf.Tensor:
 class SequenceLoader(sequence_loader.SequenceLoader):
     """Iterate over this rank's shard of batches of whole sequences: see `commlib.context_parallel.sequence_loader`.
 
-    batches: any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+    Args:
+        batches: Any iterable, such as a tf.data.Dataset, of mappings of tensors or arrays. It yields tensors.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        **options: See `commlib.context_parallel.sequence_loader`.
     """
 
     def __init__(self, batches: Iterable[Any] | None, ranks: AxisRanks, **options: Any) -> None:
         super().__init__(batches, axis_of(ranks, "SequenceLoader"), from_array=to_tensor, **options)
 
 
-def _dim(what: str, x: tf.Tensor, dim: int) -> int:
-    if x.shape.rank is None or not -x.shape.rank <= dim < x.shape.rank:
-        raise UsageError(f"{what}: a tensor of shape {x.shape} has no dimension {dim}")
-    return dim % int(x.shape.rank)
+def _shape(x: tf.Tensor) -> list[int | None] | None:
+    return None if x.shape.rank is None else x.shape.as_list()
+
+
+def take_ranges(x: tf.Tensor, ranges: Sequence[range], dim: int) -> tf.Tensor:
+    """Return the rows in these ranges along `dim`, concatenated."""
+    if len(ranges) == 1 and len(ranges[0]) == x.shape[dim]:
+        return x
+    front = (slice(None),) * dim
+    parts = [x[(*front, slice(part.start, part.stop))] for part in ranges]
+    return tf.concat(parts, dim) if parts else x[(*front, slice(0, 0))]

@@ -20,6 +20,9 @@ def gather_weights(model: keras.Model) -> list[Array]:
     """Return a model's unsharded weights, in the order of `get_weights()`, on every rank.
 
     Collective over the axes over which its variables are sharded.
+
+    Args:
+        model: A model with or without sharded layers and experts.
     """
     return [whole_of(weight, weight.numpy()) for weight in model.weights]
 
@@ -27,7 +30,12 @@ def gather_weights(model: keras.Model) -> list[Array]:
 def set_weights(model: keras.Model, weights: Sequence[Any]) -> None:
     """Set the weights of a sharded model from unsharded ones: each rank takes its shards. Not collective.
 
-    Raises UsageError for another number of weights, or other shapes than the unsharded ones.
+    Args:
+        model: The sharded model.
+        weights: Unsharded values, in the order of `get_weights()`.
+
+    Raises:
+        UsageError: For another number of weights, or other shapes than the unsharded ones.
     """
     if len(weights) != len(model.weights):
         raise UsageError(f"set_weights: got {len(weights)} weights, but the model has {len(model.weights)}")
@@ -39,8 +47,16 @@ def gather_model(model: keras.Model) -> keras.Model:
     """Return an ordinary unsharded model on every rank, with the weights, compile settings and optimizer state.
 
     `gather_model(model).save(path)` writes a file that does not need commlib, and `parallelize(load_model(path), ...)`
-    continues from it on any number of ranks. Collective over the axes over which variables are sharded. Raises
-    UsageError for a model that cannot be made from its configuration.
+    continues from it on any number of ranks. Collective over the axes over which variables are sharded.
+
+    Args:
+        model: A sharded model.
+
+    Raises:
+        UsageError: For a model that cannot be made from its configuration.
+
+    Examples:
+        ct.gather_model(model).save("whole.keras")  # on one rank or on all, to separate files
     """
     if not isinstance(model, keras.Model):
         kind = f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"

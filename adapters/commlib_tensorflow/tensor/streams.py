@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
 from commlib.sharding.axis import AxisRanks, ParallelAxis
 from commlib.tensor_parallel.streams import fold, seed_at
@@ -32,9 +31,15 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     """Seed Python, numpy and Keras: the same on all ranks along the axes `same` of the mesh, otherwise different seeds.
 
     Returns this rank's seed, of 32 bits. Every rank passes the same number.
+
+    Args:
+        mesh: The mesh.
+        number: The seed, the same on every rank.
+        same: Names of axes along which ranks draw the same numbers.
+
+    Examples:
+        ct.tensor.seed(mesh, 1234)  # equal along tp, different along dp
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same) % (1 << 32)
     keras.utils.set_random_seed(found)
     return found
@@ -53,9 +58,17 @@ def draw_alike(comm: Communicator) -> None:
 def dropout(x: Any, rate: float, seed_generator: Any, ranks: AxisRanks) -> Any:
     """Apply `keras.random.dropout(x, rate, seed=seed_generator)` to a shard: with a different mask on each rank.
 
-    For layers in training: it draws in each call with a rate above 0. seed_generator: a SeedGenerator, or the result of
-    its `next()`: draw that outside of a function that `tf.recompute_grad` calls twice, so that both calls drop the
-    same.
+    For layers in training: it draws in each call with a rate above 0.
+
+    Args:
+        x: This rank's shard.
+        rate: The share of elements that is dropped.
+        seed_generator: A SeedGenerator, or the result of its `next()`: draw that outside of a function that
+            `tf.recompute_grad` calls twice, so that both calls drop the same.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+
+    Examples:
+        ct.tensor.dropout(x, 0.1, self.seed_generator, mesh["tp"])
     """
     if rate == 0:
         return x

@@ -15,13 +15,21 @@ from commlib_tensorflow.tensor.tracing import styles_in
 def verify(model: Any, reference: Any, ranks: AxisRanks, batch: Any, *, tolerance: float | None = None) -> None:
     """Compare one forward and backward of a sharded model with those of the unsharded one.
 
-    batch: the arguments of both, unsharded and the same on every rank. They run in evaluation mode. Compared are, in
-    this order, the results of all layers and of the operations between them, the gradients of the inputs and those of
-    the weights, for a loss that is a fixed weighted sum of the outputs. Layers of the two models are matched by order.
-    tolerance: relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
+    Collective over the axis. The models' variables do not change.
 
-    Collective over the axis. Raises UsageError on all ranks, with the first difference, its size and its ranks. The
-    models' variables do not change.
+    They run in evaluation mode. Compared are, in this order, the results of all layers and of the operations between
+    them, the gradients of the inputs and those of the weights, for a loss that is a fixed weighted sum of the outputs.
+    Layers of the two models are matched by order.
+
+    Args:
+        model: The sharded model.
+        reference: The unsharded model.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        batch: The arguments of both, unsharded and the same on every rank.
+        tolerance: Relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
+
+    Raises:
+        UsageError: On all ranks, with the first difference, its size and its ranks.
     """
     on, layers = axis_of(ranks, "verify"), layers_of(model)
     styles = styles_in(layers)

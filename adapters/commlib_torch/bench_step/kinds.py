@@ -42,7 +42,6 @@ def data_parallel(comm: Any, sizes: StepSizes, *, peer: bool) -> Contenders:
         ours=make_step(model, optimizer, mine),
         alone=make_step(alone, plain_optimizer(alone), mine),
         whole=make_step(whole, plain_optimizer(whole), join_batches(sizes, comm.size)),
-        tokens=comm.size * sizes.rows * sizes.context,
         parameters=count(whole),
         peer=theirs,
         peer_name="torch DDP over gloo" if peer else "",
@@ -64,7 +63,6 @@ def tensor_parallel(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(model, plain_optimizer(model), batch),
         alone=make_step(alone, plain_optimizer(alone), batch),
         whole=make_step(whole, plain_optimizer(whole), batch),
-        tokens=sizes.rows * sizes.context,
         parameters=count(whole),
     )
 
@@ -89,7 +87,6 @@ def pipeline_parallel(comm: Any, sizes: StepSizes) -> Contenders:
         ours=ours,
         alone=_own_stage(comm, sizes, stages[comm.rank]),
         whole=make_step(whole, plain_optimizer(whole), (inputs, targets)),
-        tokens=sizes.rows * sizes.context,
         parameters=count(whole),
     )
 
@@ -132,7 +129,6 @@ def experts(comm: Any, sizes: StepSizes) -> Contenders:
         ours=make_step(model, optimizer, mine, lambda: auxiliary_loss(model)),
         alone=make_step(alone, plain_optimizer(alone), mine, lambda: auxiliary_loss(alone)),
         whole=make_step(whole, plain_optimizer(whole), join_batches(sizes, comm.size), lambda: auxiliary_loss(whole)),
-        tokens=comm.size * sizes.rows * sizes.context,
         parameters=count(whole),
     )
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
-from commlib.expert.layer_values import ValueDigest, ValueSearch, class_values, digest_numbers, find_replaceable
+from commlib.expert.layer_values import (
+    ValueDigest,
+    ValueSearch,
+    class_values,
+    digest_array,
+    digest_numbers,
+    find_replaceable,
+)
 from commlib_torch._bridge import dtype_name
 from commlib_torch._copies import OF_MODULES
 from commlib_torch._shards import shard_of
@@ -46,8 +53,7 @@ def _is_array(value: Any) -> bool:
 def fingerprint_of(value: Any) -> ValueDigest:
     """Return the fingerprint of a value for comparison among ranks."""
     if isinstance(value, np.ndarray):
-        kind, takes = f"array {value.dtype}{list(value.shape)}", value.flags.writeable and value.dtype.kind in "biufc"
-        return ValueDigest(kind, _digest(value.tobytes() if value.dtype.kind != "O" else repr(value).encode()), takes)
+        return digest_array(value)
     if not isinstance(value, Tensor):
         return digest_numbers(value)
     kind = f"tensor {dtype_name(value.dtype)}{list(value.shape)}"

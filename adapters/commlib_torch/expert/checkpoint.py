@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,27 +21,30 @@ from commlib_torch.pipelines._stage_module import StageModule
 def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write the mixtures of experts of a model to a file, with their optimizer states.
 
-    Experts have their global numbers in it. Collective; the first rank writes. Raises UsageError on all ranks for
-    optimizer states that are neither per element nor one number per parameter; MismatchError if ranks have different
-    kinds of state.
+    Experts have their global numbers in it. Collective; the first rank writes.
 
         ct.save_experts("run/experts", model, optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for optimizer states that are neither per element nor one number per parameter.
+        MismatchError: If ranks have different kinds of state.
     """
     layers = _layers(model)
-    if not layers:
-        return
-    ranks = layers[0].mixture.ranks
-    parts = checkpoint.agree_on_layers(
-        ranks, "save_experts", lambda: _parts(layers, OptimizerStates("save_experts", optimizer))
-    )
-    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+    if layers:
+        ranks = layers[0].mixture.ranks
+        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
-def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Callable[[], Array]]]:
+def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return functions that make the arrays of each layer, by name; most are collective."""
     found = []
     for layer in layers:
-        parts: dict[str, Callable[[], Array]] = {}
+        parts: checkpoint.ArrayMakers = {}
         for name, tensor in _named_layers(layer):
             parts[name] = partial(gather_full, tensor, tensor)
             for key, kept in states.of(name, tensor).items():
@@ -53,10 +56,18 @@ def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[dict[str, Cal
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load a file that `save_experts` of either framework has written: each rank takes its shards. Collective.
 
-    From Keras' files an optimizer loads the states of Adam, AdamW and SGD. Raises UsageError on all ranks for another
-    model, for another optimizer's states, or for other settings; the model is then unchanged.
+    From Keras' files an optimizer loads the states of Adam, AdamW and SGD.
 
         ct.load_experts("run/experts", model, optimizer)
+
+    Args:
+        path: The file.
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer; None: weights only.
+
+    Raises:
+        UsageError: On all ranks for another model, for another optimizer's states, or for other settings; the model is
+            then unchanged.
     """
     layers = _layers(model)
     if not layers:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from commlib.communicator import Communicator
 from commlib.comparison.agreement import agree_on_call, lines_of, options_of, run_together
+from commlib.comparison.model_signature import is_plain
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks
@@ -17,10 +18,9 @@ from commlib.expert.experts import Experts
 from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
 from commlib_torch._shards import shard_of
-from commlib_torch.expert._attribute_state import broadcast_attribute_state
+from commlib_torch.expert._attribute_state import attribute_state_of, broadcast_attribute_state, fingerprint_of
 from commlib_torch.expert._copies import check_copies, copy_mlp
 from commlib_torch.expert._expert_stack import check_tied
-from commlib_torch.expert._structure import structure_of, values_of
 from commlib_torch.expert.moe import MoE
 from commlib_torch.expert.verify import verify as verify_experts
 from commlib_torch.tensor._structure import structure_of as likeness_of_models
@@ -34,18 +34,22 @@ def expertize(
 ) -> ModelT:
     """Convert the MLPs that `plan` names to mixtures of experts among `ranks`, and return `model`.
 
-    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: those that share the experts,
-    such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep or a part of dp. Each MLP is a module from
-    (..., width) to the same shape. Experts are modules like it, with new values; with copy=True they have its values
-    (upcycling: with a top_k above 1 the model initially gives the same results); with hidden= they are built-in MLPs
-    instead. The rest of the model gets the values of rank 0.
+    Each MLP is a module from (..., width) to the same shape. Experts are modules like it, with new values; with
+    copy=True they have its values (upcycling: with a `top_k` above 1 the model initially gives the same results); with
+    hidden= they are built-in MLPs instead. The rest of the model gets the values of rank 0. Collective.
 
-    verify: a batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
-    backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
-    example: as verify, but only outputs and the gradient of the first router are compared.
+    Args:
+        model: A module.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        plan: Experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`.
+        verify: A batch (a tensor, or a tuple or dict of the model's arguments), local to this rank, for one forward and
+            backward compared with a dense mixture that has all experts on each rank: see `commlib_torch.expert.verify`.
+        example: As `verify`, but only outputs and the gradient of the first router are compared.
 
-    Collective. Raises UsageError on all ranks for a plan that does not fit or changes the results, and then leaves the
-    model unchanged. MismatchError if ranks have different models or plans.
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit or changes the results; the model is then unchanged.
+        MismatchError: If ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
@@ -106,10 +110,7 @@ def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str,
             within = "" if mixture == name else f"within {mixture}, "
             raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
         width_of(name, module)
-        if experts.shared and experts.hidden is None:
-            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: pass hidden=, their features")
-        if experts.copy and experts.hidden is not None:
-            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: pass copy=True or hidden=")
+        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
             check_copies("expertize", name, module, model, going)
@@ -174,4 +175,35 @@ def _make_layer(
     found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
     found.to(first.device, first.dtype)
     found.train(module.training)
+    return found
+
+
+def structure_of(name: str, module: nn.Module, model: nn.Module) -> list[str]:
+    """Describe an MLP of a model: its modules, their settings, and attribute state."""
+    found = []
+    for inner, layer in module.named_modules():
+        where = f"{name}.{inner}" if inner else name
+        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        settings = {
+            key: value
+            for key, value in vars(layer).items()
+            if not key.startswith("_") and (isinstance(value, bool | float) or callable(value))
+        }
+        frozen = [key for key, one in layer._parameters.items() if one is not None and not one.requires_grad]
+        found += [f"{where}: {kind}({layer.extra_repr()})", *lines_of(where, settings), f"{where}: frozen {frozen}"]
+    for where, key, value in attribute_state_of(module.named_modules(prefix=name), model):
+        if is_plain(value) and key.isidentifier() and not key.startswith("_"):
+            continue  # a warning covers it
+        told = fingerprint_of(value)
+        kind, _, more = told.kind.partition(" ")
+        found.append(f"{where}: {kind} {key}: {more} {told.digest}")
+    return found
+
+
+def values_of(name: str, module: nn.Module) -> list[str]:
+    """Return digests of an MLP's parameters, except those without values."""
+    found = []
+    for inner, one in module.named_parameters():
+        if not one.is_meta:
+            found.append(f"values of {name}.{inner}: {fingerprint_of(one).digest}")
     return found

@@ -146,6 +146,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
     Add it to the loss of these forwards before you divide by accumulation steps or scale. It is this rank's share: the
     mean over ranks, as in gradient reduction, is the loss, also for balance="global". Not collective.
+
+    Args:
+        model: A model with mixtures of experts.
     """
     found = take_losses(keepers_in(model))
     return torch.zeros(()) if found is None else found

@@ -28,8 +28,7 @@ from commlib_torch.expert._expert_stack import is_called_plainly, run_experts, s
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._functions import CombineFunction, DispatchFunction, RouteFunction
 from commlib_torch.expert._pending_gradients import is_recomputing
-from commlib_torch.expert._step_hooks import call_after_step
-from commlib_torch.expert._steppers import watch_steps
+from commlib_torch.expert._step_hooks import call_after_step, watch_steps
 from commlib_torch.expert.losses import AuxiliaryLossModule
 from commlib_torch.expert.mlp import MLP
 
@@ -37,15 +36,20 @@ from commlib_torch.expert.mlp import MLP
 class MoE(ShardedModule, AuxiliaryLossModule):
     """A mixture of experts: a router sends each token to a few experts, and sums their outputs.
 
-    x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: their number, and
-    the routing options. ranks: those that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for
-    its axis ep or a part of dp. expert: makes one, a module from (rows, width) to the same shape, instead of the
-    built-in MLP; if it has a method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once.
-    name: for errors and `stats`.
+    Called with (..., width), other tokens on each rank; a rank may have none. Returns the same shape.
 
     The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are shards of stacks
     [experts, ...] in state dicts: see `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline does so
     by itself. The constructor and calls, forward and backward, are collective.
+
+    Args:
+        width: The features of inputs and outputs.
+        experts: Their number, and the routing options.
+        ranks: The ranks that share the experts, such as `mesh["ep"]`, or a mesh of any number of axes, for its axis ep
+            or a part of dp.
+        expert: A function that makes one, a module from (rows, width) to the same shape; None: the built-in MLP. If the
+            module has a method `grouped(rows, counts)`, like `MLP`, this computes all experts of a rank at once.
+        name: The name for errors and `stats`.
     """
 
     expert_bias: Tensor | None
@@ -87,11 +91,9 @@ class MoE(ShardedModule, AuxiliaryLossModule):
 
     def _mlp(self, times: int) -> MLP:
         options = self.options
-        if options.hidden is None:
-            raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return MLP(
             self.width,
-            times * options.hidden,
+            options.mlp_features(times),
             gated=options.gated,
             activation=options.activation,
             bias=options.bias,
@@ -287,5 +289,8 @@ def expert_stats(model: nn.Module) -> dict[str, ExpertStats]:
     """Return the use of the experts of a model's layers since the last call, by name, by tokens of all ranks.
 
     Collective, one small message. `commlib.expert.stats.draw_stats` draws them as bars.
+
+    Args:
+        model: A model with mixtures of experts.
     """
     return stats_of(module.mixture for module in model.modules() if isinstance(module, MoE))

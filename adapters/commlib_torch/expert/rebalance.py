@@ -13,7 +13,7 @@ from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.expert_ranks import place_shard
-from commlib.expert.moving import move_experts
+from commlib.expert.moving import move_experts, no_copy, rebalance
 from commlib.expert.placement import ExpertPlacement
 from commlib.sharding.shards import world_ranks
 from commlib_torch._bridge import array_of, to_host, to_tensor
@@ -21,7 +21,7 @@ from commlib_torch._shard_marks import mark_part
 from commlib_torch._shards import change_shard, shard_of, shards_of
 from commlib_torch.expert._family import Family
 from commlib_torch.expert._optimizer_states import is_number, is_stack
-from commlib_torch.expert._steppers import keepers_of
+from commlib_torch.expert._step_hooks import keepers_of
 from commlib_torch.expert.moe import MoE
 
 
@@ -37,26 +37,30 @@ def rebalance_experts(
     It uses the number of tokens of all ranks per expert since the last call, or since `expert_stats`; call it between
     steps, every few hundred of them. A layer stays unchanged unless the load of its busiest rank falls by the factor
     `least`. Gradients move with experts. So do copies of a layer, such as a weight average, and all optimizer states of
-    these: copies made by `copy.deepcopy`, and layers that have loaded the layer's state. optimizer: one that may not
-    have made a step yet. copies: other models with the same mixtures.
+    these: copies made by `copy.deepcopy`, and layers that have loaded the layer's state.
 
-    Returns, by layer name, the ratio of the busiest rank's load to the mean, before and after. Collective. Raises
-    UsageError on all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer with
-    states that are not per element of the weights; MismatchError if ranks have other copies, or optimizers.
+    Returns, by layer name, the ratio of the busiest rank's load to the mean, before and after. Collective.
 
         ct.rebalance_experts(model, optimizer)
+
+    Args:
+        model: The model with mixtures of experts.
+        optimizer: Its optimizer, whose state moves with the experts; None: there is none.
+        least: The factor by which the load of a layer's busiest rank must fall, or the layer stays unchanged.
+        copies: Other models with the same mixtures, such as an average of the weights.
+
+    Raises:
+        UsageError: On all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer
+            with states that are not per element of the weights.
+        MismatchError: If ranks have other copies, or optimizers.
     """
     layers = _mixtures(model)
     following = _find_copies(layers, copies)
-    found: dict[str, tuple[float, float]] = {}
-    for layer in layers:
-        placement, before, after = layer.mixture.better_placement(least)
-        if placement == layer.mixture.placement:
-            after = before
-        else:
-            _move(layer, following[id(layer)], optimizer, placement)
-        found[layer.mixture.name_among(found)] = before, after
-    return found
+
+    def move(number: int, placement: ExpertPlacement) -> None:
+        _move(layers[number], following[id(layers[number])], optimizer, placement)
+
+    return rebalance([layer.mixture for layer in layers], least, move)
 
 
 def _mixtures(model: nn.Module) -> list[MoE]:
@@ -86,11 +90,7 @@ def _match_given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator
             copy = found[number] if len(found) == len(layers) else layer
             shapes = [[(one.dtype, one.shape) for one in each.experts.parameters()] for each in (copy, layer)]
             if copy is layer or shapes[0] != shapes[1] or not _are_together(copy, layer):
-                raise UsageError(
-                    f"rebalance_experts: {type(model).__name__}, one of copies=, has no mixture like "
-                    f"{layer.mixture.name} whose experts are on the same ranks: pass models that were made and moved "
-                    "in the same way from the start"
-                )
+                raise no_copy(type(model).__name__, layer.mixture.name)
             yield copy, layer
 
 

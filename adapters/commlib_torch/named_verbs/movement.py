@@ -15,10 +15,11 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import UsageError
+from commlib.literals import AlgorithmName
 from commlib.ranks import Ranks
-from commlib.tensor_verbs import Startable, check_ordered, choose_root
-from commlib_torch._call import Work, verb_maker
-from commlib_torch.collectives import ordered, writing
+from commlib.tensor_verbs import Startable, check_named, check_ordered, choose_root
+from commlib_torch._call import Work
+from commlib_torch._recorded_verbs import ordered, ordered_verb_maker, writing
 from commlib_torch.named_verbs import _autograd
 from commlib_torch.named_verbs._named_operations import (
     NamedOperation,
@@ -36,11 +37,21 @@ __all__ = (
     "grouped_allgather_async", "poll", "synchronize",
 )  # fmt: skip
 
-_verb = verb_maker(__name__)
+_verb = ordered_verb_maker(__name__)
 
 
 def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> NamedOperation[Tensor]:
-    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable."""
+    """Concatenate `tensor` of all ranks along dimension 0; their lengths may differ. Differentiable.
+
+    Args:
+        tensor: A tensor; the lengths of dimension 0 may differ among ranks, the others not.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allgather(torch.full((comm.rank + 1,), comm.rank))
+        tensor([0, 1, 1])
+    """
     return NamedOperation(
         lambda blocking: start_allgather([tensor], name, process_set, blocking=blocking).then(first),
         lambda: first(_autograd.allgather([tensor], name, process_set)),
@@ -50,7 +61,17 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSets = None
 ) -> NamedOperation[list[Tensor]]:
-    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable."""
+    """Concatenate each of `tensors` of all ranks along dimension 0. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.grouped_allgather([torch.tensor([comm.rank])])
+        [tensor([0, 1])]
+    """
     return NamedOperation(
         lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
         lambda: _autograd.allgather(tensors, name, process_set),
@@ -64,13 +85,29 @@ def _broadcast(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given."""
+    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+
+    Examples:
+        >>> ct.broadcast(torch.tensor([comm.rank]), root_rank=1)
+        tensor([1])
+    """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return ordered.broadcast(tensor, source, ranks=ranks)
+        return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -84,13 +121,30 @@ def _broadcast_(
     process_set: ProcessSets = None,
     *,
     root: int | None = None,
+    algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it."""
+    """Overwrite `tensor` on every rank with that of rank `root_rank`, and return it.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        algorithm: With `ranks`: "auto", or the name of a path or schedule.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+
+    Examples:
+        >>> x = torch.tensor([comm.rank])
+        >>> ct.broadcast_(x, root_rank=1)
+        tensor([1])
+    """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
-        return writing.broadcast_(tensor, source, ranks=ranks)
+        return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
+    check_named(algorithm)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
@@ -101,6 +155,16 @@ def _alltoall(
 
     Rank i gets `splits[i]` rows, and the result is (rows, number of rows from each rank); without splits the rows are
     divided evenly, and the result is the rows only.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        splits: The number of rows for each rank; None: equal parts.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.alltoall(torch.tensor([comm.rank, comm.rank]))
+        tensor([0, 1])
     """
     finish: Callable[[Any], Any] = first if splits is None else tuple
     return NamedOperation(
@@ -117,7 +181,12 @@ alltoall, alltoall_async = _verb(_alltoall)
 
 
 def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this.
+
+    Args:
+        process_set: The ranks that take part; None: all.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+    """
     if ranks is not None:
         check_ordered(None, process_set)
         ordered.barrier(ranks=ranks).run()
@@ -134,7 +203,16 @@ def broadcast_object(
     root: int | None = None,
     ranks: Ranks | None = None,
 ) -> Any:
-    """Return rank `root_rank`'s picklable object on all ranks."""
+    """Return rank `root_rank`'s picklable object on all ranks.
+
+    Args:
+        obj: A picklable object.
+        root_rank: The global rank whose values the others get.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+        root: With `ranks`: the rank among them whose values the others get.
+        ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
+    """
     source = choose_root(root_rank, root)
     if ranks is not None:
         check_ordered(name, process_set)
@@ -143,17 +221,42 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets = None) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order."""
+    """Return the picklable objects of all ranks, in rank order.
+
+    Args:
+        obj: A picklable object.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The ranks that take part; None: all.
+    """
     return core.allgather_object(obj, name, process_set)
 
 
 def poll(handle: Work[Any]) -> bool:
-    """Return whether the operation of `handle` is done, so `synchronize` will not wait."""
+    """Return whether the operation of `handle` is done, so `synchronize` will not wait.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> handle = ct.allreduce_async(torch.ones(1))
+        >>> ct.poll(handle) in (True, False)
+        True
+        >>> ct.synchronize(handle)
+        tensor([1.])
+    """
     return _handle("poll", handle).done()
 
 
 def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
-    """Wait for the operation of `handle` and return its result. Raises what the operation raised."""
+    """Wait for the operation of `handle` and return its result, or raise what the operation raised.
+
+    Args:
+        handle: The handle that an `_async` operation returned.
+
+    Examples:
+        >>> ct.synchronize(ct.allreduce_async(torch.ones(2)))
+        tensor([1., 1.])
+    """
     if inspect.isfunction(handle):  # from sparse_allreduce_async
         return handle()
     return _handle("synchronize", handle).wait()

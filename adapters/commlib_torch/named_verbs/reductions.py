@@ -54,7 +54,22 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> Tensor:
-    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable: Average and Sum."""
+    """Return a new tensor: the mean over all ranks by default (`all_reduce` sums). Differentiable: Average and Sum.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        process_set: The ranks that take part; None: all.
+
+    Examples:
+        >>> ct.allreduce(torch.tensor([float(comm.rank)]), name="mean")
+        tensor([0.5000])
+    """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
 
@@ -74,7 +89,10 @@ def _allreduce(
 
 allreduce_async = _verb.starting(_allreduce)
 allreduce_, allreduce_async_ = _verb(
-    make_in_place(_allreduce, "Combine `tensor` of all ranks in place, averaging by default, and return it.")
+    make_in_place(
+        _allreduce,
+        "Combine `tensor` of all ranks in place, the mean by default; return it. Arguments are those of `allreduce`.",
+    )
 )
 
 
@@ -88,7 +106,18 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
 ) -> list[Tensor]:
-    """Return new tensors: each of `tensors` combined over the ranks. Differentiable for Average and Sum."""
+    """Return new tensors: each of `tensors` combined over the ranks. Differentiable for Average and Sum.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+        process_set: The ranks that take part; None: all.
+    """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.allreduce(tensors, how))
 
@@ -108,7 +137,10 @@ def _grouped_allreduce(
 
 grouped_allreduce_async = _verb.starting(_grouped_allreduce)
 grouped_allreduce_, grouped_allreduce_async_ = _verb(
-    make_in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
+    make_in_place(
+        _grouped_allreduce,
+        "Combine each of `tensors` in place, and return them. Arguments are those of `grouped_allreduce`.",
+    )
 )
 
 
@@ -124,6 +156,19 @@ def reducescatter(
     """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable.
 
     If the length of dimension 0 is not a multiple of the number of ranks, the first ranks get one row more.
+
+    Args:
+        tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+
+    Examples:
+        >>> ct.reducescatter(torch.ones(4), op=ct.Sum)
+        tensor([2., 2.])
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return first(_compressed(compression, [tensor], lambda tensors: _autograd.reducescatter(tensors, how)))
@@ -153,7 +198,22 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return this rank's part of each of `tensors`, combined over the ranks. Differentiable."""
+    """Return this rank's part of each of `tensors`, combined over the ranks. Differentiable.
+
+    Args:
+        tensors: Tensors, as many on all ranks.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
+        op: Average, Sum, Min, Max, Product or Adasum; None: Average.
+        process_set: The ranks that take part; None: all.
+        prescale_factor: Factor of the tensor before the reduction.
+        postscale_factor: Factor of the result.
+
+    Examples:
+        >>> (part,) = ct.grouped_reducescatter([torch.ones(4)], op=ct.Sum)
+        >>> part
+        tensor([2., 2.])
+    """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.reducescatter(tensors, how))
 

@@ -18,8 +18,23 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start to sum (or average) a sparse COO tensor over the ranks. Returns a callable that waits for the result.
 
-    Elements of the result may occur several times: it is not coalesced. Raises UsageError for other layouts and
-    operations; the callable raises MismatchError on every rank if shapes differ.
+    Elements of the result may occur several times: it is not coalesced.
+
+    Args:
+        tensor: A sparse COO tensor.
+        name: The name of the operation, by which ranks meet; None: a name by counting.
+        op: Average or Sum.
+        process_set: The ranks that take part; None: all.
+
+    Raises:
+        UsageError: For other layouts and operations.
+        MismatchError: From the callable, on every rank, if shapes differ.
+
+    Examples:
+        >>> wait = ct.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye", op=ct.Sum)
+        >>> wait().to_dense()
+        tensor([[2., 0.],
+                [0., 2.]])
     """
     operation = core.resolve_op(op)
     if operation not in (core.Average, core.Sum):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from commlib.errors import UsageError
 from commlib.pipeline.batch import NONE, rows_of, sort_by_key
 from commlib.pipeline.batch import digest as digest_of
-from commlib.pipeline.rows import REMEDY, WHOLE, each
+from commlib.pipeline.rows import REMEDY, WHOLE, check_result, each, number_of_rows, pad_microbatches
 from commlib_torch._bridge import host_array
 
 
@@ -75,46 +75,19 @@ def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tup
 
     Raises UsageError if they are not a list, or too many.
     """
-    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
-        got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
-        raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
-    missing = microbatches - len(parts)
-    counts = [count_rows(part, f"{what}[{number}]", where) for number, part in enumerate(parts)]
-    if 0 in counts[: len(counts) - counts[::-1].count(0)]:
-        raise UsageError(f"pipeline: {what}: microbatches without rows must be the last ones, got {counts} rows")
-    return [*parts, *[None] * missing], [*counts, *[0] * missing]
+    return pad_microbatches(parts, microbatches, what, lambda part, name: count_rows(part, name, where))
 
 
 def count_rows(value: Any, what: str, where: Any = 0) -> int:
     """Return the number of rows of the tensors. Raises UsageError if numbers differ, or if no tensor has rows."""
     if isinstance(value, Tensor) and value.ndim and where == 0:
         return value.shape[0]
-    counts: set[int] = set()
-
-    def count(place: Any, leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and leaf.ndim and place != WHOLE:
-            if place >= leaf.ndim:
-                raise UsageError(
-                    f"pipeline: {what}: rows gives dimension {place} for a tensor of shape {tuple(leaf.shape)}"
-                )
-            counts.add(leaf.shape[place])
-
+    found: list[tuple[Any, Any]] = []
     if where == 0:
-        for leaf in pytree.tree_leaves(value):
-            count(0, leaf)
+        found = [(0, leaf) for leaf in pytree.tree_leaves(value)]
     else:
-        each(count, where, value)
-    if len(counts) != 1:
-        got = (
-            f"{len(counts)} different numbers: {', '.join(map(str, sorted(counts)))}"
-            if counts
-            else "no tensor with rows"
-        )
-        raise UsageError(
-            f"pipeline: {what}: expected tensors with equal numbers of rows (first dimension), got {got}; if rows are "
-            f"in another dimension, or a tensor is for all microbatches, {REMEDY}"
-        )
-    return counts.pop()
+        each(lambda place, leaf: found.append((place, leaf)), where, value)
+    return number_of_rows(((place, leaf.shape) for place, leaf in found if isinstance(leaf, Tensor)), what)
 
 
 def take_rows(value: Any, rows: slice, where: Any = 0) -> Any:
@@ -146,11 +119,7 @@ def join_microbatches(parts: Sequence[Any], rows: Sequence[int], where: Any = 0,
         if not isinstance(leaves[0], Tensor) or place == WHOLE or (what == "y" and not leaves[0].ndim):
             return leaves[0]
         for leaf, count in zip(leaves, rows, strict=True):
-            if place >= leaf.ndim or leaf.shape[place] != count:
-                raise UsageError(
-                    f"pipeline: a microbatch of {count} rows has {what} of shape {tuple(leaf.shape)}, so its rows "
-                    f"are not in dimension {place}: {REMEDY}"
-                )
+            check_result(leaf.shape, place, count, what)
         lengths = [[size for at, size in enumerate(leaf.shape) if at != place] for leaf in leaves]
         if other := next((number for number, sizes in enumerate(lengths) if sizes != lengths[0]), 0):
             raise UsageError(

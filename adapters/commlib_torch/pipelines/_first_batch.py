@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.pipeline.cut_check import ModelRun, compare_with_original
+from commlib.group.single_rank import SingleRank
+from commlib.pipeline.cut_check import ModelRun, compare_with_original, cut_failure, mode
 from commlib_torch._copies import copy_of
 from commlib_torch.expert.losses import AuxiliaryLossModule
 from commlib_torch.pipelines._parts import SplitModel
@@ -29,7 +30,6 @@ from commlib_torch.pipelines._reference_run import (
     run_stages,
     tolerance_of,
 )
-from commlib_torch.pipelines._verify import SingleRankGroup
 
 _Values = dict[str, Tensor]
 
@@ -92,17 +92,15 @@ class FirstBatch:
             return fault
 
     def _difference(self, whole: ModelRun, run: Callable[[], ModelRun], training: bool) -> str:
-        how = "in training" if training else "in evaluation"
         try:
             own = run()
         except (UsageError, torch.OutOfMemoryError):  # the batch itself raises it, or there is no memory for a copy
             return ""
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            return f"pipeline: the split model fails {how}, and the whole model does not: {said}"
+            return cut_failure(training, error)
         try:
             compare_with_original(
-                SingleRankGroup(), whole, own, when=how, tolerance=tolerance_of(self._model), every=False
+                SingleRank(), whole, own, when=mode(training), tolerance=tolerance_of(self._model), every=False
             )
         except UsageError as error:
             return str(error)

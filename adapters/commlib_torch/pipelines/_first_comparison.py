@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from commlib.pipeline.pipe import Pipe
-from commlib_torch.pipelines._containers import is_container
 from commlib_torch.pipelines._first_batch import FirstBatch
 from commlib_torch.pipelines._parts import SplitModel
 from commlib_torch.pipelines._shared_objects import SharedObjects
+from commlib_torch.pipelines._units import is_container
 
 
 class FirstComparison:

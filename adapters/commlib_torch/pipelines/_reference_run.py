@@ -19,10 +19,10 @@ from commlib.tensor_parallel.checks.compare import TOLERANCES
 from commlib_torch._bridge import host_array
 from commlib_torch._copies import copy_of, force_mode, preserve_random_state
 from commlib_torch.expert.losses import keepers_in, take_losses
-from commlib_torch.pipelines._containers import is_container
 from commlib_torch.pipelines._flattening import flatten, unflatten
 from commlib_torch.pipelines._operations import state_names
 from commlib_torch.pipelines._parts import INPUTS, OUTPUT
+from commlib_torch.pipelines._units import is_container
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -30,6 +30,7 @@ from commlib.pipeline.row_checks import (
     is_near,
     kind_of_added,
     mixing_fault,
+    stage_title,
     unchecked_rows_warning,
     unknown_kind_warning,
 )
@@ -100,7 +101,7 @@ class RowCheck:
 
     @property
     def _title(self) -> str:
-        return f"stage {self._stage} ({_layers_of(self._part)})"
+        return stage_title(self._stage, [name for name, _ in self._part.named_children()])
 
     def _can_look(self) -> bool:
         if self._is_alone is None:
@@ -371,11 +372,6 @@ def _to_float64(named: _Named) -> _Named:
     return pytree.tree_map_only(  # type: ignore[no-any-return]
         Tensor, lambda one: one.double() if one.is_floating_point() else one, named
     )
-
-
-def _layers_of(part: nn.Module) -> str:
-    names = [name for name, _ in part.named_children()]
-    return f"of {', '.join([*names[:8], *['...'] * (len(names) > 8)])}"
 
 
 def _communicates(module: nn.Module) -> bool:

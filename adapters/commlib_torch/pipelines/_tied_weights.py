@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.pipeline.tied_weights import find_shared
-from commlib_torch.collectives import writing
+from commlib_torch._recorded_verbs import writing
 
 _ELSEWHERE, _NO, _YES = -1, 0, 1
 

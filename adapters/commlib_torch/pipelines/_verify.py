@@ -16,7 +16,8 @@ from commlib.communicator import Communicator
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.pipeline.cut_check import ModelRun, compare_with_original
+from commlib.group.single_rank import SingleRank
+from commlib.pipeline.cut_check import ModelRun, compare_with_original, cut_failure, mode
 from commlib_torch._bridge import host_array
 from commlib_torch._copies import copy_of, force_mode, preserve_random_state
 from commlib_torch.expert.losses import keepers_in
@@ -46,16 +47,6 @@ class VerifiedPipeline(Protocol):
     def named_parameters(self, *, remove_duplicate: bool) -> Any: ...
 
     def close(self) -> None: ...
-
-
-class SingleRankGroup:
-    """A group of this rank alone."""
-
-    rank, size = 0, 1
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value."""
-        return [value]
 
 
 def check_with_example(
@@ -91,9 +82,8 @@ def _run_comparison(
     except Exception as error:
         return error
     own = _run_of_cut(model, cut, call, shared, training)
-    how = _mode_name(training)
     compare_with_original(
-        SingleRankGroup(), whole, own, when=how, tolerance=tolerance_of(model), every=False, hint=shared.hint
+        SingleRank(), whole, own, when=mode(training), tolerance=tolerance_of(model), every=False, hint=shared.hint
     )
     return None
 
@@ -103,14 +93,7 @@ def _run_of_cut(model: Any, cut: SplitModel, call: Any, shared: SharedObjects, t
     try:
         return staged_run(parts, cut.values, first_names(model), call, training=training)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UsageError(
-            f"pipeline: the split model fails {_mode_name(training)}, and the whole model does not: {said}{shared.hint}"
-        ) from error
-
-
-def _mode_name(training: bool) -> str:
-    return "in training" if training else "in evaluation"
+        raise UsageError(f"{cut_failure(training, error)}{shared.hint}") from error
 
 
 def verify_cut(
@@ -137,9 +120,7 @@ def verify_cut(
     for training in (True, False):
         whole = run_together(comm, partial(reference_run, model, call, spreads=spreads, training=training))
         own = run_together(comm, partial(_run_of_cut, model, cut, call, shared, training))
-        compare_with_original(
-            comm, whole, own, when=_mode_name(training), tolerance=tolerance, every=False, hint=shared.hint
-        )
+        compare_with_original(comm, whole, own, when=mode(training), tolerance=tolerance, every=False, hint=shared.hint)
     has_own_losses = any(keepers_in(part) for part in cut.parts)  # buffers follow microbatches, not the batch
     if loss is None or updates or has_own_losses:
         return

@@ -41,7 +41,6 @@ from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.pipelines._batch_statistics import WholeBatchStatistics
 from commlib_torch.pipelines._batches import arguments
-from commlib_torch.pipelines._constructors import are_constructors, build, outline
 from commlib_torch.pipelines._first_comparison import FirstComparison
 from commlib_torch.pipelines._loading import Loading
 from commlib_torch.pipelines._loss_module import NAME as LOSS
@@ -69,7 +68,7 @@ from commlib_torch.pipelines._steps import StepRunner
 from commlib_torch.pipelines._sync_batch_norms import check_batch_norms
 from commlib_torch.pipelines._tied_weights import TiedWeights
 from commlib_torch.pipelines._traced_model import TracedModel
-from commlib_torch.pipelines._units import costs_of, layers_of, units_of
+from commlib_torch.pipelines._units import are_constructors, build, costs_of, layers_of, outline, units_of
 from commlib_torch.pipelines._verify import check_with_example, unpack_batch, verify_cut
 from commlib_torch.tensor._norms import watch_norms
 from commlib_torch.tensor.plan_check import check_stages
@@ -102,40 +101,50 @@ def pipeline(
         optimizer = torch.optim.AdamW(pipe.parameters())
         loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
 
-    model: an nn.Sequential; a list of modules (a tuple returned by one becomes the arguments of the next); a list of
-    functions that return one module each, of which a rank calls those of its stages; or any module that torch.fx can
-    trace. This rank keeps its stages, under their names in the model. A submodule that a trace cannot represent is kept
-    in one stage. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev", "breadth_first",
-    "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: the number of microbatches of a
-    batch, cut along the first dimension. loss: a function of (output, target).
-    split: "auto" (even parameter bytes), "time" (even measured time), the number of layers of each stage, the names of
-    the submodules with which the later stages begin, or a function of the model that returns one of these. stages: the
-    total number, if a rank has several.
-    schedule="auto" chooses by simulated time, from the measured cost of each layer, with at most `memory` bytes of
-    activations per rank; `pipe.why` explains the choice. "auto" and "time" need example=, an x with the rows of one
-    microbatch, on rank 0. So do two other cases: the plan check of a model that `parallelize` has sharded without an
-    example; and a model that branches on the presence of an argument or on the value of a number, which is split for
-    the arguments of the example. With an example, rank 0 compares outputs, gradients and buffers of the stages with
-    those of the whole model, in both modes. verify: a batch, the arguments (x, y) of `step`, uncut and equal on every
-    rank: all ranks make this comparison, and compare a step of the pipeline in evaluation mode with one of the whole
-    model. Both run copies of the model without the user's hooks, and change nothing in it.
-    checkpoint: the activations that are recomputed in the backward: "none", "selective" (all but the results of
-    products) or "full" (all but a stage's inputs). Or a mapping of these by patterns of layer names, {"blocks.*":
-    "full"}, or a function of a layer's name and the layer that returns one: each of these layers is recomputed
-    separately, with its sublayers, and stays in one stage. batch_norm: "microbatch" updates running statistics with
-    each microbatch, "batch" once with those of the whole batch.
-    codec: the compression of activations and their gradients, such as "bf16" or "int8"; or a mapping by link: {(0, 1):
-    "bf16", (1, 0): "int8"}. weigh: the number of terms in a microbatch's mean loss, needed unless the loss is one of
-    torch's: a function of its target and, if it accepts them, `inputs`; or "rows"; or "sum" for a loss that is a sum;
-    or, for a loss that returns a dict of its summands, a dict of these: {"words": lambda y: (y != -100).sum(),
-    "penalty": "rows"}.
-    rows: the dimension of rows in x, y and output, if it is not the first: see `commlib.pipeline.rows`; for example
-    {"x": (0, "whole"), "output": 1}.
-    optimizer: a function from named parameters to an optimizer, for schedules that update weights themselves; every:
-    the number of microbatches between their updates.
+    Comparisons run copies of the model without the user's hooks, and change nothing in it.
 
-    Raises UsageError for arguments that are invalid on this rank, or on all ranks if a comparison finds a difference;
-    MismatchError on all ranks if their arguments differ; ScheduleError for a schedule that cannot run.
+    Args:
+        model: An nn.Sequential; a list of modules (a tuple returned by one becomes the arguments of the next); a list
+            of functions that return one module each, of which a rank calls those of its stages; or any module that
+            torch.fx can trace. This rank keeps its stages, under their names in the model. A submodule that a trace
+            cannot represent is kept in one stage.
+        ranks: The ranks of the stages, such as `mesh["pp"]`.
+        schedule: A name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream",
+            "pipedream_2bw"), the path of a CSV file, or a Schedule; "auto" chooses by simulated time, from the measured
+            cost of each layer: `pipe.why` explains the choice.
+        microbatches: The number of microbatches of a batch, cut along the first dimension.
+        loss: A function of (output, target); None: none, for `predict` and for a last stage that returns its loss.
+        split: "auto" (even parameter bytes), "time" (even measured time), the number of layers of each stage, the names
+            of the submodules with which the later stages begin, or a function of the model that returns one of these.
+        stages: The total number of stages, if a rank has several; None: as the schedule says.
+        checkpoint: The activations that are recomputed in the backward: "none", "selective" (all but the results of
+            products) or "full" (all but a stage's inputs). Or a mapping of these by patterns of layer names,
+            {"blocks.*": "full"}, or a function of a layer's name and the layer that returns one: each of these layers
+            is recomputed separately, with its sublayers, and stays in one stage.
+        batch_norm: "microbatch" updates running statistics with each microbatch, "batch" once with those of the whole
+            batch.
+        codec: The compression of activations and their gradients, such as "bf16" or "int8"; or a mapping by link: {(0,
+            1): "bf16", (1, 0): "int8"}; None: none.
+        weigh: The number of terms in a microbatch's mean loss, needed unless the loss is one of torch's: a function of
+            its target and, if it accepts them, `inputs`; or "rows"; or "sum" for a loss that is a sum; or, for a loss
+            that returns a dict of its summands, a dict of these: {"words": lambda y: (y != -100).sum(), "penalty":
+            "rows"}.
+        rows: The dimension of rows in x, y and output, if it is not the first: see `commlib.pipeline.rows`; for example
+            {"x": (0, "whole"), "output": 1}.
+        optimizer: A function from named parameters to an optimizer, for schedules that update weights themselves.
+        every: The number of microbatches between updates, in schedules that update weights themselves.
+        example: An x with the rows of one microbatch, on rank 0, which then compares outputs, gradients and buffers of
+            the stages with those of the whole model, in both modes. Needed by schedule="auto" and split="time", by the
+            plan check of a model that `parallelize` has sharded without an example, and by a model that branches on the
+            presence of an argument or on the value of a number, which is split for the arguments of the example.
+        memory: With "auto": the most bytes of activations on a rank; None: any.
+        verify: A batch, the arguments (x, y) of `step`, uncut and equal on every rank: all ranks make the comparison of
+            `example`, and compare a step of the pipeline in evaluation mode with one of the whole model.
+
+    Raises:
+        UsageError: For arguments that are invalid on this rank, or on all ranks if a comparison finds a difference.
+        MismatchError: On all ranks if their arguments differ.
+        ScheduleError: For a schedule that cannot run.
     """
     check_batch_norm(batch_norm)
     constructors = model if are_constructors(model) else ()

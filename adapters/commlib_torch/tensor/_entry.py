@@ -25,10 +25,11 @@ from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.moves import COPY, Redistribute, gather
 from commlib.tensor_parallel.run.moves import run, start
 from commlib_torch._bridge import array_of, pack, to_tensor
+from commlib_torch._function_transforms import explain
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.devices import device_of
 from commlib_torch.tensor._comparison import note_eager_input, takes_notes
-from commlib_torch.tensor.moves import explain, redistribute
+from commlib_torch.tensor.moves import redistribute
 
 
 class InputCache(NamedTuple):
@@ -76,7 +77,7 @@ def product(
     try:  # made before `start`, so that it runs after it
         late_weight: Tensor = _LateWeight.apply(weight, late)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise explain(error) from error
+        raise explain(error, "sharded layers") from error
     inside = enter(x, axis, move, _overlapping, weight)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -1,4 +1,4 @@
-"""Forward runs: run a PyTorch model unsharded, or as one rank with its shards, and return the numbers."""
+"""Forward runs: run a PyTorch model unsharded, or as one rank with its shards, and return the numbers of its calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from commlib.tensor_parallel.run.rank_numbers import change_numbers, numbers_of_
 from commlib.tensor_parallel.styles import Column, Row, Style, Vocabulary
 from commlib_torch._bridge import host_array
 from commlib_torch._graph_breaks import suspend_compile
-from commlib_torch._trial_run import copy_arguments, preserve_model
+from commlib_torch._trial_run import copy_arguments, map_leaves, preserve_model
+from commlib_torch.tensor._comparison import has_numbers
 from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor._placeholders import substitute_weights, zeros_in
 from commlib_torch.tensor._weights import sharded_weights
 from commlib_torch.tensor.features import FeatureLayer
-from commlib_torch.tensor.tracing import TraceRecorder
+from commlib_torch.tensor.moves import gather, scatter
+from commlib_torch.tensor.tracing import TraceRecorder, tensors_in
 from commlib_torch.tensor.verify import disable_fusion, evaluation_mode
 
 Change = tuple[nn.Module, str, Any]
@@ -197,3 +199,31 @@ def _array(tensor: Tensor) -> Array:
         return host_array(tensor)
     except Exception:
         return np.empty(0)
+
+
+def split_calls(axis: ParallelAxis, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+    """Return calls as `ModelRunner` of `numeric_checks` specifies; None for tensors in objects. Collective."""
+    args, options = call
+    tensors = tensors_in([*args, *options.values()])
+    divided = {id(tensors[at]): tensors[at] for at in dims}
+    if not all(axis.comm.all_gather_object(_are_within(call, divided))):
+        return None
+    move = gather if is_part else scatter
+    with torch.no_grad():
+        moved = {id(tensors[at]): move(tensors[at].detach(), axis, dim) for at, dim in dims.items()}
+
+    def change(value: Any) -> Any:
+        found = moved.get(id(value))
+        return value if found is None else found.requires_grad_(value.requires_grad)
+
+    changed = map_leaves((tuple(args), dict(options)), change)
+    return (changed, call) if is_part else (call, changed)
+
+
+def _are_within(call: Any, tensors: Mapping[int, Tensor]) -> bool:
+    """Return whether tensors have values, and are in tuples, lists and dicts."""
+    found = set[int]()
+
+    args, options = call
+    map_leaves((tuple(args), dict(options)), lambda one: found.add(id(one)))
+    return found.issuperset(tensors) and all(map(has_numbers, tensors.values()))

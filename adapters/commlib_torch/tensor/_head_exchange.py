@@ -14,8 +14,8 @@ from commlib.context_parallel.attention import AttentionCall
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.moves import Redistribute, gather
 from commlib_torch.tensor._ring import RingCall, ring_attention
-from commlib_torch.tensor._row_ranges import take_ranges
 from commlib_torch.tensor.moves import redistribute
+from commlib_torch.tensor.sequences import take_ranges
 
 
 def attention_by_heads(

@@ -1,4 +1,9 @@
-"""Sharding of parameters: a parameter keeps its identity, holds this rank's shard, and loads it from a full state."""
+"""Sharding of parameters: a parameter keeps its identity, holds this rank's shard, and loads it from a full state.
+
+In evaluation, `nn.TransformerEncoderLayer` passes the weights of its layers to a fused kernel, which does not support
+shards. A hook on one of these layers prevents this. `nn.TransformerEncoder` removes padding from its input for that
+kernel, without checking for hooks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,6 @@ from commlib.tensor_parallel.checks.axis_equality import begin
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib_torch._autograd import backward_passes
 from commlib_torch._bridge import host_array, to_device_of, to_tensor
-from commlib_torch._fast_path import keep_unfused
 from commlib_torch._shard_marks import check_part, watch_files
 from commlib_torch._shards import describe, prepare_loading, shard_of, shards_of
 from commlib_torch.tensor._initializing import watch_initialization
@@ -169,3 +173,28 @@ def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
         if isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
             state[prefix + name] = to_tensor(shard.own(host_array(value)))
     prepare_loading(module)
+
+
+def keep_unfused(module: nn.Module) -> None:
+    """Ensure that a layer is called, in every parent module."""
+    if not _is_unfused(module):
+        module.register_forward_pre_hook(_report_call)
+
+
+def keep_padding(model: nn.Module) -> None:
+    """Ensure that the encoders in a model call their layers with ordinary tensors if they contain sharded layers."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(map(_is_unfused, module.modules())):
+            module.use_nested_tensor = False
+
+
+def _is_unfused(module: nn.Module) -> bool:
+    return _report_call in module._forward_pre_hooks.values()
+
+
+def _report_call(module: nn.Module, args: Any) -> None:
+    """Report a layer call outside of the model to the plan check; the hook's presence keeps the layer unfused."""
+    if not torch.compiler.is_compiling():  # otherwise the compiler would make a program for each value of `inside`
+        check = vars(module).get("plan_check")
+        if check is not None and not check.inside:
+            check.used(module, args)

@@ -31,6 +31,14 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
     Arguments and results are those of `nn.MultiheadAttention`, with its values for the same seed. Inputs are unsharded
     on every rank, or sharded along `sequence`; the output has the same layout. Masks are those of full sequences and
     all heads. Attention weights are returned for all heads, too: pass need_weights=False to save a reduction.
+
+    Args:
+        embed_dim: The features of inputs and outputs.
+        num_heads: The number of heads.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        *args: Arguments of the layer that is sharded.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(

@@ -17,15 +17,24 @@ import torch
 from torch import Tensor
 
 from commlib.comparison.agreement import make_or_refuse
+from commlib.context_parallel import SequenceLayout
 from commlib.context_parallel.attention import WHAT, AttentionCall, AttentionOptions, TensorInfo
 from commlib.literals import AttentionMethod, SequenceOrder
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
+from commlib.tensor_parallel.moves import gather
 from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._head_exchange import attention_by_heads
-from commlib_torch.tensor._key_masks import whole_mask
 from commlib_torch.tensor._ring import RingCall, ring_attention
-from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
+from commlib_torch.tensor.moves import redistribute
+from commlib_torch.tensor.sequences import (
+    SequenceLoader,
+    loss_mean,
+    position_ids,
+    shard_sequence,
+    take_ranges,
+    unshard_sequence,
+)
 
 _SEEDS = 1 << 62
 
@@ -53,31 +62,46 @@ def attention(
 ) -> Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention` over sequences sharded among ranks.
 
-    q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves several
-    heads of q. Returns (batch, heads, this rank's tokens, head_dim of v). causal: a token sees itself and earlier
-    tokens of the full sequence. scale: by default 1 / sqrt(head_dim); may be negative. layout: "balanced" or
-    "contiguous", as in `shard_sequence`. length: of the full sequence, by default the sum of the ranks' tokens.
-    documents: the boundaries of packed documents, such as (0, 5, 11), the same for the whole batch; tokens see only
-    their document.
+    Collective over the axis, and so is its backward, which each rank must run, including ranks without tokens.
 
-    window: (left, right), the number of visible positions before and after a token, -1 for all; with `causal` none
-    after. A sliding window of n tokens, as in Mistral, is (n - 1, 0). key_mask: bool (batch, this rank's tokens), False
-    for keys that no token sees, such as padding. mask: of this rank's queries over all keys in the sequence's order,
-    (batch or 1, heads or 1, this rank's tokens or 1, tokens of the full sequence), or without the first one or two:
-    bool, True for visible keys, or floats that are added to scores and have a gradient, for this rank's queries. A
-    token sees a key only if all given masks allow it; a token that sees none gets zeros, and contributes no gradient.
+    Returns (batch, heads, this rank's tokens, head_dim of v).
 
-    dropout_p: the share of dropped weights, 0 in evaluation. seed: of dropout, by default a number from PyTorch's
-    generator, which each rank draws; that of the axis' first rank counts. The same weights are dropped on any number of
-    ranks, by both methods, and in recomputation. Heads sharded among other ranks with the same stream, such as those
-    along "tp", have equal dropout: call it within `streams.divided(mesh["tp"])`.
+    Args:
+        q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves
+            several heads of q.
+        k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
+        v: Values, like `k`; head_dim may be another.
+        ranks: The ranks of the axis, such as `mesh["cp"]`.
+        causal: A token sees itself and earlier tokens of the full sequence.
+        scale: By default 1 / sqrt(head_dim); may be negative.
+        layout: "balanced" or "contiguous", as in `shard_sequence`.
+        length: The length of the full sequence; by default the sum of the ranks' tokens.
+        documents: The boundaries of packed documents, such as (0, 5, 11), the same for the whole batch; tokens see only
+            their document.
+        window: (left, right), the number of visible positions before and after a token, -1 for all; with `causal` none
+            after. A sliding window of n tokens, as in Mistral, is (n - 1, 0).
+        mask: A mask of this rank's queries over all keys in the sequence's order, (batch or 1, heads or 1, this rank's
+            tokens or 1, tokens of the full sequence), or without the first one or two: bool, True for visible keys, or
+            floats that are added to scores and have a gradient, for this rank's queries. A token sees a key only if all
+            given masks allow it; a token that sees none gets zeros, and contributes no gradient.
+        key_mask: Bool (batch, this rank's tokens), False for keys that no token sees, such as padding.
+        method: "ring": keys and values circulate among the ranks while blocks are computed; no rank has the full
+            sequence. "all_to_all" (Ulysses): a rank gets the full sequence of some heads, by two all-to-alls; with
+            fewer heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
+        dropout_p: The share of dropped weights, 0 in evaluation.
+        seed: The seed of dropout; by default a number from PyTorch's generator, which each rank draws; that of the
+            axis' first rank counts. The same weights are dropped on any number of ranks, by both methods, and in
+            recomputation. Heads sharded among other ranks with the same stream, such as those along "tp", have equal
+            dropout: call it within `streams.divided(mesh["tp"])`.
 
-    method: "ring": keys and values circulate among the ranks while blocks are computed; no rank has the full sequence.
-    "all_to_all" (Ulysses): a rank gets the full sequence of some heads, by two all-to-alls; with fewer heads of q than
-    ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
+    Raises:
+        UsageError: For inconsistent arguments.
+        MismatchError: On all ranks if arguments differ among ranks.
 
-    Collective over the axis, and so is its backward, which each rank must run, including ranks without tokens. Raises
-    UsageError for inconsistent arguments, MismatchError on all ranks if arguments differ among ranks.
+    Examples:
+        >>> q = torch.randn(1, 2, 4, 8)  # 4 of 8 tokens on each of 2 ranks
+        >>> ct.context.attention(q, q, q, comm, causal=True).shape
+        torch.Size([1, 2, 4, 8])
     """
     axis = _axis_of(ranks)
     q, k, v = (_cast(x) for x in (q, k, v))
@@ -126,3 +150,20 @@ def _cast(x: Tensor) -> Tensor:
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.dtype is torch.float32
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
+
+
+def whole_mask(
+    mask: Tensor | None, key_mask: Tensor | None, axis: ParallelAxis, layout: SequenceLayout
+) -> Tensor | None:
+    """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a key mask."""
+    found = None
+    if mask is not None:
+        found = take_ranges(mask[(None,) * (4 - mask.dim())], layout.by_rank, 3)
+    if key_mask is None:
+        return found
+    keys = redistribute(key_mask.byte(), ParallelAxis(axis.comm), gather(1, lengths=layout.counts)).bool()[
+        :, None, None
+    ]
+    if found is None:
+        return keys
+    return found & keys if found.dtype is torch.bool else found.masked_fill(~keys, -torch.inf)

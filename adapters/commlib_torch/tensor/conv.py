@@ -8,20 +8,19 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from commlib.errors import UsageError
-from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
+from commlib.sharding.axis import AxisRanks, axis_of
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch._shards import ShardedModule
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._entry import enter
-from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor.linear import check_inputs, gather_outputs
 from commlib_torch.tensor.moves import copy, redistribute
 
 
-class ColumnConv(ShardedModule, _ConvNd):
+class ColumnConv(ShardedLayer, _ConvNd):
     """A convolution with sharded output channels: like `ColumnLinear`, for images of any number of dimensions.
 
     Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
@@ -39,12 +38,6 @@ class ColumnConv(ShardedModule, _ConvNd):
         weight, bias = Sharding(shape, 0, parts, style.units), Sharding(shape[:1], 0, parts, style.units)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain convolution in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, or all of them."""
         sequence = self.style.sequence
@@ -55,13 +48,8 @@ class ColumnConv(ShardedModule, _ConvNd):
         out: Tensor = self._conv_forward(inside, self.weight, self.bias)
         return gather_outputs(out, self.axis, self.sharding, _channels(self), layer=self) if self.style.gather else out
 
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{plain}, {self.style}, {self.axis!r}"
 
-
-class RowConv(ShardedModule, _ConvNd):
+class RowConv(ShardedLayer, _ConvNd):
     """A convolution with sharded input channels, whose outputs are summed: like `RowLinear`.
 
     Like `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with their values for the same seed.
@@ -77,12 +65,6 @@ class RowConv(ShardedModule, _ConvNd):
         shape = tuple(self.weight.shape)
         return {"weight": Sharding((shape[0], self.in_channels, *shape[2:]), 1, (), style.units)}
 
-    def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
-        """Shard a plain convolution in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-
     def forward(self, x: Tensor) -> Tensor:
         """Return all channels, of full images or of this rank's part of the sequence."""
         axis, sequence, channels = self.axis, self.style.sequence, _channels(self)
@@ -96,11 +78,6 @@ class RowConv(ShardedModule, _ConvNd):
         # With a sharded sequence, each rank has a part of the bias gradient.
         bias = self.bias if sequence is None else copy(self.bias, axis)
         return out + bias.to(out.dtype).reshape(-1, *(1,) * (-1 - channels))
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{plain}, {self.style}, {self.axis!r}"
 
 
 class ColumnConv1d(ColumnConv, nn.Conv1d):

@@ -13,13 +13,20 @@ from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
 from commlib.literals import Op
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
-from commlib.tensor_parallel.run.unsharded_logits import ROWS, refuse_whole, stride
-from commlib_torch._bridge import host_array
+from commlib.tensor_parallel.run.loss_checks import (
+    ROWS,
+    WHAT,
+    TensorForm,
+    check_arguments,
+    check_vocabulary,
+    different_logits,
+    refuse_targets,
+    refuse_whole,
+    stride,
+)
+from commlib_torch._bridge import dtype_name, host_array
 from commlib_torch._graph_breaks import disable_compile
-from commlib_torch.collectives import writing
-
-_WHAT = "vocabulary_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
+from commlib_torch._recorded_verbs import writing
 
 
 @disable_compile
@@ -36,18 +43,36 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits whose vocabulary is sharded among the ranks of an axis.
 
-    Like `F.cross_entropy` over the last dimension. logits: (..., this rank's tokens), of any floating dtype. target:
-    token ids (...), of the full vocabulary. weight: one number per token of the full vocabulary, without a gradient.
-    Both are the same on every rank. vocabulary: the size of the full vocabulary, to be checked. Returns a float32, or a
-    float64 for such logits: the sum, or the weighted mean, of the rows that are not ignored (nan if there are none), or
-    with "none" the loss of each row (...). It has a gradient; a second one is refused.
+    Like `F.cross_entropy` over the last dimension.
 
-    Collective: two reductions of a few numbers per row, and none in the backward. Raises UsageError on all ranks, also
-    for unsharded logits (equal on all ranks, which `vocabulary` rules out), and MismatchError if targets, weights or
-    options differ among ranks.
+    Collective: two reductions of a few numbers per row, and none in the backward.
+
+    Targets and weights are the same on every rank.
+
+    Returns a float32, or a float64 for such logits: the sum, or the weighted mean, of the rows that are not ignored
+    (nan if there are none), or with "none" the loss of each row (...). It has a gradient; a second one is refused.
+
+    Args:
+        logits: (..., this rank's tokens), of any floating dtype.
+        target: Token ids (...), of the full vocabulary.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        weight: One number per token of the full vocabulary, without a gradient.
+        ignore_index: The target whose rows do not count.
+        label_smoothing: The share of the target that is spread over all tokens, 0 to 1.
+        reduction: "mean", "sum" or "none".
+        vocabulary: The size of the full vocabulary, to be checked.
+
+    Raises:
+        UsageError: On all ranks, also for unsharded logits (equal on all ranks, which `vocabulary` rules out).
+        MismatchError: If targets, weights or options differ among ranks.
     """
     shared = axis_of(ranks, "vocabulary_cross_entropy")
-    make_or_refuse(shared.comm, _WHAT, lambda: _check(logits, target, weight, label_smoothing, reduction))
+    given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)
+    make_or_refuse(
+        shared.comm,
+        WHAT,
+        lambda: check_arguments(*given, of_weight, label_smoothing, reduction, plain_loss="F.cross_entropy"),
+    )
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
     said = {
@@ -78,8 +103,8 @@ class _Losses(Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x = logits.to(dtype, copy=True)
         most, counts = _shared_maximum(x, target, weight, axis, options)
-        _check_words(axis, counts, total, target, is_ignored)
-        _check_weight(weight, sum(counts))
+        check_vocabulary(axis, counts, total, None if weight is None else len(weight))
+        refuse_targets(target[((target < 0) | (target >= sum(counts))) & ~is_ignored], sum(counts))
         start, stop = sum(counts[: axis.rank]), sum(counts[: axis.rank + 1])
         is_own = (target >= start) & (target < stop) & ~is_ignored
         own = (target - start).masked_fill(~is_own, 0).unsqueeze(-1)
@@ -111,8 +136,7 @@ class _Losses(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # otherwise the gradient of this gradient would silently be zero
             raise UsageError(
-                "vocabulary_cross_entropy has no second gradient (create_graph=True): gather the logits, and use "
-                "F.cross_entropy"
+                f"{WHAT} has no second gradient (create_graph=True): gather the logits, and use F.cross_entropy"
             )
         softmax, own, is_own, is_ignored, weight = ctx.saved_tensors
         scale = gradient.masked_fill(is_ignored, 0)
@@ -145,20 +169,17 @@ def _shared_maximum(
     try:
         _reduce(said, axis, "max")
     except MismatchError as error:
-        raise MismatchError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: rank {axis.rank} has {options['dtype']} logits of "
-            f"{len(x)} rows, and other ranks have others; expected the same rows and dtype on all: {error}"
-        ) from error
+        raise different_logits(axis, options["dtype"], len(x), error) from error
     least = said[len(said) - rows :]
     numbers = torch.cat((said[len(x) : len(said) - rows], said[:rows], least)).tolist()
     counts, *digests = (numbers[at * axis.size : (at + 1) * axis.size] for at in range(3))
     if any(len(set(theirs)) > 1 for theirs in digests):
         lines += [f"weight: {'none' if weight is None else int(_digest(weight, None))}"]
         lines += [f"target, {len(target)} rows: {int(_digest(target, None))}"]
-        check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
+        check_agreement(axis.comm, f"{WHAT} on {axis.comm.name}", lines)
     highest, lowest = numbers[3 * axis.size : 3 * axis.size + rows], numbers[3 * axis.size + rows :]
     if options["vocabulary"] is None and axis.size > 1 and rows and highest == [-low for low in lowest]:
-        refuse_whole(axis, _WHAT, host_array(x[:rows, :: stride(x.shape[-1])]), x.shape[-1])
+        refuse_whole(axis, host_array(x[:rows, :: stride(x.shape[-1])]), x.shape[-1])
     return said[: len(x)], [int(count) for count in counts]
 
 
@@ -180,49 +201,5 @@ def _reduce(x: Tensor, axis: ParallelAxis, op: Op) -> None:
         writing.all_reduce_(x, op, ranks=axis.comm).run()
 
 
-def _check(logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> None:
-    if target.is_floating_point():
-        raise UsageError("vocabulary_cross_entropy: the target has class probabilities, expected integers: token ids")
-    if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
-        raise UsageError(
-            f"vocabulary_cross_entropy: weight is {weight.dtype}{list(weight.shape)}, expected a float for each token "
-            "of the full vocabulary"
-        )
-    if logits.dim() and not logits.shape[-1]:
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of shape {list(logits.shape)} have no tokens, expected some on each "
-            "rank: leave a vocabulary with fewer tokens than ranks unsharded, and use F.cross_entropy"
-        )
-    if not logits.is_floating_point() or logits.shape[:-1] != target.shape or not logits.dim():
-        raise UsageError(
-            f"vocabulary_cross_entropy: logits of {logits.dtype}{list(logits.shape)} for a target of shape "
-            f"{list(target.shape)}, expected floats of shape {[*target.shape, 'words of this rank']}: the vocabulary "
-            "is the last dimension, even if F.cross_entropy has it as the second (movedim(1, -1))"
-        )
-    if not 0 <= smoothing <= 1:
-        raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
-    if reduction not in _REDUCTIONS:
-        raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
-
-
-def _check_words(axis: ParallelAxis, counts: list[int], total: int | None, target: Tensor, is_ignored: Tensor) -> None:
-    if total is not None and sum(counts) != total:
-        raise UsageError(
-            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} tokens, together "
-            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and use the same axis for the layers of "
-            "all ranks"
-        )
-    wrong = target[((target < 0) | (target >= sum(counts))) & ~is_ignored]
-    if wrong.numel():
-        raise UsageError(
-            f"vocabulary_cross_entropy: a target is token {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
-            "ignore_index"
-        )
-
-
-def _check_weight(weight: Tensor | None, words: int) -> None:
-    if weight is not None and len(weight) != words:
-        raise UsageError(
-            f"vocabulary_cross_entropy: weight has {len(weight)} tokens, expected the {words} of the full vocabulary, "
-            "the same on every rank"
-        )
+def _form_of(x: Tensor) -> TensorForm:
+    return TensorForm(dtype_name(x.dtype), x.shape)

@@ -15,19 +15,29 @@ from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Vocabulary
 from commlib.tensor_parallel.vocabulary import words_of
-from commlib_torch._shards import ShardedModule, shards_of
+from commlib_torch._shards import shards_of
 from commlib_torch.tensor._comparison import note_input
-from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor.linear import gather_outputs, shape_error
 from commlib_torch.tensor.moves import redistribute
 
 
-class VocabularyEmbedding(ShardedModule, nn.Embedding):
+class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     """An embedding sharded by vocabulary: each rank has some rows of the weight; outputs are summed.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
-    every rank. Returns (*words.shape, embedding_dim), unsharded on every rank or sharded along `sequence`. Raises
-    UsageError for a token id outside of the vocabulary, and for `sparse` and `scale_grad_by_freq`.
+    every rank. Returns (*words.shape, embedding_dim), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        num_embeddings: The number of token ids.
+        embedding_dim: The features of the embedding.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        padding_idx: A token id whose row gets no gradient; None: none.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For a token id outside of the vocabulary, and for `sparse` and `scale_grad_by_freq`.
     """
 
     def __init__(
@@ -56,9 +66,7 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
 
     def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
         """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
+        super().become(what, axis, style)
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -100,17 +108,23 @@ class VocabularyEmbedding(ShardedModule, nn.Embedding):
                 f"{self.num_embeddings - 1}"
             )
 
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
-
-class ColumnEmbedding(ShardedModule, nn.Embedding):
+class ColumnEmbedding(ShardedLayer, nn.Embedding):
     """An embedding with sharded features: each rank has some columns of the weight.
 
     Like `nn.Embedding(num_embeddings, embedding_dim)`, with its values for the same seed. words: token ids, the same on
-    every rank, or sharded along `sequence`. Returns (*words.shape, this rank's features), or all with `gather`. Raises
-    UsageError for `max_norm`, which needs all features.
+    every rank, or sharded along `sequence`. Returns (*words.shape, this rank's features), or all with `gather`.
+
+    Args:
+        num_embeddings: The number of token ids.
+        embedding_dim: The features of the embedding.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        padding_idx: A token id whose row gets no gradient; None: none.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
+
+    Raises:
+        UsageError: For `max_norm`, which needs all features.
     """
 
     def __init__(
@@ -133,12 +147,6 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
         parts = parts_of(what, style.parts, self.embedding_dim)
         return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 1, parts, style.units)}
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain embedding in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-
     def forward(self, words: Tensor) -> Tensor:
         """Return this rank's features of token ids, or all of them."""
         note_input(self, words, sequence=self.style.sequence)
@@ -146,7 +154,3 @@ class ColumnEmbedding(ShardedModule, nn.Embedding):
             words = redistribute(words, self.axis, moves.gather(self.style.sequence))
         found = super().forward(words)
         return gather_outputs(found, self.axis, self.sharding, layer=self) if self.style.gather else found
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"

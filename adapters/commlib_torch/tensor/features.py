@@ -11,20 +11,20 @@ from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
 from commlib.tensor_parallel import features, moves
 from commlib.tensor_parallel.styles import Sequence
-from commlib_torch._shards import ShardedModule, shard_of
+from commlib_torch._shards import shard_of
 from commlib_torch.tensor._leaves import INSTANCE_NORMS, feature_dim
+from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor._sharding import shard_parameters
 from commlib_torch.tensor.linear import gather_outputs
 from commlib_torch.tensor.moves import redistribute
 
 
-class FeatureLayer(ShardedModule):
+class FeatureLayer(ShardedLayer):
     """A layer with weights and moments per feature: a rank has only those of its features.
 
     Numbers of the layer, such as `num_features`, are those of the unsharded layer.
     """
 
-    axis: ParallelAxis
     style: Sequence
     layer_name: str
     sharding: Sharding
@@ -66,10 +66,6 @@ class FeatureLayer(ShardedModule):
         """Return the layer's output for its shard of the features, regardless of its numbers."""
         found: Tensor = super().forward(x)
         return found
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
 class FeatureGroupNorm(FeatureLayer, nn.GroupNorm):

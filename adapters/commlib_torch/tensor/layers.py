@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from commlib.errors import UsageError
+from commlib.tensor_parallel.plan import no_layer
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib_torch._trial_run import preserve_model
 from commlib_torch.tensor._embedding_trial import goes_on_with_rows, subclass_beneath
 from commlib_torch.tensor._leaves import has_features, is_transposed
-from commlib_torch.tensor._linear import is_plain_linear
 from commlib_torch.tensor._sharding import check_division
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
@@ -73,10 +76,7 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         return subclass_around(ShardwiseLayer, plain)  # type: ignore[arg-type]
     if isinstance(style, Sequence) and is_row_wise(module):
         return subclass_around(RowWiseNorm, plain)  # type: ignore[arg-type]
-    able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
-    raise UsageError(
-        f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
-    )
+    raise no_layer(name, plain, style, _LAYERS)
 
 
 def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
@@ -86,3 +86,33 @@ def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisib
             check_division(name, module, layer.shardings(module, name, style), division)
             if issubclass(layer, FeatureLayer):  # it may have no weights
                 features_of(module).check(name, division.axis.size)
+
+
+def is_plain_linear(module: nn.Linear) -> bool:
+    """Return whether a layer has only a weight and a bias, and the results and gradients of `F.linear`.
+
+    Some models write out the product, so a sharded layer may replace theirs: it is tried on random inputs.
+    """
+    extra = [
+        name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in ("weight", "bias")
+    ]
+    weight = module.weight
+    if extra or any(True for _ in module.children()) or weight.is_meta or not weight.is_floating_point():
+        return False
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    with preserve_model(module), torch.enable_grad():
+        try:
+            x = torch.randn(2, 3, module.in_features, device=weight.device).to(weight.dtype).requires_grad_()
+            y = F.linear(x, weight, module.bias)
+            factors = torch.randn_like(y)
+            own = module(x)
+            wanted = [one for one in (x, weight, module.bias) if one is not None and one.requires_grad]
+            gradients = [torch.autograd.grad((out * factors).sum(), wanted) for out in (own, y)]
+        except RuntimeError:
+            return False
+    tolerance = 100 * torch.finfo(weight.dtype).eps
+    return all(
+        float((one - other).detach().abs().max()) <= tolerance * max(float(other.detach().abs().max()), tolerance)
+        for one, other in [(own, y), *zip(*gradients, strict=True)]
+    )

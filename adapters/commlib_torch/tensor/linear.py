@@ -10,29 +10,33 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
-from commlib.sharding.shard_sharing import Sharers, sharers_of
+from commlib.sharding.shard_sharing import Sharers
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import REDUCE
 from commlib.tensor_parallel.styles import Column, Row, Vocabulary
-from commlib_torch._shards import ShardedModule
 from commlib_torch.tensor._entry import product
-from commlib_torch.tensor._sharding import shard_parameters
+from commlib_torch.tensor._sharded_layer import ShardedLayer
 from commlib_torch.tensor.moves import copy, redistribute
 
 
-class ColumnLinear(ShardedModule, nn.Linear):
+class ColumnLinear(ShardedLayer, nn.Linear):
     """A linear layer with sharded outputs: each rank has some rows of the weight.
 
     Like `nn.Linear(in_features, out_features)`, with its values for the same seed. x: (..., in_features), unsharded on
     every rank, or sharded along `sequence`. Returns (..., this rank's outputs), or all with `gather`. Other arguments:
     see `commlib.tensor_parallel.Column`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     style: Column | Vocabulary
-    axis: ParallelAxis
-    sharding: Sharding
-    sharers: Sharers
 
     def __init__(
         self,
@@ -54,17 +58,9 @@ class ColumnLinear(ShardedModule, nn.Linear):
         bias = Sharding((self.out_features,), 0, parts, style.units, shared=style.shares)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain layer in place."""
-        become_column(self, what, axis, style, ColumnLinear.shardings(self, what, style))
-
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
         return outputs_of_column(self, x)
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
 class VocabularyLinear(ColumnLinear):
@@ -72,6 +68,14 @@ class VocabularyLinear(ColumnLinear):
 
     It may share the weight of a `VocabularyEmbedding`, which is sharded once. Returns (..., this rank's tokens), for
     `vocabulary_cross_entropy`, or all with `gather`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
@@ -97,11 +101,19 @@ class VocabularyLinear(ColumnLinear):
         self.style = style
 
 
-class RowLinear(ShardedModule, nn.Linear):
+class RowLinear(ShardedLayer, nn.Linear):
     """A linear layer with sharded inputs: each rank has some columns of the weight; outputs are summed.
 
     Like `nn.Linear(in_features, out_features)`, with its values for the same seed. x: (..., this rank's inputs), or all
     with `split`. Returns (..., out_features), unsharded on every rank or sharded along `sequence`.
+
+    Args:
+        in_features: The features of the input, unsharded.
+        out_features: The features of the output, unsharded.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        bias: Whether the layer has a bias.
+        style: How the layer is sharded: see `commlib.tensor_parallel`.
+        **kwargs: Arguments of the layer that is sharded.
     """
 
     def __init__(
@@ -121,26 +133,9 @@ class RowLinear(ShardedModule, nn.Linear):
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         return {"weight": Sharding((self.out_features, self.in_features), 1, (), style.units)}
 
-    def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
-        """Shard a plain layer in place."""
-        shardings = self.shardings(what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
-
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, unsharded or this rank's part of the sequence."""
         return outputs_of_row(self, x, self.weight)
-
-    def extra_repr(self) -> str:
-        """Describe the sharding."""
-        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
-
-
-def become_column(layer: Any, what: str, axis: ParallelAxis, style: Column, shardings: dict[str, Sharding]) -> None:
-    """Shard a layer along its outputs."""
-    shard_parameters(what, layer, axis, shardings)
-    layer.axis, layer.style, layer.sharding = axis, style, shardings["weight"]
-    layer.sharers = sharers_of(axis, layer.sharding)
 
 
 def outputs_of_column(layer: Any, x: Tensor, *, transposed: bool = False) -> Tensor:

@@ -28,9 +28,27 @@ class ParallelMLP(nn.Module):
     """A linear layer to `hidden` features, an activation, and a linear layer back, sharded among the ranks of an axis.
 
     x: (..., width), unsharded on every rank, or sharded along the dimension `sequence`; the output has the same layout.
-    gated: the activation of one half of 2 * hidden features times the other half. activation: its name, or an
-    elementwise function. On an axis of one rank it is the unsharded layer, and for the same seed it has the same values
-    on any number of ranks. Raises UsageError for an activation that needs all hidden features.
+
+    On an axis of one rank it is the unsharded layer, and for the same seed it has the same values on any number of
+    ranks.
+
+    Args:
+        width: The features of inputs and outputs.
+        hidden: The features between both layers.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        gated: The activation of one half of 2 * hidden features times the other half.
+        activation: Its name, or an elementwise function.
+        sequence: The dimension along which inputs and outputs are sharded; None: unsharded.
+        bias: Whether the layer has a bias.
+        **kwargs: `device` and `dtype` of the layers.
+
+    Raises:
+        UsageError: For an activation that needs all hidden features.
+
+    Examples:
+        >>> layer = ct.ParallelMLP(8, 32, comm)
+        >>> layer(torch.ones(1, 8)).shape
+        torch.Size([1, 8])
     """
 
     def __init__(

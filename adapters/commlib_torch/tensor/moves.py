@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
 from commlib.tensor_parallel.run.moves import run
 from commlib_torch._bridge import array_of, core_array, pack, to_tensor
+from commlib_torch._function_transforms import explain
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.devices import device_of, use_device_streams
 from commlib_torch.tensor._comparison import note_eager_input, note_returned, takes_notes
@@ -23,35 +23,92 @@ _LEAVES = frozenset(("reduce", "reduce_scatter", "scatter", "all_to_all"))
 
 
 def copy(x: Tensor, ranks: AxisRanks) -> Tensor:
-    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f)."""
+    """Return a replicated `x` for a sharded computation: its gradients are summed over the ranks (Megatron's f).
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.copy(torch.ones(2), comm)
+        tensor([1., 1.])
+    """
     return redistribute(x, axis_of(ranks, "copy"), COPY)
 
 
 def reduce(x: Tensor, ranks: AxisRanks) -> Tensor:
-    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below."""
+    """Return the sum of `x` over the ranks, on every rank (Megatron's g). Collective, like the functions below.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+
+    Examples:
+        >>> ct.tensor.reduce(torch.ones(2), comm)
+        tensor([2., 2.])
+    """
     return redistribute(x, axis_of(ranks, "reduce"), REDUCE)
 
 
 def scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven."""
+    """Return this rank's shard along `dim` of a replicated `x`. The first ranks have one row more if it is uneven.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.scatter(torch.zeros(4, 3), comm, 0).shape
+        torch.Size([2, 3])
+    """
     return redistribute(x, axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
 def gather(x: Tensor, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> Tensor:
     """Return the shards of all ranks, joined along `dim`; their lengths may differ.
 
-    partial: the result is used differently on each rank, so its gradients are summed.
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+        partial: The result is used differently on each rank, so its gradients are summed.
+
+    Examples:
+        >>> ct.tensor.gather(torch.tensor([comm.rank]), comm, 0)
+        tensor([0, 1])
     """
     return redistribute(x, axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
 def reduce_scatter(x: Tensor, ranks: AxisRanks, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        dim: The dimension of the shards.
+
+    Examples:
+        >>> ct.tensor.reduce_scatter(torch.ones(4), comm, 0)
+        tensor([2., 2.])
+    """
     return redistribute(x, axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
 def all_to_all(x: Tensor, ranks: AxisRanks, divide: int, join: int) -> Tensor:
-    """Split `x` along one dimension among the ranks, and join the received pieces along another."""
+    """Split `x` along one dimension among the ranks, and join the received pieces along another.
+
+    Args:
+        x: A tensor.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        divide: The dimension along which `x` is split.
+        join: The dimension along which received pieces are joined.
+
+    Examples:
+        >>> ct.tensor.all_to_all(torch.zeros(2, 4), comm, divide=1, join=0).shape
+        torch.Size([4, 2])
+    """
     return redistribute(x, axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 
@@ -75,20 +132,10 @@ def redistribute(
             return _run(x, axis, move, may_write)[0]
         found: Tensor = _Redistribute.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise explain(error) from error
+        raise explain(error, "sharded layers") from error
     if notes and move.name in ("reduce", "gather"):
         note_returned(layer, found)
     return found
-
-
-def explain(error: RuntimeError) -> Exception:
-    """Return the exception for an error of PyTorch: a UsageError if a torch.func transform surrounds communication."""
-    if "functorch transforms" in f"{error}" or "doesn't have storage" in f"{error}":
-        return UsageError(
-            "function transforms (torch.func.grad, vmap, jvp, ...) do not support sharded layers, because these "
-            "communicate. Use torch.autograd.grad, with create_graph=True for gradients of gradients"
-        )
-    return error
 
 
 def _run(x: Tensor, axis: ParallelAxis, move: Redistribute, may_write: bool) -> tuple[Tensor, Redistribute]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, axis_of
+from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch.tensor._comparison import note_input
 from commlib_torch.tensor._heads import attend
@@ -20,10 +21,31 @@ class ParallelAttention(nn.Module):
     """Self-attention of `heads` heads, sharded among the ranks of an axis.
 
     x: (batch, tokens, width), unsharded on every rank, or sharded along the dimension `sequence`; the output has the
-    same layout. kv_heads: the number of heads of K and V, by default the same; each serves several adjacent heads of Q.
-    Q, K and V are one weight. dropout: of the attention weights. On an axis of one rank it is the unsharded layer, and
-    for the same seed it has the same values on any number of ranks. Raises UsageError for numbers that do not divide
-    each other.
+    same layout.
+
+    Q, K and V are one weight.
+
+    On an axis of one rank it is the unsharded layer, and for the same seed it has the same values on any number of
+    ranks.
+
+    Args:
+        width: The features of inputs and outputs.
+        heads: The number of heads of queries.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        kv_heads: The number of heads of K and V, by default the same; each serves several adjacent heads of Q.
+        causal: Whether a token sees only itself and earlier ones.
+        bias: Whether the layer has a bias.
+        dropout: The share of attention weights that is dropped in training.
+        sequence: The dimension along which inputs and outputs are sharded; None: unsharded.
+        **kwargs: `device` and `dtype` of the layers.
+
+    Raises:
+        UsageError: For numbers that do not divide each other.
+
+    Examples:
+        >>> layer = ct.ParallelAttention(8, 2, comm)  # a head on each of 2 ranks
+        >>> layer(torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(
@@ -40,15 +62,12 @@ class ParallelAttention(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis = axis_of(ranks, "ParallelAttention")
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if heads < 1 or width % heads or self.kv_heads < 1 or heads % self.kv_heads:
-            raise UsageError(
-                f"ParallelAttention: width {width}, {heads} heads, {self.kv_heads} of K and V: each must be a multiple "
-                "of the next"
-            )
-        if not 0 <= dropout < 1:
-            raise UsageError(f"ParallelAttention: dropout is {dropout}, expected at least 0, and less than 1")
+        self.axis, self.heads, self.kv_heads = (
+            axis_of(ranks, "ParallelAttention"),
+            heads,
+            heads if kv_heads is None else kv_heads,
+        )
+        check_attention("ParallelAttention", width, heads, self.kv_heads, dropout)
         self.causal, self.dropout, self.head_width = causal, dropout, width // heads
         parts = (width, *(self.kv_heads * self.head_width,) * 2)
         columns = Column(parts=parts, units=self.kv_heads, sequence=sequence)

@@ -18,13 +18,12 @@ from commlib.tensor_parallel.plan import Plan, lines, resolve
 from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, check_numbers, split_numbers
 from commlib.tensor_parallel.styles import PerRank, Slice, Style
-from commlib_torch._fast_path import keep_padding
 from commlib_torch._graph_breaks import unwrap_compiled
 from commlib_torch._readiness import check_shapes
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._numbers import numbers_in
-from commlib_torch.tensor._sharding import describe_everywhere
+from commlib_torch.tensor._sharding import describe_everywhere, keep_padding
 from commlib_torch.tensor._structure import structure_of
 from commlib_torch.tensor._values import values_of_rank_0
 from commlib_torch.tensor.layers import check_layers, find_layer
@@ -48,21 +47,32 @@ def parallelize(
     """Shard the layers that `plan` names among `ranks`, such as `mesh["tp"]`, and return `model`.
 
     It changes the model in place: modules and parameters keep their identity, with rank 0's values. Parameters are
-    plain tensors, smaller if they are sharded. plan: styles by patterns of names, `{"layers.*.up": Column(),
-    "layers.*.down": Row()}`; or "auto" for transformer-like models, which rank 0 reports as a table.
+    plain tensors, smaller if they are sharded.
 
-    verify: a batch (a tensor, or a tuple or dict of the model's arguments), equal on all ranks, for one forward and
-    backward compared with those of the unsharded model, which is kept until then. example: a batch on which the plan is
-    checked by `commlib.tensor_parallel.rules`, and by the results of a forward, before anything is sharded. Without
-    both, these checks run at the model's first call, with three more runs of the model, and again at the first call of
-    each other kind (in evaluation, with a flag). codec: the compression of activations and their gradients, such as
-    "bf16". divided_output: the model's output may stay sharded. Logits of `Vocabulary()` without gather always may, for
-    `vocabulary_cross_entropy`: F.cross_entropy, argmax and generate() would see this rank's tokens only; with
-    gather=True they are unsharded.
+    Without `verify` and `example` the plan is checked at the model's first call, with three more runs of the model, and
+    again at the first call of each other kind (in evaluation, with a flag).
 
-    Collective. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or changes the results;
-    MismatchError if ranks have different models or plans. The model is then unchanged, unless the failure or the
-    difference appeared after the sharding (verify=, example=): such a model must be rebuilt.
+    Collective. After an error the model is unchanged, unless the failure or the difference appeared after the sharding
+    (`verify`, `example`): such a model must be rebuilt.
+
+    Args:
+        model: A module.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        plan: Styles by patterns of names, `{"layers.*.up": Column(), "layers.*.down": Row()}`; or "auto" for
+            transformer-like models, which rank 0 reports as a table.
+        verify: A batch (a tensor, or a tuple or dict of the model's arguments), equal on all ranks, for one forward and
+            backward compared with those of the unsharded model, which is kept until then.
+        example: A batch on which the plan is checked by `commlib.tensor_parallel.rules`, and by the results of a
+            forward, before anything is sharded.
+        codec: The compression of activations and their gradients, such as "bf16"; None: none.
+        divided_output: Whether the model's output may stay sharded. Logits of `Vocabulary()` without gather always may,
+            for `vocabulary_cross_entropy`: F.cross_entropy, argmax and generate() would see this rank's tokens only;
+            with gather=True they are unsharded.
+        report: A function that gets the text that rank 0 reports about "auto".
+
+    Raises:
+        UsageError: On all ranks, for a plan that does not fit, breaks a rule, or changes the results.
+        MismatchError: If ranks have different models or plans.
     """
     axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec)

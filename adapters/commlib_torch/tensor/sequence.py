@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commlib.errors import UsageError
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
+from commlib.tensor_parallel.features import check_norm
 from commlib.tensor_parallel.styles import Replicate, Sequence
 from commlib_torch._graph_breaks import disable_compile
 from commlib_torch._trial_run import preserve_model
@@ -23,8 +24,10 @@ _MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 """Layers, possibly without weights, whose outputs depend on several positions of a sequence."""
 
 
-class SequenceLayerNorm(nn.LayerNorm):
-    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+class _SequenceNorm(nn.Module):
+    """A norm on a sequence shard."""
+
+    normalized_shape: tuple[int, ...]
 
     def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
         """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""
@@ -34,6 +37,13 @@ class SequenceLayerNorm(nn.LayerNorm):
     def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
         """Replace a plain layer: it then takes sequence shards."""
         self.axis, self.style = axis, style
+
+
+class SequenceLayerNorm(_SequenceNorm, nn.LayerNorm):
+    """A LayerNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
+
+    Arguments are those of `nn.LayerNorm`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
@@ -42,17 +52,11 @@ class SequenceLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class SequenceRMSNorm(nn.RMSNorm):
-    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed."""
+class SequenceRMSNorm(_SequenceNorm, nn.RMSNorm):
+    """An RMSNorm on a sequence shard: weights are replicated, and the ranks' gradients are summed.
 
-    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
-        """Return no shardings: weights are replicated. Raises UsageError for a dimension that the norm reduces over."""
-        _check_features(what, self.normalized_shape, style.dim)
-        return {}
-
-    def become(self, what: str, axis: ParallelAxis, style: Sequence) -> None:
-        """Replace a plain layer: it then takes sequence shards."""
-        self.axis, self.style = axis, style
+    Arguments are those of `nn.RMSNorm`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
@@ -188,11 +192,9 @@ def _copy_parameters(
 
 
 def _check_features(what: str, features: tuple[int, ...], dim: int, dims: int | None = None) -> None:
-    """Raise UsageError if the sharded dimension is one of those that a norm reduces over."""
-    if dim >= 0 and dims is None:
-        return  # unknown before the first input
-    if (dim if dims is None or dim < 0 else dim - dims) >= -len(features):
-        raise UsageError(
-            f"{what}: Sequence(dim={dim}), but this is a norm over the last {len(features)} dimensions, of which it "
-            "would get a part: gather the features first"
-        )
+    """Raise UsageError if the sharded dimension is one of those that a norm reduces over.
+
+    A dimension counted from the front is unknown before the first input, whose number of dimensions is `dims`.
+    """
+    place = dim if dims is None or dim < 0 else min(dim - dims, -1)
+    check_norm(what, place, range(-len(features), 0))

@@ -23,6 +23,9 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Collective over the axes along which its parameters are sharded. Values are copies; gathered ones are on the host.
     `load_state_dict` loads it, in a plain model and in one sharded over any number of ranks.
+
+    Args:
+        model: A model with or without sharded layers and experts.
     """
     renew_all(model)
     found: dict[str, Any] = {}
@@ -38,10 +41,16 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named) -> dict[str, Any]:
     """Return an optimizer's full state by parameter names, on every rank.
 
-    named_parameters: such as `model.named_parameters()`. Collective over the axes along which parameters are sharded.
-    Values are copies. Raises MismatchError unless ranks have the same kinds of state for the same parameters;
-    UsageError for state of a sharded parameter that is neither one number nor of its shape: such an optimizer needs
-    full weights, and has been wrong.
+    Collective over the axes along which parameters are sharded. Values are copies.
+
+    Args:
+        optimizer: The optimizer.
+        named_parameters: Such as `model.named_parameters()`.
+
+    Raises:
+        MismatchError: Unless ranks have the same kinds of state for the same parameters.
+        UsageError: For state of a sharded parameter that is neither one number nor of its shape: such an optimizer
+            needs full weights, and has been wrong.
     """
     named = _check_arguments("gather_optimizer_state(optimizer, named_parameters)", optimizer, named_parameters)
     state = named_state(optimizer, named)
@@ -53,7 +62,13 @@ def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: N
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
     """Load the result of `gather_optimizer_state` on any number of ranks: each takes its shards. Not collective.
 
-    Raises UsageError for arguments in the wrong order, and for a state with missing parameters or other settings.
+    Args:
+        optimizer: The optimizer.
+        named_parameters: Such as `model.named_parameters()`.
+        state: The result of `gather_optimizer_state`.
+
+    Raises:
+        UsageError: For arguments in the wrong order, and for a state with missing parameters or other settings.
     """
     call = "load_optimizer_state(optimizer, named_parameters, state)"
     named = _check_arguments(call, optimizer, named_parameters)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from commlib.errors import UsageError
 from commlib.mesh_groups import Mesh
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel.streams import fold, seed_at
@@ -26,9 +25,12 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     """Seed PyTorch's generators: the same on all ranks along the axes `same` of the mesh, otherwise different.
 
     Returns this rank's seed. Pass the same number on every rank.
+
+    Args:
+        mesh: The mesh.
+        number: The seed, the same on every rank.
+        same: Names of axes along which ranks draw the same numbers.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"seed: expected a non-negative integer, got {number!r}")
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
     torch.manual_seed(found)
     return found
@@ -39,6 +41,10 @@ def draw(ranks: AxisRanks, device: torch.device | str = "cpu") -> torch.Generato
     """Return a generator for a tensor sharded along an axis, a new one at each call.
 
     It takes one number from PyTorch's own generator, so all ranks of the axis must call this alike.
+
+    Args:
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        device: The device of the generator.
     """
     return torch.Generator(device).manual_seed(_own_seed(axis_of(ranks, "draw")))
 
@@ -49,6 +55,10 @@ def divided(ranks: AxisRanks, device: torch.device | str = "cpu") -> Iterator[No
 
     For functions that accept no generator, such as `F.scaled_dot_product_attention`. On an axis of one rank nothing
     changes.
+
+    Args:
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        device: The device whose generator is used.
     """
     shared = axis_of(ranks, "divided")
     if shared.size == 1:
@@ -65,7 +75,14 @@ def divided(ranks: AxisRanks, device: torch.device | str = "cpu") -> Iterator[No
 
 @disable_compile
 def dropout(x: Tensor, p: float, training: bool, ranks: AxisRanks) -> Tensor:
-    """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank."""
+    """Return `F.dropout(x, p, training)` of a tensor sharded along an axis, with a different mask on each rank.
+
+    Args:
+        x: This rank's shard.
+        p: The share of elements that is dropped.
+        training: Whether anything is dropped.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+    """
     if not training or p == 0:
         return x
     with divided(ranks, x.device):

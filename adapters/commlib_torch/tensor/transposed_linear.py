@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding, parts_of
 from commlib.tensor_parallel.styles import Column, Row
-from commlib_torch._shards import ShardedModule
-from commlib_torch.tensor._sharding import shard_parameters
-from commlib_torch.tensor.linear import become_column, outputs_of_column, outputs_of_row
+from commlib_torch.tensor._sharded_layer import ShardedLayer
+from commlib_torch.tensor.linear import outputs_of_column, outputs_of_row
 
 
-class ColumnTransposed(ShardedModule, nn.Module):
+class ColumnTransposed(ShardedLayer, nn.Module):
     """Like `ColumnLinear`: each rank has some columns of the weight. Replaces a plain layer; see `layers`."""
 
     weight: nn.Parameter
@@ -25,16 +23,12 @@ class ColumnTransposed(ShardedModule, nn.Module):
         weight = Sharding(shape, 1, parts, style.units, shared=style.shares)
         return {"weight": weight, "bias": Sharding(shape[1:], 0, parts, style.units, shared=style.shares)}
 
-    def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
-        """Shard a plain layer in place."""
-        become_column(self, what, axis, style, ColumnTransposed.shardings(self, what, style))
-
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
         return outputs_of_column(self, x, transposed=True)
 
 
-class RowTransposed(ShardedModule, nn.Module):
+class RowTransposed(ShardedLayer, nn.Module):
     """Like `RowLinear`: each rank has some rows of the weight. Replaces a plain layer; see `layers`."""
 
     weight: nn.Parameter
@@ -43,12 +37,6 @@ class RowTransposed(ShardedModule, nn.Module):
     def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
         """Return the shardings of its weights; `self` may be a plain layer. Raises UsageError if there are none."""
         return {"weight": Sharding(tuple(self.weight.shape), 0, (), style.units)}
-
-    def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
-        """Shard a plain layer in place."""
-        shardings = RowTransposed.shardings(self, what, style)
-        shard_parameters(what, self, axis, shardings)
-        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, unsharded or this rank's part of the sequence."""

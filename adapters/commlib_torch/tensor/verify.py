@@ -26,14 +26,22 @@ def verify(
 ) -> None:
     """Compare one forward and backward of a sharded model with those of the unsharded one.
 
-    batch: a tensor, or a tuple or dict of the model's arguments, unsharded and equal on every rank. Both run in
-    evaluation mode. It compares, in this order: the results of all layers and of the operations between them, in
-    execution order; the gradients of the inputs; and the gradients of the weights, for a loss that is a fixed weighted
-    sum of the outputs. tolerance: relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in
-    bfloat16.
+    Collective over the axis. All state is restored: gradients of parameters, random states, buffers, arguments, and
+    values stored by models.
 
-    Collective over the axis. Raises UsageError on all ranks with the first difference, its size, and its ranks. All
-    state is restored: gradients of parameters, random states, buffers, arguments, and values stored by models.
+    Both run in evaluation mode. It compares, in this order: the results of all layers and of the operations between
+    them, in execution order; the gradients of the inputs; and the gradients of the weights, for a loss that is a fixed
+    weighted sum of the outputs.
+
+    Args:
+        model: The sharded model.
+        reference: The unsharded model.
+        ranks: The ranks of the axis, such as `mesh["tp"]`.
+        batch: A tensor, or a tuple or dict of the model's arguments, unsharded and equal on every rank.
+        tolerance: Relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
+
+    Raises:
+        UsageError: On all ranks with the first difference, its size, and its ranks.
     """
     on, styles, call = axis_of(ranks, "verify"), styles_in(model), arguments_of(batch)
     whole = run_model(reference, call, styles, WHOLE)

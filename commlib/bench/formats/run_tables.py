@@ -1,13 +1,13 @@
-"""The results of a sweep in another benchmark's format: a table per world, verb and algorithm."""
+"""Formats by name, and the results of a sweep in one of them: a table per world, verb and algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
 
-from commlib.bench.formats.base import Heading
-from commlib.bench.formats.choice import find_format
-from commlib.bench.formats.osu import TITLES
+from commlib.bench.formats.base import Format, Heading
+from commlib.bench.formats.nccl import NcclFormat
+from commlib.bench.formats.osu import TITLES, OsuFormat
 from commlib.bench.page.runs import BenchRun, CaseEntry
 
 
@@ -48,3 +48,8 @@ def _table(entry: CaseEntry) -> tuple[int, int, str, str, str]:
 
 def _size(entry: CaseEntry) -> tuple[str, int]:
     return entry.case.dtype, entry.nbytes
+
+
+def find_format(name: str, heading: Heading) -> Format:
+    """Return the format of one of the names in `options.FORMATS`."""
+    return NcclFormat(heading) if name == "nccl" else OsuFormat(heading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _SERIES = tuple(f"#0102{number:02x}" for number in range(16, 24))
 _PAPER = {_INK: "#1f2328", _LINE: "#d0d7de"}
 _PRINTED = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#0a7ea4", "#57606a")
 _MARKERS = "osD^vP*X"
+_MOST_TICKS = 12  # steps between the ticks of an axis; more would touch
 STYLES = {_INK: "var(--ink)", _LINE: "var(--line)", **{c: f"var(--c{n})" for n, c in enumerate(_SERIES)}}
 
 
@@ -111,7 +113,7 @@ def _figure(group: ChartGroup, colours: dict[str, str] | None = None) -> Any:
             *zip(*bounds.items(), strict=True), ":", color=colour(_INK), marker=".", lw=1, label="bound (memory)"
         )
     if panels[-1][1] is _ratio:
-        figure.axes[-1].axhline(1, color=colour(_INK), lw=0.8)
+        _dress_ratios(figure.axes[-1], colour)
     handles, labels = first.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=7, frameon=False,
@@ -176,3 +178,20 @@ def _dress(axes: Any, label: str, colour: Callable[[str], str]) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(colour(_LINE))
+
+
+def _dress_ratios(axes: Any, colour: Callable[[str], str]) -> None:
+    """Write ratios at powers of two, from 0.5 to 4 at least, with a line at 1."""
+    ticks = ratio_ticks(*axes.dataLim.intervaly)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(ticks[0] / 1.1, ticks[-1] * 1.1)
+    axes.set_yticks(ticks, [f"{tick:g}" if tick >= 0.25 else f"1/{1 / tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.axhline(1, color=colour(_INK), lw=0.8)
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Return powers of two that enclose the ratios from low to high: 0.5, 1, 2, 4 and so on; of many, every n-th."""
+    first, last = min(-1, math.floor(math.log2(low))), max(2, math.ceil(math.log2(high)))
+    step = -(-(last - first) // _MOST_TICKS)
+    return [2.0**power for power in range(first // step * step, last + step, step)]

@@ -39,7 +39,10 @@ class StepPair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs. mean: the geometric mean of the ratios. alone: the number of cases that only one of them has."""
+    """Two runs. mean: the geometric mean of the ratios, but for cases of too few rounds.
+
+    alone: the number of cases that only one of them has.
+    """
 
     before: str
     after: str
@@ -67,7 +70,8 @@ def compare(before: BenchRun, after: BenchRun) -> Comparison:
         for line in before.steps
         if (other := steps.get(line["key"])) is not None
     ]
-    mean = statistics.geometric_mean(pair.ratio for pair in pairs) if pairs else None
+    counted = [pair.ratio for pair in pairs if pair.verdict != "unknown"]
+    mean = statistics.geometric_mean(counted) if counted else None
     alone = len(before.entries) - len(pairs), len(after.entries) - len(pairs)
     return Comparison(before.name, after.name, pairs, trained, mean, alone)
 

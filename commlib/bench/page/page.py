@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import commlib
+from commlib.bench.load import busy_text
 from commlib.bench.page import charts
-from commlib.bench.page.compare import compare
-from commlib.bench.page.runs import BenchRun, CaseEntry, middle_range
+from commlib.bench.page.compare import FEWEST, compare
+from commlib.bench.page.runs import BenchRun, CaseEntry
 from commlib.bench.rows import OURS
-from commlib.console.text import bytes_text, seconds_text
+from commlib.console.text import bytes_text, seconds_text, spread_text
 
 MOST_CHARTS = 24  # of a run; a page with more would be too large to read
 _FOLDER = Path(__file__).parent
@@ -37,6 +38,7 @@ def render(runs: Sequence[BenchRun]) -> str:
         runs=[_shown(run) for run in runs],
         comparisons=[compare(runs[0], run) for run in runs[1:]],
         ours=OURS,
+        fewest=FEWEST,
     )
 
 
@@ -47,6 +49,8 @@ def _shown(run: BenchRun) -> dict[str, Any]:
         "facts": run.facts,
         "counts": Counter("wrong" if entry.is_wrong else "ok" for entry in run.entries)
         + Counter(case.status for case in run.unmeasured),
+        "busy": list(dict.fromkeys(filter(None, (busy_text(one["facts"]) for one in run.environments)))),
+        "uncounted": sum(entry.rounds < FEWEST for entry in run.entries),
         "peers": [_beside(run, peer) for peer in run.peers],
         "charts": [(group.title, charts.svg(group)) for group in found[:MOST_CHARTS]],
         "more_charts": max(0, len(found) - MOST_CHARTS),
@@ -55,18 +59,23 @@ def _shown(run: BenchRun) -> dict[str, Any]:
 
 
 def _beside(run: BenchRun, peer: str) -> dict[str, Any]:
-    """Return the comparison with a peer: mean of the ratios, and the number of cases in which commlib is faster."""
-    ratios = [ratio for entry in run.entries if entry.case.ranks > 1 and (ratio := entry.ratio(peer)) is not None]
+    """Return the comparison with a peer: mean of the ratios, and the number of cases in which commlib is faster.
+
+    Cases of fewer than FEWEST rounds are left out: one burst may have met a slow spell.
+    """
+    counted = [entry for entry in run.entries if entry.case.ranks > 1 and entry.rounds >= FEWEST]
+    ratios = [ratio for entry in counted if (ratio := entry.ratio(peer)) is not None]
     mean = statistics.geometric_mean(ratios) if ratios else None
     return {"name": peer, "mean": mean, "faster": sum(ratio > 1 for ratio in ratios), "of": len(ratios)}
 
 
 def _row(entry: CaseEntry, peers: Sequence[str]) -> dict[str, Any]:
-    low, high = middle_range(entry.seconds[OURS])
+    times = entry.seconds[OURS]
     return {
         "entry": entry,
         "case": entry.case,
-        "spread": (high - low) / entry.time(),
+        "spread": spread_text(times),
+        "relative_spread": (max(times) - min(times)) / entry.time(),
         "ratios": [entry.ratio(peer) for peer in peers],
     }
 

@@ -32,6 +32,11 @@ class CaseEntry:
     row: BenchRow
     environment: int
 
+    @property
+    def rounds(self) -> int:
+        """The number of rounds of every contender."""
+        return min(map(len, self.seconds.values()))
+
     def time(self, name: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
         return statistics.median(self.seconds[name])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.bench.options import BenchOptionsError
+from commlib.suggestions import suggest
 
 KINDS = ("dp", "tp", "pp", "moe")
 FRAMEWORKS = ("torch", "tensorflow")
@@ -29,6 +30,10 @@ class StepSizes:
     experts: int = 8
     top_k: int = 2
 
+    def tokens(self, kind: str, ranks: int) -> int:
+        """Return the number of tokens in one step of all ranks, which have a batch each for dp and moe."""
+        return (ranks if kind in ("dp", "moe") else 1) * self.rows * self.context
+
     def text(self, kind: str) -> str:
         """Return a description of the model in one line."""
         more = {"pp": f", {self.microbatches} microbatches", "moe": f", {self.experts} experts, top {self.top_k}"}
@@ -42,13 +47,12 @@ class Contenders:
 
     ours: with commlib. alone: one rank's computation, without communication. whole: the unsharded model with the
     batches of all ranks, for the check. peer: another implementation of the same step, if there is one, and its name.
-    tokens: of one step, on all ranks. parameters: of the unsharded model.
+    parameters: of the unsharded model.
     """
 
     ours: Step
     alone: Step
     whole: Step
-    tokens: int
     parameters: int
     peer: Step | None = None
     peer_name: str = ""
@@ -57,9 +61,10 @@ class Contenders:
 def check(kind: str, framework: str, sizes: StepSizes, ranks: int) -> None:
     """Raise Refused for unknown names, and for sizes that are not divisible by the number of ranks."""
     if kind not in KINDS:
-        raise BenchOptionsError(f"step {kind!r} is unknown; known are {', '.join(KINDS)}")
+        raise BenchOptionsError(f"step {kind!r} is unknown; known are {', '.join(KINDS)}{suggest(kind, KINDS)}")
     if framework not in FRAMEWORKS:
-        raise BenchOptionsError(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}")
+        hint = suggest(framework, FRAMEWORKS)
+        raise BenchOptionsError(f"--framework {framework!r} is unknown; known are {', '.join(FRAMEWORKS)}{hint}")
     for name in sizes.__slots__:
         if getattr(sizes, name) < 1:
             raise BenchOptionsError(f"--{name.replace('_', '-')} is {getattr(sizes, name)}: expected at least 1")

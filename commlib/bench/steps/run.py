@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import statistics
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,13 +16,15 @@ from mpi4py import MPI
 
 import commlib
 from commlib.bench import gloo_peer
+from commlib.bench.load import busy_text
 from commlib.bench.measure import burst_of, rounds
 from commlib.bench.options import BenchOptionsError
 from commlib.bench.session import agree
-from commlib.bench.steps import report
 from commlib.bench.steps.contract import Contenders, StepSizes, check
 from commlib.bench.sweep import environment
 from commlib.bench.sweep.results import FORMAT, Line, ResultsWriter
+from commlib.bench.table import console
+from commlib.console.text import seconds_text
 from commlib.extras import install
 
 TOLERANCE = 1e-3  # of a loss: sums have a different order, and one step has changed the weights
@@ -51,7 +54,7 @@ def run(kind: str, framework: str, sizes: StepSizes, *, number: int, iters: int,
         seconds = _measured(world, contenders, number, iters)
         line = _line(kind, framework, sizes, facts, contenders, difference, seconds)
         if comm.rank == 0:
-            report.show(line, facts)
+            show(line, facts)
         if writer is not None:
             _head(writer, facts)
             writer.add(line)
@@ -97,7 +100,7 @@ def _line(
     difference: float,
     seconds: dict[str, list[float]],
 ) -> Line:
-    step = statistics.median(seconds[_OURS])
+    step, tokens = statistics.median(seconds[_OURS]), sizes.tokens(kind, facts["ranks"])
     beside = seconds.get(_PEER)
     is_right = math.isfinite(difference) and difference <= TOLERANCE
     return {
@@ -109,12 +112,12 @@ def _line(
         "sizes": asdict(sizes),
         "model": sizes.text(kind),
         "parameters": contenders.parameters,
-        "tokens": contenders.tokens,
+        "tokens": tokens,
         "status": "ok" if is_right else "wrong",
         "difference": difference if math.isfinite(difference) else None,
         "seconds": seconds,
         "step": step,
-        "tokens_per_second": contenders.tokens / step,
+        "tokens_per_second": tokens / step,
         "alone": statistics.median(seconds[_ALONE]),
         "exposed": statistics.median(a - b for a, b in zip(seconds[_OURS], seconds[_ALONE], strict=True)),
         "peer": contenders.peer_name,
@@ -145,3 +148,31 @@ def _head(writer: ResultsWriter, facts: dict[str, Any]) -> None:
         plan = {"steps": True} if not known else known[-1]["plan"]
         header = {"kind": "environment", "number": len(known), "format": FORMAT, "plan": plan, "facts": facts}
         writer.add(header)
+
+
+def show(line: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Print the measurements, one figure per line."""
+    step = line["step"]
+    rows = [
+        ("step", seconds_text(step)),
+        ("tokens/s", f"{line['tokens_per_second']:,.0f}, of all ranks"),
+        ("computes", f"{seconds_text(line['alone'])}, a rank's computation alone"),
+        ("exposed", f"{_signed(line['exposed'])}, {line['exposed'] / step:.0%} of the step: communication and waiting"),
+    ]
+    if line["peer"]:
+        rows.append((line["peer"], f"{seconds_text(line['peer_step'])}, {line['ratio']:.2f} times commlib's"))
+    difference = "not finite" if line["difference"] is None else f"{line['difference']:.1e}"
+    verdict = "same as" if line["status"] == "ok" else "NOT as"
+    rows.append(("losses", f"{verdict} in one process: they differ by {difference}"))
+    out = console()
+    kind, framework = line["kind_of_step"], line["framework"]
+    heading = f"# {kind} with {framework}, {line['ranks']} ranks, {facts['mpi']}"
+    model = f"# {line['model']}, {line['parameters'] / 1e6:.2f} M parameters"
+    if warning := busy_text(facts):
+        model = f"# {warning}\n{model}"
+    for text in (heading, model, *(f"{name:>14}  {text}" for name, text in rows)):
+        out.print(text, markup=False, soft_wrap=True)
+
+
+def _signed(seconds: float) -> str:
+    return f"-{seconds_text(-seconds)}" if seconds < 0 else seconds_text(seconds)

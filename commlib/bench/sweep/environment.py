@@ -10,7 +10,7 @@ from commlib.bench.record import gather_facts
 from commlib.launch.launchers import find_launcher
 from commlib.topology import Topology
 
-_ALWAYS_OTHER = ("date", "load", "command", "slurm")  # differ between any two starts
+_ALWAYS_OTHER = ("date", "load", "load_of_hosts", "command", "slurm")  # differ between any two starts
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:

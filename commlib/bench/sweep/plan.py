@@ -6,7 +6,6 @@ first ranks of the first nodes of a job. Options without effect on a verb (an op
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from commlib.bench.options import PEERS, BenchOptionsError, parse_size
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.schedule import registry
+from commlib.suggestions import suggest
 
 ALL = 0  # all nodes of the job, or all ranks of a node
 EVERY = "every"  # each algorithm of a verb, and "auto"
@@ -112,9 +112,8 @@ def parse_plan(table: Mapping[str, Any]) -> SweepPlan:
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise BenchOptionsError(f"{name!r} is not a key of a plan; {hint}")
+            hint = suggest(name, known) or f"; known are {', '.join(known)}"
+            raise BenchOptionsError(f"{name!r} is not a key of a plan{hint}")
         values[name] = _value(name, value, isinstance(getattr(SweepPlan(), name), tuple))
     return check_plan(replace(SweepPlan(), **values))
 
@@ -155,9 +154,8 @@ def check_plan(plan: SweepPlan) -> SweepPlan:
             continue
         for item in value:
             if entry.name in known and item not in known[entry.name]:
-                near = difflib.get_close_matches(str(item), known[entry.name], 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known[entry.name])}"
-                raise BenchOptionsError(f"{entry.name} has {item!r}; {hint}")
+                hint = suggest(item, known[entry.name]) or f"; known are {', '.join(known[entry.name])}"
+                raise BenchOptionsError(f"{entry.name} has {item!r}{hint}")
         if not value and entry.name != "peers":
             raise BenchOptionsError(f"{entry.name} is empty: nothing would be measured")
         single[entry.name] = tuple(dict.fromkeys(value))

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from commlib.bench.load import busy_text
 from commlib.bench.rows import OURS
 from commlib.bench.sweep.plan import SweepCase
 from commlib.bench.table import console
-from commlib.console.text import bytes_text, seconds_text
+from commlib.console.text import bytes_text, seconds_text, spread_text
 
 _MOST_REMARKS = 12
-_TITLES = ("ranks", "verb", "type", "redop", "algorithm", "size", "time", "busbw GB/s", "bound")
-_WIDTHS = (7, 14, 9, 5, 18, 6, 8, 10, 5)
+_TITLES = ("ranks", "verb", "type", "redop", "algorithm", "size", "time", "min..max", "busbw GB/s", "bound")
+_WIDTHS = (7, 14, 9, 5, 18, 6, 8, 16, 10, 5)
 
 
 class SweepPrinter:
@@ -49,6 +50,8 @@ class SweepPrinter:
         shape = facts["ranks_of_nodes"]
         each = ", ".join(map(str, dict.fromkeys(shape)))
         self.note(f"nodes: {len(shape)}, ranks on each: {each}; {facts['mpi']}, {facts['launcher']}")
+        if warning := busy_text(facts):
+            self._print(f"# {warning}", "bold red")
         for text in unable:
             self.note(f"left out: {text}")
         self.note(f"{len(planned)} cases, {len(planned) - len(left)} of them are already in {out}")
@@ -70,6 +73,7 @@ class SweepPrinter:
         share = row["of_bound"]
         cells = [
             seconds_text(own["time_us"] / 1e6),
+            spread_text(row["seconds"][OURS]),
             f"{own['busbw']:.2f}" if case["nbytes"] else "",
             "-" if share is None else f"{share:.0%}",
         ]

@@ -9,9 +9,8 @@ from typing import Any
 from commlib.collectives.device.staging_queue import OnWait, Run, StagingQueue
 from commlib.devices.protocol import DeviceEvent, Stream
 from commlib.runtime.compiled_call import CompiledCall
-from commlib.runtime.device_work import DeviceWork
 from commlib.runtime.progress import Progress
-from commlib.runtime.work import Work
+from commlib.runtime.work import DeviceWork, Work
 from commlib.transport.base import WaitHook
 
 _Given = tuple[Any, Stream, DeviceEvent | None]

@@ -12,9 +12,9 @@ from commlib.collectives.host.gathering import gather_counts, gather_parts
 from commlib.collectives.host.schedule_path import own_program
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
 from commlib.group.operation import Operation
-from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective
 from commlib.schedule.layout import even
 

@@ -23,7 +23,8 @@ def all_gather_v(calls: Calls, x: Any) -> PreparedCall:
     array = source(x, "all_gather_v")
     _, row = rows(array, "all_gather_v")
     # Dimension 0 is left out: its length may differ.
-    text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="", device=name_of_device(array)).text
+    device = name_of_device(array)
+    text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="", device=device, label=calls.label).text
 
     def move(x: Any, _: Any) -> Any:
         lengths = gather_counts(group, text, np.array([len(x)], np.int64))

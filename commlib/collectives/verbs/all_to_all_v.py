@@ -27,8 +27,7 @@ from commlib.errors import UsageError
 from commlib.execution.streaming import Region
 from commlib.group.arguments import integer
 from commlib.group.group import Group
-from commlib.node.counts import make_counts_error, make_length_error
-from commlib.node.uneven_exchange import SPLITS, UnevenExchange
+from commlib.node.uneven_exchange import SPLITS, UnevenExchange, make_counts_error, make_length_error
 from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.runtime.work import Work
 from commlib.schedule.layout import uneven
@@ -112,7 +111,8 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         target = result(None, (sum(taking), *array.shape[1:]), array.dtype, _NAME)
     deal = RowCounts(sending, taking, target)
     known = taking is not None
-    call = Call(_NAME, array[:0].shape, array.dtype, algorithm="", device=name_of_device(array))
+    device = name_of_device(array)
+    call = Call(_NAME, array[:0].shape, array.dtype, algorithm="", device=device, label=calls.label)
     kind = array.shape[1:], row * array.itemsize
     if type(array) is DeviceArray:
         direct = group.transport.accepts(call.device)

@@ -14,8 +14,8 @@ from commlib.collectives.paths import Move, Verb
 from commlib.devices.arrays import as_view, as_writable, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
-from commlib.group.root import check_root
 from commlib.node.collective import Exchange, NodeCollective
 from commlib.node.context import NodeContext
 from commlib.schedule.layout import blocks

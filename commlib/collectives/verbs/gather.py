@@ -12,8 +12,8 @@ from commlib.collectives.paths import Move, Verb
 from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
-from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, ranges
 from commlib.schedule.layout import uneven
 

@@ -13,8 +13,8 @@ from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
-from commlib.group.root import check_root
 from commlib.node.collective import Exchange
 from commlib.schedule.layout import blocks
 

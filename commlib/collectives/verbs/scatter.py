@@ -21,8 +21,8 @@ from commlib.devices.registry import streams
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
+from commlib.group.arguments import check_root
 from commlib.group.group import Group
-from commlib.group.root import check_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, ranges
 from commlib.schedule.layout import Layout, uneven
 
@@ -41,7 +41,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
     steps = own_program(group, "scatter", "binomial_tree" if algorithm in ("auto", "node") else algorithm, root=root)
     at_root = group.rank == root
     array = _check_source(x, group.size) if at_root else _NOTHING
-    text = f"scatter, root={root}, algorithm={algorithm}"
+    text = ", ".join(["scatter", f"root={root}", f"algorithm={algorithm}", *filter(None, [calls.label])])
     current = streams()  # of the caller's thread; `move` may run in another
 
     def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.protocol import Device
-from commlib.devices.run_in_thread import ThreadCall
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import name_of
 from commlib.errors import StallError, TransportError
@@ -168,3 +168,35 @@ def _call_nccl(run: Callable[[], Any]) -> Any:
         return run()
     except Exception as error:  # CuPy's error class raises KeyError for codes of newer NCCL versions
         raise TransportError(f"NCCL: {type(error).__name__}: {error}; set NCCL_DEBUG=WARN for details") from error
+
+
+class ThreadCall:
+    """A call of NCCL in a daemon thread, because it may block uninterruptibly; the thread does not block exit.
+
+    It is an `Event`: done when the call has returned.
+    """
+
+    def __init__(self, run: Callable[[], Any], name: str) -> None:
+        self._run, self._value = run, None
+        self._error: BaseException | None = None
+        self._happened = threading.Event()
+        try:
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
+            self._work()
+
+    def _work(self) -> None:
+        try:
+            self._value = self._run()
+        except BaseException as error:
+            self._error = error
+        self._happened.set()
+
+    def done(self) -> bool:
+        return self._happened.is_set()
+
+    def result(self) -> Any:
+        """Return the value of the call, or raise its error. Call it only when done."""
+        if self._error is not None:
+            raise self._error
+        return self._value

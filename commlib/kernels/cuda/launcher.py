@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from commlib.kernels.protocol import Kernels
+
 Defines = Mapping[str, object]
 """Compiler definitions, as `-DNAME=value`. Each combination is a separate module, compiled on first use."""
 
@@ -27,3 +29,10 @@ class KernelLauncher(Protocol):
     def read(self, memory: Any, dtype: Any) -> Any:
         """Wait for the current stream, and return a scratch memory's contents as a 1-D numpy array on the host."""
         ...
+
+
+class LaunchedKernels(Kernels):
+    """Kernels that a launcher runs: the base of each file's share of the table."""
+
+    def __init__(self, launcher: KernelLauncher) -> None:
+        self._launch, self._scratch, self._read = launcher.launch, launcher.scratch, launcher.read

@@ -6,139 +6,16 @@ the same here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from commlib.kernels.cuda.arithmetic import ArithmeticKernels
+from commlib.kernels.cuda.blocks import BlockKernels
+from commlib.kernels.cuda.codes import CodecKernels
+from commlib.kernels.cuda.low_rank import LowRankKernels
+from commlib.kernels.cuda.places import PlaceKernels
+from commlib.kernels.cuda.rows import RowKernels
+from commlib.kernels.cuda.sparse import SparseKernels
 
-from commlib.kernels.cuda import arithmetic, blocks, codes, low_rank, places, rows, sparse
-from commlib.kernels.cuda.launcher import KernelLauncher
-from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
 
-
-class CudaKernels:
-    """CUDA implementation of `kernels.protocol.Kernels`."""
-
-    def __init__(self, launcher: KernelLauncher) -> None:
-        self._launcher = launcher
-
-    def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
-        arithmetic.reduce(self._launcher, dtype, operation, divisor, operands, target)
-
-    def reduce_to(
-        self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
-    ) -> None:
-        arithmetic.reduce_to(self._launcher, dtype, operation, divisor, operands, targets)
-
-    def cast(self, source: Any, target: Any) -> None:
-        arithmetic.cast(self._launcher, source, target)
-
-    def fill(self, target: Any, value: int) -> None:
-        arithmetic.fill(self._launcher, target, value)
-
-    def scale(self, target: Any, factor: float) -> None:
-        arithmetic.scale(self._launcher, target, factor)
-
-    def pack(self, sources: Sequence[Any], target: Any) -> None:
-        arithmetic.pack(self._launcher, sources, target)
-
-    def unpack(self, source: Any, targets: Sequence[Any]) -> None:
-        arithmetic.unpack(self._launcher, source, targets)
-
-    def squares(self, x: Any) -> float:
-        return arithmetic.squares(self._launcher, x)
-
-    def is_finite(self, x: Any) -> bool:
-        return arithmetic.is_finite(self._launcher, x)
-
-    def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
-        arithmetic.add_momentum(self._launcher, gradient, u, u_after, scale, momentum, nesterov)
-
-    def narrow(self, x: Any, before: Any, after: Any, payload: Any, bfloat: bool) -> None:
-        codes.narrow(self._launcher, x, before, after, payload, bfloat)
-
-    def widen(self, payload: Any, out: Any, bfloat: bool, add: bool) -> None:
-        codes.widen(self._launcher, payload, out, bfloat, add)
-
-    def quantise(
-        self,
-        x: Any,
-        before: Any,
-        after: Any,
-        payload: Any,
-        block: int,
-        code: Code,
-        top: float,
-        by_norm: bool,
-        at_random: bool,
-        seed: int,
-    ) -> None:
-        codes.quantise(self._launcher, x, before, after, payload, block, code, top, by_norm, at_random, seed)
-
-    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
-        codes.restore(self._launcher, payload, out, block, code, add)
-
-    def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
-        codes.signs(self._launcher, x, before, after, payload, block)
-
-    def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
-        codes.unsign(self._launcher, payload, out, block, add)
-
-    def draw(self, count: int, seed: int, places_: Any) -> None:
-        places.draw(self._launcher, count, seed, places_)
-
-    def take(self, x: Any, before: Any, after: Any, places_: Any, scale: float, values: Any) -> None:
-        places.take(self._launcher, x, before, after, places_, scale, values)
-
-    def place(self, values: Any, places_: Any, out: Any) -> None:
-        places.place(self._launcher, values, places_, out)
-
-    def copy_blocks(self, source: Any, target: Any, blocks_: BlockLayout) -> None:
-        blocks.copy_blocks(self._launcher, source, target, blocks_)
-
-    def take_rows(self, here: Any, there: Any, factors: Any, places_: Any, width: int, target: Any) -> None:
-        rows.take_rows(self._launcher, here, there, factors, places_, width, target)
-
-    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places_: Any, width: int, target: Any) -> None:
-        rows.sum_rows(self._launcher, here, there, factors, starts, places_, width, target)
-
-    def multiply_rows(self, rows_: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
-        rows.multiply_rows(self._launcher, rows_, others, factors, width, scaled, products)
-
-    def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
-        return sparse.random(self._launcher, x, before, after, k, seed, scale, payload)
-
-    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
-        return sparse.largest(self._launcher, x, before, after, k, value, payload)
-
-    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
-        return sparse.read_sparse(self._launcher, payload, value, out, add)
-
-    def accumulate(
-        self,
-        gradient: Any,
-        u: Any,
-        v: Any,
-        u_after: Any,
-        v_after: Any,
-        scale: float,
-        momentum: float,
-        nesterov: bool,
-        k: int,
-        value: Value,
-        payload: Any,
-    ) -> int:
-        arrays = gradient, u, v, u_after, v_after
-        return sparse.accumulate(self._launcher, *arrays, scale, momentum, nesterov, k, value, payload)
-
-    def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
-        return low_rank.orthonormalise(self._launcher, vectors, rank, epsilon)
-
-    def project(self, matrix: Any, before: Any, rows: int, cols: int, right: Any, left: Any, rank: int) -> None:
-        low_rank.project(self._launcher, matrix, before, rows, cols, right, left, rank)
-
-    def project_back(self, matrix: Any, rows: int, cols: int, left: Any, right: Any, rank: int) -> None:
-        low_rank.project_back(self._launcher, matrix, rows, cols, left, right, rank)
-
-    def expand(
-        self, matrix: Any, after: Any, rows: int, cols: int, left: Any, right: Any, own_right: Any, rank: int
-    ) -> None:
-        low_rank.expand(self._launcher, matrix, after, rows, cols, left, right, own_right, rank)
+class CudaKernels(
+    ArithmeticKernels, CodecKernels, SparseKernels, PlaceKernels, BlockKernels, RowKernels, LowRankKernels
+):
+    """The kernels of a GPU. Each file of this folder implements its share, for any launcher."""

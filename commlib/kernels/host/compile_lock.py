@@ -12,14 +12,16 @@ import errno
 import fcntl
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from commlib import folders
-from commlib.kernels.host.cache import folder, node_folders, open_own, shared_log_level
+from commlib.kernels.host.cache import MARK, folder, node_folders, open_own, shared_log_level
 
 log = logging.getLogger("commlib")
 
@@ -86,17 +88,22 @@ def lock_file() -> int | None:
 
 @dataclass(slots=True)
 class _Delay:
-    """The time that kernels have delayed this process, and whether it was logged. Used under numba's compiler lock."""
+    """The kernels that have delayed this process, their time, and whether it was logged.
+
+    Used under numba's compiler lock.
+    """
 
     before: float = 0.0
     start: float = 0.0
     depth: int = 0  # kernels within kernels
     said: bool = False
+    kernels: int = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         if not self.depth:
             self.start = time.monotonic()
+        self.kernels += 1
         self.say()
         self.depth += 1
         try:
@@ -113,8 +120,22 @@ class _Delay:
             return
         self.said = True
         where = folder()
-        how_often = f"once: 5 to 30 s in total (stored in {where})" if where else "5 to 30 s at each start"
-        log.log(shared_log_level(), "compiling kernels for this kind of CPU, %s", how_often)
+        log.log(shared_log_level(), "compiling kernels for this kind of CPU, %s", _how_often(self.kernels, where))
+
+
+def _how_often(number: int, where: Path | None) -> str:
+    if where is None:
+        return f"{number} so far: 5 to 30 s at each start"
+    return (
+        f"once: {number} so far, 5 to 30 s in total (stored in {where}, where {_count_stored(where)} are); "
+        "'commlib warm' compiles all of them ahead of jobs"
+    )
+
+
+def _count_stored(where: Path) -> int:
+    with suppress(OSError):
+        return sum(name != MARK and not name.endswith(".new") for name in os.listdir(where))
+    return 0
 
 
 @cache

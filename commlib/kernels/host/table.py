@@ -10,9 +10,10 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, rows, signs, sparse, sparsify
+from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, signs, sparse, sparsify
+from commlib.kernels.host import rows as row_kernels
 from commlib.kernels.host.reduce import reduce_function
-from commlib.kernels.protocol import BlockLayout, Code, Fault, Value
+from commlib.kernels.protocol import BlockLayout, Code, Fault, Kernels, Value
 
 # The numeric codes of the compiled functions.
 _CODES: dict[Code, int] = {
@@ -48,8 +49,8 @@ def _numpy(x: Any) -> Array:
 _NOTHING = ctypes.c_uint8(0)
 
 
-class HostKernels:
-    """Host implementation of `kernels.protocol.Kernels`. It reads and writes any memory that the host can address."""
+class HostKernels(Kernels):
+    """The kernels of the host. They read and write any memory that the host can address."""
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
         self.reduce_to(dtype, operation, divisor, operands, [target])
@@ -171,11 +172,11 @@ class HostKernels:
         if factors is not None:
             by[is_here] = _numpy(factors)[~numbers[is_here]]
         slots = np.arange(len(numbers), dtype=np.int32)
-        rows.sum_rows(_numpy(target).reshape(len(starts) - 1, width), _numpy(starts), slots, addresses, by)
+        row_kernels.sum_rows(_numpy(target).reshape(len(starts) - 1, width), _numpy(starts), slots, addresses, by)
 
-    def multiply_rows(self, rows_: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
-        one, other, to = (_numpy(array).reshape(len(factors), width) for array in (rows_, others, scaled))
-        rows.multiply_rows(one, other, _numpy(factors), to, _numpy(products))
+    def multiply_rows(self, rows: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
+        one, other, to = (_numpy(array).reshape(len(factors), width) for array in (rows, others, scaled))
+        row_kernels.multiply_rows(one, other, _numpy(factors), to, _numpy(products))
 
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
         g, old, decay = _numpy(gradient), _numpy(u), np.float32(momentum)

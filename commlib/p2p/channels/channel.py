@@ -113,9 +113,21 @@ class Channel:
     def send(self, x: Any, timeout: float | None = None) -> None:
         """Send an array of the channel's dtype, of any shape. The caller may change the array when `send` returns.
 
-        Waits while all slots of the other side are in use, at most `timeout` seconds; then raises StallError, and
-        nothing was sent. An array from `buffer` is sent without a copy. A device array is copied to the host first, and
-        `recv` returns a host array.
+        Waits while all slots of the other side are in use. An array from `buffer` is sent without a copy. A device
+        array is copied to the host first, and `recv` returns a host array.
+
+        Args:
+            x: An array of the channel's dtype, of any shape.
+            timeout: Seconds; None: without a limit.
+
+        Raises:
+            StallError: After the timeout; nothing was sent.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "send", 2)
+            >>> edge.send(np.ones(2, np.float32))
+            >>> edge.recv()
+            array([1., 1.], dtype=float32)
         """
         try:
             if type(x) is ndarray and (status := self._put(self._out, id(x))) >= 0:
@@ -130,8 +142,18 @@ class Channel:
     def recv(self, timeout: float | None = None) -> Array:
         """Receive the next message and return a view of it, valid until `release`.
 
-        Waits at most `timeout` seconds for the message; then raises StallError, and nothing was received. Raises
-        UsageError if `depth` messages were received and not released.
+        Args:
+            timeout: Seconds; None: without a limit.
+
+        Raises:
+            StallError: After the timeout; nothing was received.
+            UsageError: If `depth` messages were received and not released.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "recv", 1)
+            >>> edge.send(np.array([7], np.float32))
+            >>> float(edge.recv()[0])
+            7.0
         """
         try:
             slot = self._take(self._in)
@@ -148,7 +170,13 @@ class Channel:
     def release(self, view: Array | None = None) -> None:
         """Release an array that `recv` returned (or a view of it), so that a later message can use its slot.
 
-        Without an argument: release all received messages.
+        Args:
+            view: An array that `recv` returned, or a view of it; None: all received messages.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "release", 1)
+            >>> edge.send(np.zeros(1, np.float32))
+            >>> edge.release(edge.recv())
         """
         if view is None:
             if not self._hand_back(self._in, 0):
@@ -232,6 +260,17 @@ class Channel:
 
         The array is the next free slot of the other side. Write all of it, and send it before any other message. If the
         shape is larger than all before, the array is ordinary memory, which `send` copies.
+
+        Args:
+            shape: The lengths of the message; None: those of the last message sent.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "buffer", 3)
+            >>> message = edge.buffer()
+            >>> message[:] = 2
+            >>> edge.send(message)  # without a copy
+            >>> edge.recv()
+            array([2., 2., 2.], dtype=float32)
         """
         if shape is None and (slot := self._free_slot(self._out)) >= 0:
             return self._lent[slot]
@@ -245,7 +284,13 @@ class Channel:
             return end.buffer(lengths, on_wait)
 
     def ready(self) -> bool:
-        """Return whether `recv` would return immediately. Never blocks."""
+        """Return whether `recv` would return immediately. Never blocks.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "ready", 1)
+            >>> isinstance(edge.ready(), bool)
+            True
+        """
         what = f"ready on {self.text}"
         with self._guarded(what, self.ends.incoming):
             self._refuse(what)
@@ -253,7 +298,16 @@ class Channel:
             return self.ends.try_connect(self._group, self.text) and self.ends.incoming.has_arrived()
 
     def close(self, reason: str = "has closed this channel") -> None:
-        """End this side. Idempotent. The other side can receive earlier messages; later calls there report `reason`."""
+        """End this side. Idempotent. The other side can receive earlier messages; later calls there report `reason`.
+
+        Args:
+            reason: The text of the error of later calls on the other side.
+
+        Examples:
+            >>> edge = comm.channel(1 - comm.rank, "close", 1)
+            >>> comm.barrier()
+            >>> edge.close()
+        """
         if self._is_closed or forks.is_child():
             return
         self._is_closed = True

@@ -23,9 +23,8 @@ from commlib.group.arguments import integer
 from commlib.group.group import Group
 from commlib.p2p.channels.channel import Channel
 from commlib.p2p.channels.ends import ChannelEnds
-from commlib.p2p.channels.payload import Shape
+from commlib.p2p.channels.payload import ChannelSpec, Shape
 from commlib.p2p.channels.send_checks import check_sendable
-from commlib.p2p.channels.spec import ChannelSpec
 from commlib.p2p.device.edge import DeviceEdge
 from commlib.p2p.device.header import Header
 from commlib.p2p.device.sender import SlotSender
@@ -96,8 +95,13 @@ class DeviceChannel:
         """Send an array of the channel's device and dtype, of any shape. Work queued afterwards may change it.
 
         Waits while `depth` messages are unreleased, at most `timeout` seconds; then raises StallError, and nothing was
-        sent. An array from `buffer` is sent without a copy. tag: a number from 0 to 2**40. note: host bytes, preferably
-        few.
+        sent. An array from `buffer` is sent without a copy.
+
+        Args:
+            x: An array of the channel's device and dtype, of any shape.
+            timeout: Seconds; None: without a limit.
+            tag: A number that arrives with the message.
+            note: Bytes that arrive with the message.
         """
         what = f"send on {self.text}{self.purpose()}"
         array = self._check_array(x)
@@ -154,13 +158,23 @@ class DeviceChannel:
         """Receive the next message; return an array of the channel's dtype and the message's shape.
 
         The current stream writes its contents. Waits until the other rank has sent the message, at most `timeout`
-        seconds; then raises StallError, and nothing was received. Raises UsageError if `depth` messages were received
-        and not released, TransportError if the device has no memory for the array: call `recv` again later.
+        seconds; then raises StallError, and nothing was received.
+
+        Args:
+            timeout: Seconds; None: without a limit.
+
+        Raises:
+            UsageError: If `depth` messages were received and not released.
+            TransportError: If the device has no memory for the array: call `recv` again later.
         """
         return self.recv_message(timeout).array
 
     def recv_message(self, timeout: float | None = None) -> Message:
-        """Receive the next message with its tag and note: see `recv`."""
+        """Receive the next message with its tag and note: see `recv`.
+
+        Args:
+            timeout: Seconds; None: without a limit.
+        """
         what = f"recv on {self.text}{self.purpose()}"
         with self._exclusive(what, self._receiving, "_is_receiving"):
             self._refuse(what)
@@ -191,6 +205,9 @@ class DeviceChannel:
         """Release an array that `recv` returned (or a part of it). Without an argument: release all received messages.
 
         The array itself stays valid.
+
+        Args:
+            view: An array that `recv` returned, or a part of it; None: all received messages.
         """
         if view is None:
             held, self._held = self._held, {}
@@ -213,6 +230,10 @@ class DeviceChannel:
 
         The current stream waits until the other side has read the slot's previous message. Write all of the array, and
         send it before any other message. Waits for room as `send` does.
+
+        Args:
+            shape: The lengths of the message; None: those of the last message sent.
+            timeout: Seconds; None: without a limit.
         """
         what = f"buffer of {self.text}{self.purpose()}"
         lengths = self._shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
@@ -235,6 +256,9 @@ class DeviceChannel:
         """End this side. Idempotent. The other side can receive earlier messages; later calls there report `reason`.
 
         The memory is freed once the device has finished with it.
+
+        Args:
+            reason: The text of the error of later calls on the other side.
         """
         if self.ends.is_connected and self._out is None:
             self._channel.flush(_COPYING)

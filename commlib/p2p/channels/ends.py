@@ -10,10 +10,9 @@ import numpy as np
 from commlib.errors import MismatchError, PeerError
 from commlib.p2p.channels.inbox import Inbox
 from commlib.p2p.channels.outbox import Outbox
-from commlib.p2p.channels.payload import PayloadFormat
+from commlib.p2p.channels.payload import ChannelSpec, PayloadFormat
 from commlib.p2p.channels.posted_receives import PostedReceives
 from commlib.p2p.channels.posted_sends import PostedSends
-from commlib.p2p.channels.spec import ChannelSpec
 from commlib.p2p.device.edge import DeviceEdge
 from commlib.p2p.device.header import HEAD
 from commlib.p2p.rendezvous import Address, Rendezvous

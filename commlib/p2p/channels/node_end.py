@@ -8,6 +8,7 @@ larger memory and describes it in the slot's header. So the sender never waits f
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,10 @@ from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
+from commlib.transport.naps import kernel_naps
 
-# How long one kernel call waits before it returns to Python to run the wait hook: spins, yields, then 1 ms of naps.
-# After many waits the naps are fewer and longer, as on the board.
-_YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
-_MANY_WAITS, _LONG_NAPS, _LONG_NAP_MICROSECONDS = 150, 5, 2000
+# How long one kernel call waits before it returns to Python to run the wait hook: spins, these yields, then naps.
+_YIELDS = 2000
 _WAITING_FIELDS = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS]
 
 # Longer messages are written past the caches, which two slots and their sources would fill.
@@ -38,12 +38,12 @@ ARRAYS_ARE_WHERE_EXPECTED = arrays.are_where_expected()
 
 def waiting_fields(spins: int) -> tuple[int, int, int, int]:
     """Return how long one kernel call waits: polls, yields, naps, and microseconds of each nap."""
-    return spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
+    return spins, _YIELDS, *kernel_naps(0)
 
 
 def _only_polls(spins: int) -> tuple[int, int, int, int]:
     """Return the same without yields and naps, so that Python soon notices a signal handler's exception."""
-    return spins, 0, 0, _NAP_MICROSECONDS
+    return spins, 0, 0, kernel_naps(0)[1]
 
 
 def stride_of(nbytes: int) -> int:
@@ -104,17 +104,16 @@ class NodeEnd:
 
     def _until(self, kernel: Any, on_wait: WaitHook) -> int:
         """Call a kernel until its status is not WAITING; return the status."""
-        end, waits = self._end, 0
+        end = self._end
         end[_WAITING_FIELDS] = self._patient
         try:
             status: int = kernel(self.at)
             if status == kernels.WAITING:
                 end[kernels.SPINS] = end[kernels.YIELDS] = 0  # a long wait must not burn the core
+                start = time.monotonic()
             while status == kernels.WAITING:
                 on_wait()
-                waits += 1
-                if waits == _MANY_WAITS:
-                    end[kernels.NAPS], end[kernels.NAP_MICROSECONDS] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
+                end[kernels.NAPS], end[kernels.NAP_MICROSECONDS] = kernel_naps(time.monotonic() - start)
                 status = kernel(self.at)
         finally:
             end[_WAITING_FIELDS] = self._usual

@@ -1,8 +1,9 @@
-"""Payload format: write an array into a channel's message, plain or encoded by a codec."""
+"""Payload format: write an array into a channel's message, plain or encoded by a codec, as both sides specify it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,3 +107,24 @@ class CodedFormat:
             self._codec.decode(payload, wide)
             with np.errstate(over="ignore", invalid="ignore"):  # rounding to a narrow float may overflow
                 view[...] = wide.reshape(view.shape).astype(view.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpec:
+    """The arguments of a channel that must be the same on both sides."""
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    depth: int
+    codec: str
+    device: str = ""
+    """The kind of device of the arrays; "" for the host."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an array of `shape`."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        text = f"{name_of(self.dtype)}, shape {self.shape}, depth {self.depth}, codec {self.codec}"
+        return f"{text}, device {self.device}" if self.device else text

@@ -12,6 +12,8 @@ If a message has the shape of the previous one and the transport provides the fu
 from __future__ import annotations
 
 import threading
+import time
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,9 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import network_channel as kernels
-from commlib.kernels.host.channel import COUNT, DEPTH, HALTED
-from commlib.kernels.host.network_channel import LENGTHS, WHAT
-from commlib.p2p.channels.kernel_lock import KernelLock
+from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, let_go
+from commlib.kernels.host.network_channel import LENGTHS, WHAT, take_turn
+from commlib.kernels.host.node import entry_point
 from commlib.p2p.channels.node_end import ARRAYS_ARE_WHERE_EXPECTED
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import PersistentMessage, Request, Transport
@@ -165,3 +167,33 @@ class PostedEnd:
             self._end[HALTED] = 1
             for slot in self._slots:
                 slot.close()
+
+
+_take_turn, _let_go = entry_point(take_turn), entry_point(let_go)
+
+_NAP = 20e-6  # seconds: about as long as a compiled function holds the lock
+
+
+class KernelLock:
+    """A lock between Python and compiled functions, in the fields of the end at an address.
+
+    Only the holder of the end's Python lock takes it; signal handlers may take it again. If an exception interrupts
+    this, compiled functions may leave the end to Python from then on, but no call hangs.
+    """
+
+    __slots__ = ("_at", "_depth")
+
+    def __init__(self, at: int) -> None:
+        self._at, self._depth = at, 0
+
+    def __enter__(self) -> None:
+        while not _take_turn(self._at):
+            time.sleep(_NAP)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            _let_go(self._at)

@@ -21,11 +21,9 @@ from commlib.errors import CommlibError, ShutdownError, TransportError, UsageErr
 from commlib.group.arguments import integer
 from commlib.node.board import LEFT
 from commlib.p2p.channels.drain import drain
-from commlib.p2p.channels.payload import ChannelCodec, CodedFormat, PayloadFormat, PlainFormat
+from commlib.p2p.channels.payload import ChannelCodec, ChannelSpec, CodedFormat, PayloadFormat, PlainFormat
 from commlib.p2p.channels.posted_end import MOST_DIMENSIONS, TAGS
-from commlib.p2p.channels.spec import ChannelSpec
-from commlib.p2p.rendezvous import TAG, Address, Rendezvous
-from commlib.p2p.rendezvous_owner import RendezvousOwner
+from commlib.p2p.rendezvous import TAG, Address, Rendezvous, RendezvousOwner
 from commlib.process import forks
 
 if TYPE_CHECKING:

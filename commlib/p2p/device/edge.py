@@ -21,9 +21,8 @@ from typing import Any
 
 from commlib.devices.protocol import Device
 from commlib.errors import TransportError
-from commlib.p2p.device.peer_process import PeerProcess
 from commlib.p2p.device.receiver import SlotReceiver
-from commlib.p2p.device.sender import SlotSender
+from commlib.p2p.device.sender import PeerProcess, SlotSender
 
 log = logging.getLogger("commlib")
 

@@ -1,4 +1,4 @@
-"""In flight: the device work that one direction of a channel has queued and that has not finished."""
+"""Work in flight: the device work that one direction of a channel has queued and that has not finished."""
 
 from __future__ import annotations
 

@@ -1,20 +1,24 @@
 """Device sender: the sending direction of a channel between devices. Its slots are memory of the sender's device.
 
-If the devices cannot address each other's memory, the slots are host memory, which both devices can address.
+If the devices cannot address each other's memory, the slots are host memory, which both devices can address. Slots are
+freed once the other side has closed them, or its process has ended.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+from commlib.buffers import shared_memory
 from commlib.devices.array import DeviceArray
 from commlib.devices.protocol import Device, ExportedMemory
-from commlib.p2p.device.deferred_free import defer_free, sweep
 from commlib.p2p.device.flags import NUMBERS, SlotFlags
 from commlib.p2p.device.host_slots import HostSlotOwner
 from commlib.p2p.device.in_flight import InFlight
-from commlib.p2p.device.peer_process import PeerProcess
 
 _ALIGNED = 512  # bytes between slots
 _GROWTH = 1.5  # the least factor by which slots grow, so they seldom grow
@@ -48,7 +52,7 @@ class SlotSender:
 
     def make(self, nbytes: int) -> None:
         """Make slots of `nbytes` each. Raises TransportError."""
-        sweep()
+        free_unused()
         stride = max(-(-nbytes // _ALIGNED) * _ALIGNED, _ALIGNED)
         whole = self._depth * stride
         made: ExportedMemory
@@ -115,7 +119,7 @@ class SlotSender:
         self._signals.close()
         self._made.withdraw()
         self._slots = None
-        sweep()
+        free_unused()
 
 
 class _Slots:
@@ -123,3 +127,51 @@ class _Slots:
 
     def __init__(self, exported: ExportedMemory, stride: int) -> None:
         self.exported, self.stride = exported, stride
+
+
+# (free function, is-unused function). A finalizer may run in any thread, and inside another finalizer.
+_deferred: list[tuple[Callable[[], None], Callable[[], bool]]] = []
+_lock = threading.RLock()
+
+
+def defer_free(free: Callable[[], None], is_unused: Callable[[], bool]) -> None:
+    """Call `free` as soon as `is_unused` returns True: now, or in a later call of this module."""
+    with _lock:
+        _deferred.append((free, is_unused))
+
+
+def free_unused() -> None:
+    """Free all memory that no process has open any more."""
+    with _lock:
+        found, _deferred[:] = _deferred[:], []
+    kept = []
+    for pair in found:
+        if pair[1]():
+            pair[0]()
+        else:
+            kept.append(pair)
+    with _lock:
+        _deferred.extend(kept)
+
+
+class PeerProcess:
+    """The other side's process, unknown until `meet`."""
+
+    def __init__(self) -> None:
+        self._number, self._met = 0, 0.0
+        self._is_gone = False
+
+    def meet(self, number: int) -> None:
+        """Set its process id; 0 if the id has no meaning on this side."""
+        self._number, self._met = number, time.time()
+
+    def give_up(self) -> None:
+        """Treat the process as gone if it is still unknown: no wait needs it any more."""
+        self._is_gone = self._is_gone or not self._met
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        if not self._is_gone and self._number not in (0, os.getpid()):
+            self._is_gone = not shared_memory.may_own(self._number, self._met)
+        return self._is_gone

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from commlib.errors import UsageError
 from commlib.pipeline.schedule.ir import Action, Kind, Schedule, Weights
+from commlib.suggestions import suggest
 
 Generate = Callable[..., Iterator[Action]]
 Placing = Callable[[int, int], tuple[int, ...]]
@@ -89,7 +90,9 @@ def find(name: str) -> SchedulePlan:
     """Return a schedule by name, case-insensitive, with "-" or "_". Raises UsageError for an unknown name."""
     plan = table.get(name.lower().replace("-", "_"))
     if plan is None:
-        raise UsageError(f"unknown schedule {name!r}; expected one of {', '.join(table)}, or a CSV file")
+        raise UsageError(
+            f"unknown schedule {name!r}; expected one of {', '.join(table)}, or a CSV file{suggest(name, table)}"
+        )
     return plan
 
 

@@ -24,6 +24,10 @@ def splits(rank: int, size: int) -> tuple[int, ...]:
     return tuple((rank + 2 * peer + 1) % 3 for peer in range(size))
 
 
+def uneven(size: int) -> tuple[int, ...]:
+    return tuple((2 * rank + 1) % 4 for rank in range(size))
+
+
 def pair(rank: int, size: int) -> tuple[VerbCall | None, tuple[int, ...] | None]:
     """Rank 0 sends to the last one."""
     if rank == 0 and size > 1:
@@ -45,6 +49,13 @@ CASES: dict[str, Case] = {
     "reduce_scatter sum": lambda rank, size: (VerbCall("reduce_scatter"), (2 * size,)),
     "reduce_scatter mean, uneven": lambda rank, size: (VerbCall("reduce_scatter", "mean"), (size + 1, 2)),
     "reduce_scatter of one row": lambda rank, size: (VerbCall("reduce_scatter"), (1, 2)),
+    "reduce_scatter_v": lambda rank, size: (VerbCall("reduce_scatter_v", rows=uneven(size)), (sum(uneven(size)), 2)),
+    "reduce_scatter_v mean": lambda rank, size: (
+        VerbCall("reduce_scatter_v", "mean", rows=uneven(size)),
+        (sum(uneven(size)),),
+    ),
+    "scan": lambda rank, size: (VerbCall("scan"), (2,)),
+    "exscan": lambda rank, size: (VerbCall("exscan"), (2, 1)) if size > 1 else (None, None),
     "all_gather": lambda rank, size: (VerbCall("all_gather"), (2, 2)),
     "all_gather 0-d": lambda rank, size: (VerbCall("all_gather"), ()),
     "all_gather_v": lambda rank, size: (VerbCall("all_gather_v"), ((rank + 1) % 3, 2)),
@@ -108,8 +119,8 @@ def test_is_the_transposed_map(name: str, size: int) -> None:
 
 
 def ratio(verb: str, size: int) -> float:
-    return {"all_gather": 1 / size, "all_gather_v": 1 / size, "broadcast": 1 / size, "reduce_scatter": size}.get(
-        verb, 1
+    return {"all_gather": 1 / size, "all_gather_v": 1 / size, "broadcast": 1 / size}.get(
+        verb, size if verb.startswith("reduce_scatter") else 1
     )
 
 
@@ -171,12 +182,18 @@ def test_dtypes_and_arrays_stay_what_they_are(dtype: Any) -> None:
     run(2, check)
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "reduce"])
+LINEAR = {"scan": "sum has"}
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "reduce_scatter_v", "reduce", "scan"])
 @pytest.mark.parametrize("op", ["min", "max", "prod"])
-def test_what_is_not_linear_is_refused_before_anything_is_sent(verb: str, op: str) -> None:
+def test_what_is_not_linear_is_refused_before_anything_is_sent(verb: str, op: Any) -> None:
     def check(comm: Any) -> None:
         if comm.rank == 0:
-            with pytest.raises(UsageError, match=f"{verb} with op '{op}' has no backward: only sum and mean do"):
+            with pytest.raises(
+                UsageError,
+                match=f"{verb} with op '{op}' has no backward: only {LINEAR.get(verb, 'sum and mean have')} one",
+            ):
                 apply(comm, VerbCall(verb, op), np.ones(2))
         comm.barrier()
 

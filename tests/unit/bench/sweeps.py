@@ -56,15 +56,22 @@ def line(case: SweepCase, seconds: dict[str, list[float]] | None = None, **chang
     return {**found, "took": 1.0, "environment": 0, "date": FACTS["date"], **changes}
 
 
-def write(path: Path, *, slower: float = 1.0, plan: dict[str, Any] | None = None) -> list[SweepCase]:
+def write(
+    path: Path,
+    *,
+    slower: float = 1.0,
+    plan: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
+    rounds: int = 3,
+) -> list[SweepCase]:
     """Write a sweep: each case takes 10 us and 0.1 ns a byte, MPI twice as much, and an algorithm "ring" is refused."""
     table = {"verbs": ["all_reduce", "barrier"], "sizes": ["4K", "64K", "1M"], "algorithms": ["auto", "ring"]}
     chosen = parse_plan({**table, "peers": ["mpi"], "nodes": [1, 2], **(plan or {})})
     found, _ = cases(chosen, (2, 2))
-    lines = [header(chosen)]
+    lines = [header(chosen, **(facts or {}))]
     for case in found:
         time = (10e-6 + case.nbytes * 1e-10) * slower
-        seconds = {"commlib": [time * share for share in (0.99, 1.0, 1.01)], "mpi": [2 * time] * 3}
+        seconds = {"commlib": [time * share for share in (0.99, 1.0, 1.01)[:rounds]], "mpi": [2 * time] * rounds}
         lines.append(line(case, None if case.algorithm == "ring" else seconds))
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     return found

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from commlib.bench import csv_rows, measure
+from commlib.bench import measure
 from commlib.bench import run as measuring
 from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.report import Report
-from commlib.bench.rows import percentiles
+from commlib.bench.rows import CSV_TITLE, csv_lines, percentiles
 from commlib.bench.table import BenchTable
 from commlib.bench.verbs import VERBS
 from commlib.cli import main
@@ -109,8 +109,9 @@ SHARES = {"commlib": {"p50": 95e-6, "p95": 280e-6, "p99": 299e-6}}
 def test_columns_of_percentiles():
     table = BenchTable(VERBS["all_reduce"], (), bound=False, percentiles=True)
     title, line = table.titles()[0].split(), table.line(row(percentiles=SHARES)).split()
-    assert title[:12] == ["size", "B", "count", "type", "redop", "time", "us", "p50", "us", "p95", "us", "p99"]
-    assert line[4:8] == ["100.00", "95.00", "280.00", "299.00"]
+    assert title[:9] == ["size", "B", "count", "type", "redop", "time", "us", "min..max", "us"]
+    assert title[9:14] == ["p50", "us", "p95", "us", "p99"]
+    assert line[4:9] == ["100.00", "90.00..300.00", "95.00", "280.00", "299.00"]
 
 
 def test_both_places_stand_side_by_side_as_in_nccl_tests():
@@ -119,7 +120,7 @@ def test_both_places_stand_side_by_side_as_in_nccl_tests():
     line = table.line(row("all_gather"), row("all_gather", seconds={"commlib": [50e-6]}))
     assert above.split() == ["out-of-place", "in-place"]
     assert title.split().count("busbw") == 2 and title.split().count("size") == 1
-    assert len(line) == len(title) and line.split()[3] == "100.00" and line.split()[10] == "50.00"
+    assert len(line) == len(title) and line.split()[3] == "100.00" and line.split()[11] == "50.00"
     assert title.index("time us") < above.index("out-of-place") < title.rindex("time us") < above.index("in-place")
 
 
@@ -129,11 +130,12 @@ def test_comma_separated_values():
         row("broadcast", root=2, op="", wrong=None, bound_seconds=[], seconds={"commlib": [1e-3]}),
         row("barrier", size=0, count=0, dtype="", op="", seconds={"commlib": [1e-6]}),
     ]
-    read = list(csv.DictReader([csv_rows.TITLE, *csv_rows.lines(rows)]))
+    read = list(csv.DictReader([CSV_TITLE, *csv_lines(rows)]))
     assert [one["contender"] for one in read] == ["commlib", "mpi", "commlib", "commlib"]
     ours, mpi, broadcast, barrier = read
     assert (ours["in_place"], ours["size_bytes"], ours["type"], ours["redop"]) == ("1", "1048576", "float32", "sum")
     assert (ours["time_us"], ours["p99_us"], ours["of_bound"], ours["wrong"]) == ("100.000", "299.000", "0.8000", "0")
+    assert (ours["min_us"], ours["max_us"], mpi["min_us"]) == ("90.000", "300.000", "200.000")
     assert float(ours["busbw_GBps"]) == pytest.approx(rows[0].busbw(), abs=1e-4)
     assert (mpi["time_us"], mpi["p99_us"], mpi["of_bound"]) == ("250.000", "", "")
     assert (broadcast["root"], broadcast["wrong"], broadcast["in_place"]) == ("2", "", "")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.bench.formats.base import Heading
-from commlib.bench.formats.choice import find_format
+from commlib.bench.formats.run_tables import find_format
 from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.cli.app import app
 from tests.unit.bench import sweeps

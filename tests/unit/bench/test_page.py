@@ -78,9 +78,9 @@ def test_the_page_has_all_cases_and_needs_nothing_else(sweep):
     assert titles[-2:] == ["mpi", "mpi / commlib"] and len(cases) == 8
     assert cases[0] == [
         *("1x2", "all_reduce", "float32", "sum", "auto", "in place", "4K"),
-        *("10.4 us", "2%", "0.39", "-", "20.8 us", "2.00"),
+        *("10.4 us", "10.3..10.5 us", "0.39", "-", "20.8 us", "2.00"),
     ]
-    assert cases[2][6:11] == ["1M", "115 us", "2%", "9.13", "91%"]
+    assert cases[2][6:11] == ["1M", "115 us", "114..116 us", "9.13", "91%"]
     assert [cases[3][1], cases[3][7]] == ["barrier", "10.0 us"]
     assert [line[-2:] for line in found.tables["unmeasured"][1:]] == [["refused", "it is <not> there"]] * 6
     assert "A &lt;fast&gt; CPU" in text and "<fast>" not in text
@@ -94,6 +94,54 @@ def test_charts_follow_the_page_style_and_are_small(sweep):
     for label in ("commlib", "mpi", "bound (memory)", "time, us", "bus bandwidth, GB/s", "4 Ki", "1 Mi"):
         assert label in picture
     assert picture.count("\n") > 50 and len(picture) < 30_000
+
+
+def test_ratios_are_written_at_powers_of_two(sweep):
+    """The axis had the one tick 10^0 for ratios around 2."""
+    picture = charts.svg(charts.groups(runs.read(sweep))[0])
+    labels = re.findall(r">([\d./]+)<", picture)
+    assert labels[-4:] == ["0.5", "1", "2", "4"]
+    assert charts.ratio_ticks(0.9, 1.1) == [0.5, 1, 2, 4]
+    assert charts.ratio_ticks(0.1, 40) == [0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]
+    assert charts.ratio_ticks(0.01, 3000)[:3] == [1 / 256, 1 / 64, 1 / 16] and 4096 in charts.ratio_ticks(0.01, 3000)
+
+
+def test_small_ratios_are_not_cut(tmp_path):
+    """Labels with many digits were shortened like coordinates, to 0.0."""
+    path = tmp_path / "slow.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(one) + "\n"
+            for one in (
+                sweeps.header(),
+                *(
+                    sweeps.line(case, {"commlib": [1.0] * 3, "mpi": [0.02] * 3})
+                    for case in sweeps.write(tmp_path / "cases.jsonl")
+                ),
+            )
+        )
+    )
+    labels = re.findall(r">([\d./]+)<", charts.svg(charts.groups(runs.read(path))[0]))
+    assert labels[-9:] == ["1/64", "1/32", "1/16", "1/8", "0.25", "0.5", "1", "2", "4"]
+
+
+def test_cases_of_fewer_than_three_rounds_are_not_in_the_summary(tmp_path):
+    """One burst decided a mean."""
+    short, usual = tmp_path / "short.jsonl", tmp_path / "usual.jsonl"
+    sweeps.write(short, rounds=2)
+    sweeps.write(usual)
+    text = page.render([runs.read(short)])
+    assert "8 of 8 cases have fewer than 3 rounds" in text and "geometric mean</div>" not in text
+    text = page.render([runs.read(usual)])
+    assert "fewer than 3 rounds" not in text and "<b>2.00</b>mpi / commlib, geometric mean</div>" in text
+    assert compare.compare(runs.read(short), runs.read(usual)).mean is None
+    lines = [json.loads(line) for line in usual.read_text().splitlines()]
+    for name in ("commlib", "mpi"):
+        lines[1]["row"]["seconds"][name] = lines[1]["row"]["seconds"][name][:2]
+    lines[1]["row"]["seconds"]["mpi"] = [9.0, 9.0]  # a ratio that would be the mean
+    usual.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page.render([runs.read(usual)])
+    assert "1 of 8 cases has fewer than 3 rounds" in text and "<b>2.00</b>mpi / commlib, geometric mean</div>" in text
 
 
 @pytest.mark.long

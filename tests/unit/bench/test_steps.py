@@ -10,7 +10,7 @@ import pytest
 
 from commlib.bench.options import BenchOptionsError
 from commlib.bench.page import page, runs
-from commlib.bench.steps import report
+from commlib.bench.steps import run
 from commlib.bench.steps.contract import StepSizes, check, layers_of_stages
 from tests.unit.bench import sweeps
 
@@ -33,6 +33,17 @@ def test_what_cannot_be_is_refused(case):
     given, message = WRONG[case]
     with pytest.raises(BenchOptionsError, match=re.escape(message)):
         check(*given)
+
+
+def test_tokens_are_those_of_all_batches_of_a_step():
+    """Ranks have a batch each, or all have one."""
+    sizes = StepSizes(rows=4, context=8)
+    assert {kind: sizes.tokens(kind, 3) for kind in ("dp", "tp", "pp", "moe")} == {
+        "dp": 96,
+        "tp": 32,
+        "pp": 32,
+        "moe": 96,
+    }
 
 
 @pytest.mark.parametrize("kind", ["dp", "tp", "pp", "moe"])
@@ -100,10 +111,10 @@ def test_steps_of_two_runs_are_compared(tmp_path):
 
 
 def test_steps_are_printed(capsys):
-    report.show(LINE, sweeps.FACTS)
+    run.show(LINE, sweeps.FACTS)
     printed = capsys.readouterr().out
     assert "exposed  2.00 ms, 20% of the step" in printed and "1.50 times commlib's" in printed
     assert "losses  same as in one process: they differ by 1.0e-07" in printed
-    report.show({**LINE, "status": "wrong", "difference": None, "exposed": -0.001}, sweeps.FACTS)
+    run.show({**LINE, "status": "wrong", "difference": None, "exposed": -0.001}, sweeps.FACTS)
     printed = capsys.readouterr().out
     assert "losses  NOT as in one process: they differ by not finite" in printed and "-1.00 ms, -10%" in printed

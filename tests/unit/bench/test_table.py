@@ -26,6 +26,7 @@ def test_columns_and_cells():
         "type": "float32",
         "redop": "sum",
         "time us": "100.00",
+        "min..max us": "90.00..300.00",
         "algbw GB/s": "10.49",
         "busbw GB/s": "15.73",
         "of bound": "80%",

@@ -6,11 +6,11 @@ import io
 
 import pytest
 
-from commlib.console import changes
+from commlib.console import progress
 
 
 def test_a_line_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:
-    with changes.show_changes("job 1") as tell:
+    with progress.show_changes("job 1") as tell:
         for text in ("PENDING", "PENDING", "RUNNING", "RUNNING", "PENDING"):
             tell(text, "1 s")
     assert capsys.readouterr().err.splitlines() == ["job 1: PENDING", "job 1: RUNNING", "job 1: PENDING"]
@@ -24,7 +24,7 @@ def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with changes.show_changes("job 1") as tell:
+    with progress.show_changes("job 1") as tell:
         tell("RUNNING on h[0-1]", "00:00:03")  # no markup of rich
     shown = terminal.getvalue()
     assert "job 1: RUNNING on h[0-1] 00:00:03" in shown

@@ -14,7 +14,7 @@ from commlib import cuda_aware_mpi
 from commlib.cli.app import app
 from commlib.config.rows import rows
 from commlib.config.settings import Config, variable
-from commlib.diagnosis import mpi
+from commlib.diagnosis import machine, mpi
 from commlib.diagnosis.facts import MpiFacts
 from commlib.diagnosis.mpi import MpiTrial
 from commlib.errors import TransportError
@@ -36,6 +36,7 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no MPI into the process of the unit tests."""
     monkeypatch.setattr(mpi_start, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
     monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(STARTED, True))
+    monkeypatch.setattr(machine, "read_load", lambda root: 0.1)  # whatever else runs here
 
 
 def test_every_setting_is_there_with_value_and_meaning() -> None:
@@ -126,6 +127,15 @@ def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyP
     assert text.rstrip().splitlines()[-1].startswith("    type: docker run --cap-add=SYS_PTRACE")
     (problem,) = json.loads(info("--json"))["problems"]
     assert problem["level"] == "warning" and problem["cure"]
+
+
+def test_a_busy_machine_is_not_all_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that nothing was wrong while others took all cores."""
+    monkeypatch.setattr(machine, "read_load", lambda root: 1000.0)
+    monkeypatch.setattr(machine, "find_busy", lambda root: ("burner (process 7, 99% of a core)",))
+    text = info(COLUMNS="500")
+    assert "not bound; load 1000.0 in the last minute" in text and "Nothing is wrong" not in text
+    assert "1000.0 processes wanted its" in text and "(burner (process 7, 99% of a core)): timings" in text
 
 
 def test_an_error_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

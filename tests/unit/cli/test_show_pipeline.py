@@ -69,11 +69,54 @@ def test_svg(tmp_path: Path) -> None:
     for name in table:
         file = tmp_path / f"{name}.svg"
         assert show("--schedule", name, "--ranks", "2", "--svg", str(file)).startswith("wrote ")
-        boxes = list(ET.parse(file).getroot().iter("{http://www.w3.org/2000/svg}rect"))
+        everything = ET.parse(file).getroot().iter("{http://www.w3.org/2000/svg}rect")
+        boxes = [box for box in everything if box.get("class") != "legend"]
         computes = [a for program in make(name, 2, 8).programs for a in program if a.microbatch >= 0]
         assert len(boxes) == 2 + len(computes)
         widths = [float(box.get("width", "0")) for box in boxes]
         assert min(widths) > 1
+
+
+def texts(file: Path) -> list[str]:
+    return [text.text or "" for text in ET.parse(file).getroot().iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_svg_has_a_time_axis_and_a_legend_of_what_occurs(tmp_path: Path) -> None:
+    """Boxes had three colours that nothing explained, and no time."""
+    file = tmp_path / "picture.svg"
+    show("--schedule", "zb_h1", "--ranks", "3", "--microbatches", "4", "--svg", str(file))
+    found = texts(file)
+    at = found.index("time")
+    assert found[at:] == [
+        *("time", "0", "2", "4", "6", "8", "10", "12", "14"),
+        *("F3: forward of microbatch 3", "I3: gradients of its inputs", "W3: of the weights", "idle"),
+        "time in forwards",
+    ]
+    show("--schedule", "gpipe", "--ranks", "2", "--costs", "0.01,0.02,0", "--svg", str(file))
+    found = texts(file)
+    assert {"0", "0.05", "0.1", "B3: its backward", "time in units of the costs"} <= {*found}
+    assert not [text for text in found if text.startswith(("I3", "W3"))]
+
+
+def test_the_text_has_a_time_axis_and_a_legend_wherever_it_goes() -> None:
+    call = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "3")
+    result = CliRunner().invoke(app, ["show", "pipeline", *call], env={"COLUMNS": ""})
+    lines = result.output.splitlines()
+    assert lines[-3] == "time   │ 0              5              10"
+    assert lines[-1] == "F3 forward of microbatch 3, B3 its backward, · idle, ─ goes on, time in forwards"
+    assert "\ntime    in units of --costs" in show(*call)  # on a terminal a line for each symbol
+    assert show(*call, "--no-legend").splitlines()[-1] == lines[-3]
+    assert "rounded to whole ones" in CliRunner().invoke(
+        app, ["show", "pipeline", *call, "--costs", "1,1.5,1"], env={"COLUMNS": ""}
+    ).output  # fmt: skip
+
+
+def test_the_axis_goes_on_where_rows_are_broken() -> None:
+    rows = [line for line in show("--schedule", "1f1b", "--no-legend", columns=60).splitlines() if "time " in line[:5]]
+    assert rows == [
+        "time   │ 0              5              10             15",
+        "time   │ 17       20             25             30",
+    ]
 
 
 @pytest.mark.parametrize(

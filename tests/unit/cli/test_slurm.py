@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from commlib.cli.app import app
 from commlib.errors import TransportError
 from commlib.launch import mpi_start
-from commlib.slurm import waiting
+from commlib.slurm import client
 from commlib.slurm.job import Job
 
 
@@ -184,7 +184,7 @@ def test_an_interrupt_leaves_the_job_running(place: Path, monkeypatch: pytest.Mo
     def interrupted(*arguments: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting, "wait", interrupted)
+    monkeypatch.setattr(client, "wait_for_job", interrupted)
     (place / "my jobs").mkdir()
     told = "job 12 continues: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
     assert slurm("wait", "12", "--folder", "my jobs", code=130) == told

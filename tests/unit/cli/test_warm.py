@@ -112,7 +112,7 @@ def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
     done = run("--cpu", "x86-64-v2", **home)
     assert done.returncode == 0, done.stderr
     assert "kernels for x86-64-v2 in" in done.stdout
-    settings = done.stdout.partition("need: export ")[2].split()
+    settings = done.stdout.partition("find them: export ")[2].split()
     assert settings == ["NUMBA_CPU_NAME=x86-64-v2", "NUMBA_CPU_FEATURES="]
     (folder,) = (tmp_path / "commlib").iterdir()
     before = set(os.listdir(folder))

@@ -84,10 +84,10 @@ def test_words(tmp_path, line, field, value):
         ("check = 'sometimes'", "expected one of auto, always, never"),
         ("check = true", "expected one of auto, always, never in quotation marks"),
         ("tuning_file = 3", "expected text in quotation marks"),
-        ("timeouts = 3", "; for timeouts, did you mean timeout?"),
+        ("timeouts = 3", "timeouts (did you mean timeout?)"),
         ("[timeout]\nx = 1", "expected float"),
         ("[xyzzy]\nx = 1", "unknown setting xyzzy; known are "),
-        ("COMMLIB_SPINS = 1", "; for COMMLIB_SPINS, did you mean spins?"),
+        ("COMMLIB_SPINS = 1", "COMMLIB_SPINS (did you mean spins?)"),
     ],
 )
 def test_what_is_wrong_in_a_file(tmp_path, text, expected):
@@ -129,7 +129,7 @@ def test_the_users_file_is_not_used_where_others_can_change_it(users_file):
     ],
 )
 def test_the_nearest_name_is_told(name, near):
-    with pytest.raises(UsageError, match=f"for {name}, did you mean {near}\\?"):
+    with pytest.raises(UsageError, match=f"{name} \\(did you mean {near}\\?\\)"):
         find_settings({name: "1", "COMMLIB_CONFIG": "none"})
 
 

@@ -112,7 +112,7 @@ def test_words_are_known_in_capitals():
 
 def test_every_setting_is_compared_unless_it_says_why_not():
     free = {field.name for field in fields(Config) if field.metadata["differs"]}
-    assert free == {"spins", "log_level", "tuning_file", "events", "timeline"}
+    assert free == {"spins", "log_level", "tuning_file", "events", "timeline", "traceback"}
     names = {f"COMMLIB_{field.name.upper()}" for field in fields(Config) if field.name not in free}
     assert set(collect_compared(Config(), {})) == names
 

@@ -13,7 +13,7 @@ from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import MismatchError, StallError, UsageError
 from commlib.kernels.host.reduce import reduce_function
-from commlib.runtime.device_work import DeviceWork
+from commlib.runtime.work import DeviceWork
 from commlib.schedule import algorithms
 from tests.bodies import checks
 from tests.bodies.loopback import run

@@ -242,3 +242,11 @@ def test_every_cure_stands_on_the_page_of_traps():
         problem.cure: set(re.findall(r"[A-Z_]{5,}\w*|--?[a-z]+-[a-z-]+|\bulimit -n", problem.cure)) for problem in told
     }
     assert not {cure: found for cure, found in words.items() if found and not any(word in page for word in found)}
+
+
+def test_a_busy_machine():
+    problem = only(job(2, at(load=5.25, busy=("burner (process 7, 99% of a core)",))))
+    assert problem.level == WARNING and problem.cure.startswith("top")
+    assert problem.what.startswith("a is busy: 5.2 processes wanted its 8 cores in the last minute (burner (process 7")
+    assert "timings of benchmarks and training will be off" in problem.what
+    assert not problems(job(2, at(load=1.5)))

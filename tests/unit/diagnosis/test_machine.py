@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+from commlib.diagnosis.load import find_busy, is_busy, read_load
 from commlib.diagnosis.machine import LIMITS, read_host, read_limits
 from commlib.diagnosis.process import control_variables, read_rank
 
@@ -95,3 +98,24 @@ def test_this_process(monkeypatch):
     assert found.packages["numpy"] and found.cores and found.start is not None and found.start.size == 4
     wrong = read_rank({"COMMLIB_SPINS": "many"})
     assert "COMMLIB_SPINS='many'" in wrong.wrong_settings and wrong.start is None
+
+
+def stat(name: str, parent: int, ticks: int) -> str:
+    return f"1 ({name}) R {parent} 1 1 0 0 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 1"
+
+
+def test_the_load_and_who_makes_it(tmp_path, monkeypatch):
+    def grow(seconds):
+        write(tmp_path, {"proc/12/stat": stat("a b) c", 1, 1000), f"proc/{os.getpid()}/stat": stat("me", 1, 1000)})
+
+    write(tmp_path, {"proc/loadavg": "3.25 1.00 0.50 4/321 999\n", "proc/11/stat": stat("idle", 1, 5)})
+    write(tmp_path, {"proc/12/stat": stat("a b) c", 1, 5), f"proc/{os.getpid()}/stat": stat("me", 1, 5)})
+    monkeypatch.setattr(time, "sleep", grow)
+    assert read_load(tmp_path) == 3.25
+    (text,) = find_busy(tmp_path)
+    assert text.startswith("a b) c (process 12, ") and text.endswith("% of a core)")
+
+
+def test_when_a_machine_is_busy():
+    assert [is_busy(load, 8) for load in (None, 0.3, 2.0, 2.1, 8.0)] == [False, False, False, True, True]
+    assert not is_busy(0.6, 1) and is_busy(0.8, 1)

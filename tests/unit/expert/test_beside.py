@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commlib.expert.device_plan import stream_alloc
 from commlib.expert.side_stream import SideStream
-from commlib.expert.stream_alloc import stream_alloc
 from tests.late import LATE
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.expert.device_plan import DeviceDispatchPlan
-from commlib.expert.packed_plan import pack_device_plan, unpack_device_plan
+from commlib.expert.device_plan import DeviceDispatchPlan, pack_device_plan, unpack_device_plan
 from tests.late import LATE
 
 

@@ -150,6 +150,20 @@ def test_what_takes_long_is_said_once(
     assert str(shared) in record.getMessage()
 
 
+def test_the_line_says_how_many_kernels_and_what_to_do(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shared / "stored").touch()
+    with compile_lock.lock_compilation("first", lambda: False):
+        pass
+    monkeypatch.setattr(compile_lock, "SILENT", 0.0)
+    with compile_lock.lock_compilation("second", lambda: False):
+        pass
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert f"CPU, once: 2 so far, 5 to 30 s in total (stored in {shared}, where 1 are); 'commlib warm' compiles" in line
+
+
 def test_the_only_kernel_is_said_too(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -305,7 +305,7 @@ def test_a_timeline_records_and_leaves_recording_as_it_was(tmp_path):
             recording.start()
         recording.start_timeline(str(tmp_path / "a{rank}.json"), 2)
         assert recording.recorder is not None
-        with pytest.raises(UsageError, match="being written already"):
+        with pytest.raises(UsageError, match="timeline: one is being written already: end its `with` block"):
             recording.start_timeline(str(tmp_path / "b.json"), 0)
         recording.stop_timeline()
         assert (recording.recorder is not None) == asked and (tmp_path / "a2.json").exists()

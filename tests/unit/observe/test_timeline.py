@@ -99,7 +99,7 @@ def test_the_file_of_a_killed_job_can_be_read(tmp_path):
 
 
 def test_a_file_that_cannot_be_written(tmp_path, caplog):
-    with pytest.raises(UsageError, match="start_timeline: cannot write"):
+    with pytest.raises(UsageError, match="timeline: cannot write"):
         Timeline(str(tmp_path / "missing" / "t.json"), rank=0)
     recorder, timeline = traced("/dev/full")
     deadline = time.monotonic() + 10

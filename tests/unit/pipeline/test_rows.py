@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from commlib.errors import UsageError
-from commlib.pipeline.rows import Rows, each, rows_option
+from commlib.pipeline.rows import Rows, check_result, each, number_of_rows, pad_microbatches, rows_option
 
 
 class Pair(NamedTuple):
@@ -64,3 +64,39 @@ def test_options() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             rows_option(rows)
+
+
+def test_tensors_with_rows_have_equal_numbers_of_them() -> None:
+    assert number_of_rows([(0, (3, 2)), (1, (5, 3)), ("whole", (7,)), (0, ())], "x") == 3
+    cases: list[tuple[list[Any], str]] = [
+        ([(0, (3,)), (0, (4,))], "x: expected tensors with equal numbers .* got 2 different numbers: 3, 4; if rows"),
+        ([(0, ()), ("whole", (2,))], "got no tensor with rows"),
+        ([(1, (3,))], "rows gives dimension 1 for a tensor of shape \\(3,\\)"),
+    ]
+    for tensors, said in cases:
+        with pytest.raises(UsageError, match=said):
+            number_of_rows(tensors, "x")
+
+
+def test_microbatches_of_a_user_are_padded_at_the_end() -> None:
+    def count(part: str, what: str) -> int:
+        assert what in ("x[0]", "x[1]", "x[2]")
+        return len(part)
+
+    assert pad_microbatches(["ab", "c"], 3, "x", count) == (["ab", "c", None], [2, 1, 0])
+    assert pad_microbatches(["ab", ""], 2, "x", count) == (["ab", ""], [2, 0])
+    for parts, said in [
+        ("ab", "expected a list of at most 3 microbatches, got str"),
+        ([], "got 0 microbatches"),
+        (["a"] * 4, "got 4 microbatches"),
+        (["a", "", "b"], "without rows must be the last ones, got \\[1, 0, 1\\] rows"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            pad_microbatches(parts, 3, "x", count)
+
+
+def test_results_have_the_rows_of_their_microbatch() -> None:
+    check_result((5, 3), 1, 3, "output")
+    for shape in ((3, 5), (3,)):
+        with pytest.raises(UsageError, match="a microbatch of 3 rows has output of shape"):
+            check_result(shape, 1, 3, "output")

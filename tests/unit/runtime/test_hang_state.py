@@ -12,8 +12,9 @@ import pytest
 from commlib.config.settings import Config
 from commlib.observe.dump import GroupState
 from commlib.observe.flight_recorder import LAST
+from commlib.process.sources import is_ours, is_users
 from commlib.runtime import hang_state
-from commlib.runtime.stacks import all_threads, is_ours, is_users
+from commlib.runtime.stacks import all_threads
 from tests.bodies.loopback import run
 
 

@@ -64,7 +64,7 @@ def test_a_command_may_be_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("node = 2", "unknown key 'node': do you mean nodes?"),
+        ("node = 2", "unknown key 'node': did you mean nodes?"),
         ("xyzzy = 2", "unknown key 'xyzzy': expected command, mpi, "),
         ("output = 'x'", "unknown key 'output'"),
         ("nodes = '2'", "nodes = '2': expected a whole number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from commlib.tensor_parallel.equations import Equation, pointwise, selection
 from commlib.tensor_parallel.lengths import Length, NumberUses
 from commlib.tensor_parallel.rules import check
 from commlib.tensor_parallel.table import plan_table
+from tests.inputs.plan_tables import reason
 from tests.inputs.traces import Written
 
 WORDS, WIDTH = 40, 16
@@ -178,11 +180,59 @@ def test_the_table():
     lines = plan_table(result.plan, result.reasons, trace, 3).splitlines()
     assert lines[0].split() == ["layer", "style", "full", "rank", "0", "of", "3", "why"]
     (qkv,) = (line for line in lines if line.startswith("b0.qkv"))
-    assert " ".join(qkv.split()) == "b0.qkv Column(parts=3, units=4) 16 x 48 16 x 24 b0.qkv -> b0.o"
+    assert " ".join(qkv.split()) == "b0.qkv Column(parts=3, units=4) 16 x 48 16 x 24 3"
+    assert reason("\n".join(lines), "b0.qkv") == reason("\n".join(lines), "b0.o") == "b0.qkv -> b0.o"
     (places,) = (line for line in lines if line.startswith("places"))
     assert "unsharded" in places
     assert "32 x 16" in places
-    assert max(map(len, lines)) < 120
+    assert max(map(len, lines)) <= 100
+
+
+def stack(*, attended=range(12)):
+    """12 blocks of an attention, which is refused in some of them, and an MLP; names are long."""
+    m = Written()
+    x = m.table("transformer.words", m.given(2, 5), WORDS, WIDTH)
+    for number in range(12):
+        heads = 4 if number in attended else 3
+        name = f"transformer.some_long_name_of_a_stack.{number}.attention_and_feed_forward"
+        q, k, v = m.split(m.linear(f"{name}.qkv", x, 3 * 4 * heads), *[4 * heads] * 3)
+        y = m.attend(m.heads(q, heads), m.heads(k, heads), m.heads(v, heads))
+        x = m.pointwise(x, m.linear(f"{name}.o", m.joined(y), WIDTH))
+        x = m.pointwise(x, m.linear(f"{name}.down", m.pointwise(m.linear(f"{name}.up", x, 64)), WIDTH))
+    return m.trace(m.linear("head", x, WORDS))
+
+
+@pytest.mark.parametrize("refused", [(), (2, 7)])
+def test_a_stack_has_a_row_for_each_layer_of_a_block_and_each_reason_once(refused):
+    """Twelve blocks had 48 rows of up to 250 columns, with one reason many times."""
+    trace = stack(attended=[number for number in range(12) if number not in refused])
+    result = find_auto_plan(trace, 4, lambda name, style: "qkv" not in name or getattr(style, "units", None) == 4)
+    table = plan_table(result.plan, result.reasons, trace, 4)
+    rows, notes = table.split("\n\n")
+    assert max(map(len, table.splitlines())) <= 100
+    text = " ".join("".join(line.split("  ")[0] for line in rows.splitlines()).split())
+    several = "[0-1,3-6,8-11]" if refused else "[0-11]"
+    for layer in ("qkv", "o", "up", "down"):
+        assert f"stack.{'[0-11]' if layer in ('up', 'down') else several}.attention_and_feed_forward.{layer}" in text
+    assert len(notes.splitlines()) < 12
+    found = [" ".join(note.split()) for note in re.split(r"^\d+  ", notes, flags=re.MULTILINE)[1:]]
+    assert len(found) == len(set(found))
+
+
+def test_a_number_of_heads_is_not_the_number_of_a_layer():
+    """The layer whose number was that of the ranks would have had a row of its own."""
+    layers = [f"h.{number}.attn" for number in range(10)]
+    m = Written()
+    x = m.table("words", m.given(2, 5), WORDS, WIDTH)
+    for name in layers:
+        x = m.linear(name, x, WIDTH)
+    reasons = {name: f"{name} has 4 heads for 8 ranks" for name in layers}
+    lines = plan_table({}, reasons, m.trace(x), 8).splitlines()
+    assert (
+        len(lines) == 4
+        and lines[1].startswith("h.[0-9].attn")
+        and lines[3] == "1  h.[0-9].attn has 4 heads for 8 ranks"
+    )
 
 
 def test_angles_of_positions_have_no_gradient():
@@ -236,7 +286,7 @@ def test_numbers_of_a_module_become_those_of_a_rank():
     assert found(trace).plan == {**ENDS, **fused, "attn.size": PerRank(4), "attn.heads": PerRank(4)}
     table = plan_table(found(trace).plan, found(trace).reasons, trace, 2)
     (row,) = [line.split(maxsplit=4) for line in table.splitlines() if line.startswith("attn.size")]
-    assert row == ["attn.size", "PerRank(units=4)", "16", "8", "qkv -> out"]
+    assert row[:4] == ["attn.size", "PerRank(units=4)", "16", "8"] and reason(table, "attn.size") == "qkv -> out"
 
 
 def test_numbers_change_only_where_all_shapes_stay_right():

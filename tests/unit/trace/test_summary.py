@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
+from commlib.cli.trace_text import summary_text
 from commlib.trace.advice import RULES, advise
 from commlib.trace.files import read_all
 from commlib.trace.intervals import common, length, union
@@ -147,12 +148,75 @@ def test_experts_and_codecs_are_advised_on(tmp_path):
 
 def test_every_rule_can_speak():
     """With figures as bad as they get each rule has its text; with all at 0 none speaks."""
-    names = {rule.measure for rule in RULES}
-    figures: dict[str, Any] = {**dict.fromkeys(names, 5.0), "worst": 3, "busiest": "mlp"}
+    names = {name for rule in RULES for name in (rule.measure, rule.gain)}
     for rule in RULES:
-        (text,) = advise({**dict.fromkeys(names, 0.0), rule.measure: figures[rule.measure], "worst": 3, "busiest": "m"})
-        assert "{" not in text
-    assert advise({**dict.fromkeys(names, 0.0), "worst": 0}) == []
+        bad: dict[str, Any] = {
+            **dict.fromkeys(names, 0.0),
+            rule.gain: 0.5,
+            rule.measure: 5.0,
+            "worst": 3,
+            "busiest": "m",
+        }
+        assert any(text.startswith(rule.text[:12]) or "{" in rule.text[:12] for text in advise(bad).texts)
+        assert not any("{" in text for text in advise(bad).texts)
+    nothing = advise({**dict.fromkeys(names, 0.0), "worst": 0})
+    assert nothing.texts == [] and nothing.small == []
+
+
+def test_less_than_two_percent_of_a_step_gets_no_advice():
+    """Encoding was advised on if it took a third of the communication, though communication took 1 % of a step."""
+    figures: dict[str, Any] = {"codec_share": 0.9, "codec_of_step": 0.019, "worst": 0}
+    assert advise(figures).texts == [] and advise(figures).small == ["encoding (1.9%)"]
+    (text,) = advise({**figures, "codec_of_step": 0.02}).texts
+    assert text.startswith("encoding and decoding take 90%") and text.endswith("(2% of a step)")
+
+
+def test_the_largest_share_of_a_step_comes_first():
+    figures = {"moving_share": 0.2, "codec_share": 0.5, "codec_of_step": 0.4, "worst": 0}
+    assert [text[:7] for text in advise(figures).texts] == ["encodin", "threads"]
+
+
+def compiling(*, slow_steps):
+    """Rank 1 compiles for a second in the first steps, for which rank 0 waits; then steps take 10 ms."""
+    ranks = [MadeUp(0), MadeUp(1)]
+    at = 0.0
+    for number in range(1, 13):
+        compiled = 1000 if number <= slow_steps else 0
+        for rank in ranks:
+            rank.blocking("all_reduce", number, at + 9 + compiled * rank.rank, at + 9.1 + compiled, nbytes=1 << 20)
+            rank.step(at + 10 + compiled)
+        at += 10 + compiled
+    return ranks
+
+
+@pytest.mark.parametrize(("slow_steps", "first"), [(1, "step 1 (1.01 s)"), (3, "steps 1 to 3 (3.03 s)")])
+def test_start_up_gets_no_advice_and_is_named(tmp_path, slow_steps, first):
+    """A rank that compiled for a second was blamed for keeping the others waiting in all steps."""
+    found = summed(tmp_path, *compiling(slow_steps=slow_steps))
+    assert found.ranks[1].kept_waiting > 0.9 * slow_steps  # the table has the whole run
+    assert found.advice == ()
+    assert summary_text(found, None).endswith(f"\n\nThe advice leaves out start-up until the end of {first}.")
+
+
+def test_without_marks_nothing_is_left_out(tmp_path):
+    ranks = [MadeUp(0), MadeUp(1)]
+    for number in range(1, 4):
+        for rank in ranks:
+            rank.blocking("barrier", number, 100 * number + 50 * rank.rank, 100 * number + 60)
+    found = summed(tmp_path, *ranks)
+    assert "leaves out" not in summary_text(found, None)
+    assert any("rank 1 keeps the others waiting" in text for text in found.advice)
+
+
+def test_what_follows_the_last_step_is_left_out_and_named(tmp_path):
+    ranks = late_rank()
+    for rank in ranks:
+        rank.blocking("barrier", 11, 300 + 400 * (rank.rank == 0), 701)
+    found = summed(tmp_path, *ranks)
+    assert (found.left_out.steps, found.left_out.start_up, found.left_out.after) == (1, ms(30), ms(491))
+    assert "end of step 1 (30.0 ms); 491 ms after step 10." in summary_text(found, None)
+    (text,) = found.advice
+    assert "rank 2 keeps" in text and text.endswith("(27% of a step)")
 
 
 def test_what_is_printed(tmp_path):
@@ -160,6 +224,7 @@ def test_what_is_printed(tmp_path):
     text = CliRunner().invoke(app, ["trace", "summary", *names], catch_exceptions=False).output
     assert "rank 0 for rank 2 80.0 ms" in text and "10 steps; step 2 took the median of 20.0 ms" in text
     assert "rank 2 computes" in text and "What to try:\n- rank 2 keeps" in text
+    assert text.endswith("\n\nThe advice leaves out start-up until the end of step 1 (30.0 ms).\n")
     data = json.loads(CliRunner().invoke(app, ["trace", "summary", *names, "--json"], catch_exceptions=False).output)
     assert data["ranks"][2]["came_last"] == 20 and data["steps"]["path"][0]["what"] == "computes"
     (tmp_path / "x").write_text("x")

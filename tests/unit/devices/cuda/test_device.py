@@ -11,7 +11,7 @@ import pytest
 
 from commlib.devices.waiting import wait_for
 from commlib.errors import TransportError
-from commlib.runtime.device_work import DeviceWork
+from commlib.runtime.work import DeviceWork
 from tests.bodies.loopback import run
 from tests.cuda import standin
 

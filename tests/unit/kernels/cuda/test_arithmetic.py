@@ -9,7 +9,7 @@ import pytest
 
 from commlib.dtypes import DTYPES, FLOATS, INTEGERS, NUMPY
 from commlib.errors import UsageError
-from commlib.kernels.cuda import arithmetic
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.hard import aside, assert_same_bits, values
 from tests.cuda.launcher import HostLauncher
@@ -57,7 +57,7 @@ def test_cast(source: str, target: str) -> None:
             given, out = aside(x[:length], places[0]), aside(np.empty(length, NUMPY[target]), places[1])
             expected = np.empty_like(out)
             HOST.cast(given.copy(), expected)
-            arithmetic.cast(HostLauncher(WORKERS[i % 3]), given, out)
+            CudaKernels(HostLauncher(WORKERS[i % 3])).cast(given, out)
             assert_same_bits(out, expected)
 
 
@@ -65,7 +65,7 @@ def test_float64_is_rounded_to_float16_once() -> None:
     """By way of float32, the half below a tie would be lost first, and the tie then go to even."""
     x = np.array([1 + 2.0**-11 + 2.0**-40, 1 + 3 * 2.0**-11 - 2.0**-40])
     out = np.empty(2, np.float16)
-    arithmetic.cast(HostLauncher(), x, out)
+    CudaKernels(HostLauncher()).cast(x, out)
     assert out.tolist() == [1 + 2.0**-10, 1 + 2.0**-10]
 
 
@@ -74,7 +74,7 @@ def test_no_nan_becomes_a_number() -> None:
     x = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
     for target in ("float16", "bfloat16"):
         out = np.zeros(3, NUMPY[target])
-        arithmetic.cast(HostLauncher(), x, out)
+        CudaKernels(HostLauncher()).cast(x, out)
         assert np.isnan(out.astype(np.float32)).all()
 
 
@@ -85,7 +85,7 @@ def test_fill(dtype: str, value: int) -> None:
         x = values(dtype, length + 7, 0)
         expected = x.copy()
         HOST.fill(expected[3 : length + 3], value)
-        arithmetic.fill(HostLauncher(WORKERS[i % 3]), x[3 : length + 3], value)
+        CudaKernels(HostLauncher(WORKERS[i % 3])).fill(x[3 : length + 3], value)
         np.testing.assert_array_equal(x.view(np.uint8), expected.view(np.uint8))
 
 
@@ -107,7 +107,7 @@ def test_scale(dtype: str) -> None:
                     expected.real, expected.imag = scaled_parts(x, factor)
                 else:
                     HOST.scale(expected, factor)
-            arithmetic.scale(HostLauncher(WORKERS[i % 3]), x, factor)
+            CudaKernels(HostLauncher(WORKERS[i % 3])).scale(x, factor)
             assert_same_bits(x, expected)
 
 
@@ -126,12 +126,12 @@ def test_pack_and_unpack(workers: int, count: int, launches: int) -> None:
     given = [*arrays[:2], np.empty(0, np.float32), *arrays[2:], np.empty(0, np.uint8)]
     length = sum(array.nbytes for array in given)
     packed, launcher = np.full(length + 2, 99, np.uint8), HostLauncher(workers)
-    arithmetic.pack(launcher, given, packed[1:-1])
+    CudaKernels(launcher).pack(given, packed[1:-1])
     assert packed.tobytes() == b"c" + b"".join(array.tobytes() for array in given) + b"c"
     assert launcher.launches == ["pack"] * launches
     memory = [np.full(array.nbytes + 16, 99, np.uint8) for array in given]
     back = [m[8:-8].view(array.dtype) for m, array in zip(memory, given, strict=True)]
-    arithmetic.unpack(launcher, packed[1:-1], back)
+    CudaKernels(launcher).unpack(packed[1:-1], back)
     for m, array in zip(memory, given, strict=True):
         assert m.tobytes() == b"c" * 8 + array.tobytes() + b"c" * 8
 
@@ -141,7 +141,7 @@ def test_pack_and_unpack(workers: int, count: int, launches: int) -> None:
 def test_squares(dtype: str, length: int) -> None:
     """As the host's, but for the order. Any order of that many additions errs by so many roundings at most."""
     x = np.random.default_rng(length).standard_normal(length).astype(NUMPY[dtype])
-    found = {arithmetic.squares(HostLauncher(n), aside(x, place)) for n in WORKERS for place in (0, 1, 3)}
+    found = {CudaKernels(HostLauncher(n)).squares(aside(x, place)) for n in WORKERS for place in (0, 1, 3)}
     assert len(found) == 1, "the order depends on where an array lies, or on the device"
     host, additions = length / 512 + 512, length / 2048 + 2 * 2048
     assert found.pop() == pytest.approx(HOST.squares(x), rel=(host + additions) * 2.0**-53, abs=0)
@@ -151,16 +151,16 @@ def test_squares(dtype: str, length: int) -> None:
 def test_squares_of_what_is_exact_or_not_finite(dtype: str) -> None:
     x = np.arange(-128, 5000 - 128) % 128
     array: Any = x.astype(NUMPY[dtype])
-    assert arithmetic.squares(HostLauncher(), array) == (x * x).sum()
+    assert CudaKernels(HostLauncher()).squares(array) == (x * x).sum()
     array[4999] = -np.inf
-    assert arithmetic.squares(HostLauncher(), array) == np.inf
+    assert CudaKernels(HostLauncher()).squares(array) == np.inf
     array[0] = np.nan
-    assert np.isnan(arithmetic.squares(HostLauncher(), array))
+    assert np.isnan(CudaKernels(HostLauncher()).squares(array))
 
 
 def test_squares_of_other_dtypes() -> None:
     with pytest.raises(UsageError, match="floats, got int32"):
-        arithmetic.squares(HostLauncher(), np.ones(3, np.int32))
+        CudaKernels(HostLauncher()).squares(np.ones(3, np.int32))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -168,11 +168,11 @@ def test_is_finite(workers: int) -> None:
     launcher = HostLauncher(workers)
     for length in LENGTHS:
         x = aside(np.full(length, 3e38, np.float32), length % 4)
-        assert arithmetic.is_finite(launcher, x)
+        assert CudaKernels(launcher).is_finite(x)
         for place in {0, length // 2, length - 1} if length else ():
             for bad in (np.inf, -np.inf, np.nan):
                 x[place] = bad
-                assert not arithmetic.is_finite(launcher, x) and not HOST.is_finite(x)
+                assert not CudaKernels(launcher).is_finite(x) and not HOST.is_finite(x)
             x[place] = -1e-45
     assert launcher.launches.count("fill") == len(launcher.launches) - launcher.launches.count("find_not_finite")
 
@@ -186,7 +186,7 @@ def test_add_momentum(nesterov: bool, in_place: bool) -> None:
         ours, hosts = ([x.copy() for x in arrays] for _ in range(2))
         for kernels, (gradient, u, after) in (
             (HOST.add_momentum, hosts),
-            (lambda *args, n=WORKERS[i % 3]: arithmetic.add_momentum(HostLauncher(n), *args), ours),
+            (lambda *args, n=WORKERS[i % 3]: CudaKernels(HostLauncher(n)).add_momentum(*args), ours),
         ):
             kernels(gradient, u, u if in_place else after, 0.3, 0.9, nesterov)
         for mine, expected in zip(ours, hosts, strict=True):

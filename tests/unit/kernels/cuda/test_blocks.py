@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import DTYPES, NUMPY
-from commlib.kernels.cuda.blocks import copy_blocks
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from commlib.kernels.protocol import BlockLayout
 from tests.cuda.hard import aside, assert_same_bits, values
@@ -27,7 +27,7 @@ def copied(x: Any, target: Any, blocks: BlockLayout, workers: int = 1) -> Any:
     """Return what CUDA's kernel writes; the host's writes the same."""
     expected = target.copy()
     HOST.copy_blocks(x, expected, blocks)
-    copy_blocks(HostLauncher(workers), x, target, blocks)
+    CudaKernels(HostLauncher(workers)).copy_blocks(x, target, blocks)
     assert_same_bits(target, expected)
     return target
 

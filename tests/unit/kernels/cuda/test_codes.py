@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import Array
-from commlib.kernels.cuda import codes
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.launcher import HostLauncher
 
@@ -98,8 +98,8 @@ def check_equal(found: Array, expected: Array) -> None:
     np.testing.assert_array_equal(found[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
-def check_encoding(host: Any, cuda: Any, x: Array, length: int, *how: Any) -> None:
-    """Check host(x, before, after, payload, *how) against cuda(launcher, ...): without residual, with, and in place.
+def check_encoding(kernel: str, x: Array, length: int, *how: Any) -> None:
+    """Check CUDA's kernel(x, before, after, payload, *how) against the host's: without residual, with, and in place.
 
     Payloads and arrays lie at several places of memory, and nothing around a payload may be touched.
     """
@@ -115,22 +115,24 @@ def check_encoding(host: Any, cuda: Any, x: Array, length: int, *how: Any) -> No
             if residual == "same":
                 pairs = [(old, old) for old, _ in pairs]
         payloads = [np.full(length + 2 * margin, 0xAA, np.uint8) for _ in pairs]
-        host(x, *pairs[0], payloads[0][margin:-margin], *how)
-        cuda(HostLauncher(WORKERS[number % 3]), mine, *pairs[1], payloads[1][margin:-margin], *how)
+        getattr(HOST, kernel)(x, *pairs[0], payloads[0][margin:-margin], *how)
+        cuda = CudaKernels(HostLauncher(WORKERS[number % 3]))
+        getattr(cuda, kernel)(mine, *pairs[1], payloads[1][margin:-margin], *how)
         np.testing.assert_array_equal(payloads[1], payloads[0])
         if residual != "none":
             np.testing.assert_array_equal(pairs[1][1].view(np.uint32), pairs[0][1].view(np.uint32))
             np.testing.assert_array_equal(pairs[1][0].view(np.uint32), pairs[0][0].view(np.uint32))
 
 
-def check_decoding(host: Any, cuda: Any, payload: Array, count: int, *how: Any) -> None:
-    """Check host(payload, out, *how, add) against cuda(launcher, ...), as `check_encoding` does."""
+def check_decoding(kernel: str, payload: Array, count: int, *how: Any) -> None:
+    """Check CUDA's kernel(payload, out, *how, add) against the host's, as `check_encoding` does."""
     for number, (add, margin, shift) in enumerate(product((False, True), (0, 3), (0, 1))):
         start = np.linspace(-3, 5, count + 2, dtype=np.float32)
         expected, found = start[shift : shift + count].copy(), start.copy()
         moved = np.concatenate([np.zeros(margin, np.uint8), payload])[margin:]
-        host(payload, expected, *how, add)
-        cuda(HostLauncher(WORKERS[number % 3]), moved, found[shift : shift + count], *how, add)
+        getattr(HOST, kernel)(payload, expected, *how, add)
+        cuda = CudaKernels(HostLauncher(WORKERS[number % 3]))
+        getattr(cuda, kernel)(moved, found[shift : shift + count], *how, add)
         check_equal(found[shift : shift + count], expected)
         np.testing.assert_array_equal(found[:shift], start[:shift])
         np.testing.assert_array_equal(found[shift + count :], start[shift + count :])
@@ -142,23 +144,23 @@ def test_narrow_and_widen(count, bfloat):
     values = hard(count, 1 + count // len(KINDS), 0)
     kind = np.dtype(ml_dtypes.bfloat16 if bfloat else np.float16)
     for x in (values, values * np.float32(2.0**-15), np.random.default_rng(1).permutation(values)):
-        check_encoding(HOST.narrow, codes.narrow, x, 2 * count, bfloat)
+        check_encoding("narrow", x, 2 * count, bfloat)
         payload = np.empty(2 * count, np.uint8)
-        codes.narrow(HostLauncher(), x, None, None, payload, bfloat)
+        CudaKernels(HostLauncher()).narrow(x, None, None, payload, bfloat)
         with np.errstate(all="ignore"):
             np.testing.assert_array_equal(payload.view(kind).astype(np.float32), x.astype(kind).astype(np.float32))
-        check_decoding(HOST.widen, codes.widen, payload, count, bfloat)
+        check_decoding("widen", payload, count, bfloat)
 
 
 @pytest.mark.parametrize("bfloat", [False, True])
 def test_every_half_is_widened_and_narrowed_back(bfloat):
     halves = np.arange(1 << 16, dtype=np.uint16)
     found, expected = np.empty((2, len(halves)), np.float32)
-    codes.widen(HostLauncher(), halves.view(np.uint8), found, bfloat, False)
+    CudaKernels(HostLauncher()).widen(halves.view(np.uint8), found, bfloat, False)
     HOST.widen(halves.view(np.uint8), expected, bfloat, False)
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
     narrowed, wanted = np.empty((2, 2 * len(halves)), np.uint8)
-    codes.narrow(HostLauncher(), found, None, None, narrowed, bfloat)
+    CudaKernels(HostLauncher()).narrow(found, None, None, narrowed, bfloat)
     HOST.narrow(expected, None, None, wanted, bfloat)
     np.testing.assert_array_equal(narrowed, wanted)
 
@@ -167,7 +169,7 @@ def test_every_half_is_widened_and_narrowed_back(bfloat):
 def test_nan_stays_the_same_nan(bfloat):
     x = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345, 0x7F812345, 0x7FC00000], np.uint32).view(np.float32)
     found, expected = np.zeros((2, 2 * len(x)), np.uint8)
-    codes.narrow(HostLauncher(), x, None, None, found, bfloat)
+    CudaKernels(HostLauncher()).narrow(x, None, None, found, bfloat)
     HOST.narrow(x, None, None, expected, bfloat)
     np.testing.assert_array_equal(found, expected)
 
@@ -179,17 +181,17 @@ def test_quantise_and_restore(code, top, by_norm, at_random, block):
         how = block, code, top, by_norm, at_random, seed
         x = hard(count, block, number)
         length = 4 * -(-count // block) + (-(-count // 2) if code == "int4" else count)
-        check_encoding(HOST.quantise, codes.quantise, x, length, *how)
+        check_encoding("quantise", x, length, *how)
         payload = np.empty(length, np.uint8)
         HOST.quantise(x, None, None, payload, *how)
-        check_decoding(HOST.restore, codes.restore, payload, count, block, code)
+        check_decoding("restore", payload, count, block, code)
 
 
 @pytest.mark.parametrize(("code", "block"), list(product(("e4m3", "e5m2"), (256, 40))))
 def test_small_floats_are_rounded_to_nearest_even(code, block):
     x, kind = between_codes(code, block), SMALL[code][0]
     payload, blocks = np.empty(4 * -(-len(x) // block) + len(x), np.uint8), -(-len(x) // block)
-    codes.quantise(HostLauncher(), x, None, None, payload, block, code, float(x[0]), False, False, 0)
+    CudaKernels(HostLauncher()).quantise(x, None, None, payload, block, code, float(x[0]), False, False, 0)
     np.testing.assert_array_equal(payload[: 4 * blocks].view(np.float32), 1)
     np.testing.assert_array_equal(payload[4 * blocks :], x.astype(kind).view(np.uint8))
 
@@ -200,7 +202,7 @@ def test_every_code_is_restored(code, block):
     bytes_of_codes = count // 2 if code == "int4" else count
     units = np.array([1, 2.0**-120, 3e38, np.nan, 0, 0.7, 1, 1][: -(-count // block)], np.float32)
     payload = np.concatenate([units.view(np.uint8), np.arange(bytes_of_codes).astype(np.uint8)])
-    check_decoding(HOST.restore, codes.restore, payload, count, block, code)
+    check_decoding("restore", payload, count, block, code)
 
 
 @pytest.mark.parametrize("block", SIGNED)
@@ -208,10 +210,10 @@ def test_signs_and_unsign(block):
     for number, count in enumerate(counts(block)):
         x = hard(count, block, number)
         length = 4 * -(-count // block) + -(-count // 8)
-        check_encoding(HOST.signs, codes.signs, x, length, block)
+        check_encoding("signs", x, length, block)
         payload = np.empty(length, np.uint8)
         HOST.signs(x, None, None, payload, block)
-        check_decoding(HOST.unsign, codes.unsign, payload, count, block)
+        check_decoding("unsign", payload, count, block)
 
 
 def test_the_longest_blocks():
@@ -222,10 +224,10 @@ def test_the_longest_blocks():
         payloads = np.zeros((2, 4 + len(x)), np.uint8)
         for norm in (False, True):
             HOST.quantise(x, None, None, payloads[0], block, "int8", 127.0, norm, True, 3)
-            codes.quantise(HostLauncher(), x, None, None, payloads[1], block, "int8", 127.0, norm, True, 3)
+            CudaKernels(HostLauncher()).quantise(x, None, None, payloads[1], block, "int8", 127.0, norm, True, 3)
             np.testing.assert_array_equal(*payloads)
         HOST.signs(x, None, None, payloads[0], block)
-        codes.signs(HostLauncher(), x, None, None, payloads[1], block)
+        CudaKernels(HostLauncher()).signs(x, None, None, payloads[1], block)
         np.testing.assert_array_equal(*payloads)
 
 
@@ -236,7 +238,7 @@ def test_no_chance_leads_beyond_the_greatest_code(block):
     (value,) = values[values * (np.float32(1) / (values / np.float32(127))) > 127][:1]
     x = np.full(1 << 20, value, np.float32)
     payload = np.empty(2 * len(x), np.uint8)
-    codes.quantise(HostLauncher(), x, None, None, payload, block, "int8", 127.0, False, True, 0)
+    CudaKernels(HostLauncher()).quantise(x, None, None, payload, block, "int8", 127.0, False, True, 0)
     start = 4 * -(-len(x) // block)
     assert (payload[start : start + len(x)] == 127).all()
 
@@ -245,5 +247,5 @@ def test_no_chance_leads_beyond_the_greatest_code(block):
 def test_blocks_take_few_launches(block, launches):
     launcher = HostLauncher()
     x, payload = np.ones(10_000, np.float32), np.empty(20_000, np.uint8)
-    codes.quantise(launcher, x, None, None, payload, block, "int8", 127.0, False, False, 0)
+    CudaKernels(launcher).quantise(x, None, None, payload, block, "int8", 127.0, False, False, 0)
     assert len(launcher.launches) == launches

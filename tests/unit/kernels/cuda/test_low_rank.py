@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.kernels.cuda import low_rank
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.launcher import HostLauncher
 
@@ -54,7 +54,7 @@ def test_project(shape, rank, feed, workers, seed):
     matrix, right = anywhere(normal(rows * cols, seed)), anywhere(normal(rank * cols, seed + 1))
     before = normal(rows * cols, seed + 2) if feed else NOTHING
     total, left = matrix + before if feed else matrix.copy(), anywhere(np.full(rank * rows, np.nan))
-    low_rank.project(HostLauncher(workers), matrix, before, rows, cols, right, left, rank)
+    CudaKernels(HostLauncher(workers)).project(matrix, before, rows, cols, right, left, rank)
     same(matrix, total)
     check_sums(left.reshape(rank, rows), right.reshape(rank, cols), total.reshape(rows, cols).T)
 
@@ -65,7 +65,7 @@ def test_project_back(shape, rank, workers, seed):
     rows, cols = shape
     matrix, left = anywhere(normal(rows * cols, seed)), anywhere(normal(rank * rows, seed + 1))
     right = anywhere(np.full(rank * cols, np.nan))
-    low_rank.project_back(HostLauncher(workers), matrix, rows, cols, left, right, rank)
+    CudaKernels(HostLauncher(workers)).project_back(matrix, rows, cols, left, right, rank)
     check_sums(right.reshape(rank, cols), left.reshape(rank, rows), matrix.reshape(rows, cols))
 
 
@@ -83,8 +83,8 @@ def test_products_are_exact_on_small_integers(shape, rank):
     for kernels in (HOST, None):
         total, p, q = matrix.copy(), np.full(rank * rows, np.nan, np.float32), np.full(rank * cols, np.nan, np.float32)
         if kernels is None:
-            low_rank.project(HostLauncher(), total, before, rows, cols, right, p, rank)
-            low_rank.project_back(HostLauncher(), total, rows, cols, left, q, rank)
+            CudaKernels(HostLauncher()).project(total, before, rows, cols, right, p, rank)
+            CudaKernels(HostLauncher()).project_back(total, rows, cols, left, q, rank)
         else:
             kernels.project(total, before, rows, cols, right, p, rank)
             kernels.project_back(total, rows, cols, left, q, rank)
@@ -99,8 +99,8 @@ def test_sums_do_not_depend_on_the_device():
     found = []
     for workers in WORKERS:
         p, q = np.empty(rank * rows, np.float32), np.empty(rank * cols, np.float32)
-        low_rank.project(HostLauncher(workers), matrix, NOTHING, rows, cols, right, p, rank)
-        low_rank.project_back(HostLauncher(workers), matrix, rows, cols, left, q, rank)
+        CudaKernels(HostLauncher(workers)).project(matrix, NOTHING, rows, cols, right, p, rank)
+        CudaKernels(HostLauncher(workers)).project_back(matrix, rows, cols, left, q, rank)
         found.append(np.concatenate([p, q]))
     same(found[0], found[1])
     same(found[0], found[2])
@@ -109,7 +109,7 @@ def test_sums_do_not_depend_on_the_device():
 def test_what_is_not_finite_stays_in_its_row():
     matrix, right, left = normal(9 * 40, 0), normal(3 * 40, 1), np.empty(27, np.float32)
     matrix[40:43] = np.inf, 1e38, np.nan
-    low_rank.project(HostLauncher(), matrix, NOTHING, 9, 40, right, left, 3)
+    CudaKernels(HostLauncher()).project(matrix, NOTHING, 9, 40, right, left, 3)
     np.testing.assert_array_equal(np.isfinite(left.reshape(3, 9)), np.tile(np.arange(9) != 1, (3, 1)))
 
 
@@ -131,7 +131,7 @@ def test_expand_has_the_bits_of_the_host(shape, rank, keep, workers, seed, scale
         made, after = anywhere(matrix), anywhere(np.full(rows * cols if keep else 0, np.nan))
         arguments = made, after, rows, cols, left, right, own, rank
         if kernels is None:
-            low_rank.expand(HostLauncher(workers), *arguments)
+            CudaKernels(HostLauncher(workers)).expand(*arguments)
         else:
             kernels.expand(*arguments)
         results.append((made, after))
@@ -145,7 +145,7 @@ def orthonormal(vectors: Any, rank: int, epsilon: float = 1e-6, workers: int = 7
     """Return what the host says and makes, and what CUDA does."""
     expected, found = vectors.copy(), anywhere(vectors)
     said = HOST.orthonormalise(expected, rank, epsilon)
-    return said, expected, low_rank.orthonormalise(HostLauncher(workers), found, rank, epsilon), found
+    return said, expected, CudaKernels(HostLauncher(workers)).orthonormalise(found, rank, epsilon), found
 
 
 def check_orthonormal(vectors: Any, rank: int, epsilon: float = 1e-6, workers: int = 7) -> int:

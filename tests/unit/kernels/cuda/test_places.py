@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.kernels.cuda import places
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.launcher import HostLauncher
 
@@ -27,7 +27,7 @@ def same_bits(found, expected):
 def test_draw(data, count, seed):
     k = data.draw(st.integers(0, min(count, 2000)) | st.just(min(count, 2000)))
     found, expected = np.empty((2, k), np.uint32)
-    places.draw(HostLauncher(data.draw(WORKERS)), count, seed, found)
+    CudaKernels(HostLauncher(data.draw(WORKERS))).draw(count, seed, found)
     HOST.draw(count, seed, expected)
     np.testing.assert_array_equal(found, expected)
 
@@ -36,7 +36,7 @@ def test_draw(data, count, seed):
 def test_every_rotation_of_few_elements(count, k):
     for seed in range(200):
         found, expected = np.empty((2, k), np.uint32)
-        places.draw(HostLauncher(), count, seed, found)
+        CudaKernels(HostLauncher()).draw(count, seed, found)
         HOST.draw(count, seed, expected)
         np.testing.assert_array_equal(found, expected)
 
@@ -58,7 +58,7 @@ def test_take(workers, culprit, residual, count, shift):
     chosen = np.empty(-(-count // 3), np.uint32)
     HOST.draw(count, 5, chosen)
     results = []
-    for kernels in (HOST.take, lambda *arguments: places.take(HostLauncher(workers), *arguments)):
+    for kernels in (HOST.take, lambda *arguments: CudaKernels(HostLauncher(workers)).take(*arguments)):
         old = before.copy()
         new = old if residual == "same" else np.zeros_like(old)
         taken = np.zeros(len(chosen), np.float32)
@@ -71,7 +71,7 @@ def test_take(workers, culprit, residual, count, shift):
 
 def test_take_from_nothing():
     nothing, nowhere = np.empty(0, np.float32), np.empty(0, np.uint32)
-    places.take(HostLauncher(), nothing, nothing, nothing.copy(), nowhere, 1.0, nothing.copy())
+    CudaKernels(HostLauncher()).take(nothing, nothing, nothing.copy(), nowhere, 1.0, nothing.copy())
 
 
 @pytest.mark.parametrize("workers", [1, 7, 10_000])
@@ -82,8 +82,8 @@ def test_place(workers):
     values[:4] = np.nan, np.inf, -0.0, 2.0**-149
     found = np.ones(1000, np.float32)
     expected = found.copy()
-    places.place(HostLauncher(workers), values, chosen, found)
+    CudaKernels(HostLauncher(workers)).place(values, chosen, found)
     HOST.place(values, chosen, expected)
     same_bits(found, expected)
-    places.place(HostLauncher(workers), values[:0], chosen[:0], found)
+    CudaKernels(HostLauncher(workers)).place(values[:0], chosen[:0], found)
     same_bits(found, expected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import BITWISE, INTEGERS, NUMPY, kernel_operation
-from commlib.kernels.cuda import arithmetic
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.hard import aside, assert_same_bits, values
 from tests.cuda.launcher import HostLauncher
@@ -37,7 +37,7 @@ def test_any_lengths_addresses_and_numbers_of_operands(dtype: str, op: str) -> N
                 operands = [aside(values(dtype, length, n + k), places[k]) for k in range(n)]
                 kept, divisor = [x.copy() for x in operands], n + length % 2
                 target = aside(values(dtype, length, 99), places[n])
-                arithmetic.reduce(launcher, dtype, op, divisor, operands, target)
+                CudaKernels(launcher).reduce(dtype, op, divisor, operands, target)
                 assert_same_bits(target, expected(dtype, op, kept, divisor))
                 for x, before in zip(operands, kept, strict=True):
                     np.testing.assert_array_equal(x.view(np.uint8), before.view(np.uint8))
@@ -54,7 +54,7 @@ def test_into_operands(dtype: str, op: str) -> None:
             others = [aside(values(dtype, length, 99), k) for k in range(3)]
             result = expected(dtype, op, [x.copy() for x in operands], n)
             targets, launcher = [*(operands[k] for k in chosen), *others], HostLauncher()
-            arithmetic.reduce_to(launcher, dtype, op, n, operands, targets)
+            CudaKernels(launcher).reduce_to(dtype, op, n, operands, targets)
             for target in targets:
                 assert_same_bits(target, result)
             assert launcher.launches == ["reduce"]
@@ -69,7 +69,7 @@ def test_many_operands(dtype: str, op: str, n: int, launches: int) -> None:
     operands[0][:] = 1 if dtype == "int8" else 0.1
     result = expected(dtype, op, [x.copy() for x in operands], n)
     launcher = HostLauncher()
-    arithmetic.reduce(launcher, dtype, op, n, operands, operands[-1])
+    CudaKernels(launcher).reduce(dtype, op, n, operands, operands[-1])
     assert_same_bits(operands[-1], result)
     assert len(launcher.launches) == launches
 
@@ -81,5 +81,5 @@ def test_a_nan_of_any_payload_stays_one(bits: int) -> None:
     for op in ("sum", "max"):
         for operands in ([x], [x, np.ones_like(x)], [np.ones_like(x), x]):
             target = np.zeros_like(x)
-            arithmetic.reduce(HostLauncher(), "bfloat16", op, 1, operands, target)
+            CudaKernels(HostLauncher()).reduce("bfloat16", op, 1, operands, target)
             assert np.isnan(target.astype(np.float32)).all()

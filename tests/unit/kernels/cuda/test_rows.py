@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commlib.dtypes import FLOATS, NUMPY
-from commlib.kernels.cuda import rows
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from tests.cuda.hard import aside, assert_same_bits, values
 from tests.cuda.launcher import HostLauncher
@@ -39,7 +39,7 @@ def test_take(dtype, workers):
             here, there, factors = given(dtype, width, shift)
             for by in (None, factors):
                 found, expected = (np.zeros(9 * width, NUMPY[dtype]) for _ in range(2))
-                rows.take_rows(HostLauncher(workers), here, there, by, places(9), width, found)
+                CudaKernels(HostLauncher(workers)).take_rows(here, there, by, places(9), width, found)
                 HOST.take_rows(here, there, by, places(9), width, expected)
                 assert_same_bits(found, expected)
 
@@ -55,7 +55,7 @@ def test_sum(dtype, workers):
             here, there, factors = given(dtype, width, shift)
             for by in (None, factors):
                 found, expected = (np.ones((len(starts) - 1) * width, NUMPY[dtype]) for _ in range(2))
-                rows.sum_rows(HostLauncher(workers), here, there, by, starts, where, width, found)
+                CudaKernels(HostLauncher(workers)).sum_rows(here, there, by, starts, where, width, found)
                 HOST.sum_rows(here, there, by, starts, where, width, expected)
                 assert_same_bits(found, expected)
 
@@ -66,7 +66,7 @@ def test_sum(dtype, workers):
 def test_multiply(dtype, workers, in_place):
     for width in WIDTHS:
         results = []
-        for multiply in (HOST.multiply_rows, lambda *given: rows.multiply_rows(HostLauncher(workers), *given)):
+        for multiply in (HOST.multiply_rows, lambda *given: CudaKernels(HostLauncher(workers)).multiply_rows(*given)):
             one, other = values(dtype, 5 * width, 1), values(dtype, 5 * width, 2)
             scaled, products = one if in_place else np.zeros_like(one), np.zeros(5, np.float32)
             multiply(one, other, values("float32", 5, 3), width, scaled, products)
@@ -81,7 +81,7 @@ def test_products_of_ordinary_numbers():
     for dtype in FLOATS:
         one, other = (draw.standard_normal(5 * 321).astype(NUMPY[dtype]) for _ in range(2))
         by, found, expected = draw.random(5).astype(np.float32), np.zeros(5, np.float32), np.zeros(5, np.float32)
-        rows.multiply_rows(HostLauncher(), one, other, by, 321, one.copy(), found)
+        CudaKernels(HostLauncher()).multiply_rows(one, other, by, 321, one.copy(), found)
         HOST.multiply_rows(one, other, by, 321, one.copy(), expected)
         assert np.isfinite(expected).all()
         assert_same_bits(found, expected)
@@ -90,9 +90,9 @@ def test_products_of_ordinary_numbers():
 def test_no_rows():
     """There may be none, and neither array then."""
     nothing, nowhere = np.empty(0, np.float32), np.empty(0, np.int32)
-    rows.take_rows(HostLauncher(), None, None, None, nowhere, 3, nothing)
-    rows.sum_rows(HostLauncher(), None, None, None, np.zeros(1, np.int32), nowhere, 3, nothing)
-    rows.multiply_rows(HostLauncher(), nothing, nothing, nothing, 3, nothing, nothing)
+    CudaKernels(HostLauncher()).take_rows(None, None, None, nowhere, 3, nothing)
+    CudaKernels(HostLauncher()).sum_rows(None, None, None, np.zeros(1, np.int32), nowhere, 3, nothing)
+    CudaKernels(HostLauncher()).multiply_rows(nothing, nothing, nothing, 3, nothing, nothing)
     sums = np.ones(6, np.float32)
-    rows.sum_rows(HostLauncher(), None, None, None, np.zeros(3, np.int32), nowhere, 3, sums)
+    CudaKernels(HostLauncher()).sum_rows(None, None, None, np.zeros(3, np.int32), nowhere, 3, sums)
     assert not sums.any()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.kernels.cuda import sparse
+from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host import sparse as host_sparse
 from commlib.kernels.host.table import VALUES, HostKernels
 from tests.cuda.launcher import HostLauncher
@@ -60,7 +60,7 @@ def check_largest(launcher: HostLauncher, x: Any, before: Any, k: int, value: st
         after = old if how != SEPARATE else np.full_like(x, 7)
         memory, payload = anywhere(host_sparse.max_bytes(len(x), k, VALUES[value]), seed)
         if kernels is None:
-            used = sparse.largest(launcher, x, old, after, k, value, payload)
+            used = CudaKernels(launcher).largest(x, old, after, k, value, payload)
         else:
             used = kernels.largest(x, old, after, k, value, payload)
         results.append((used, memory, after))
@@ -107,7 +107,7 @@ def test_what_is_not_finite_goes_alone(how, k):
     x[1001], before[1001] = np.float32(3e38), np.float32(3e38)  # their sum overflows
     payload = check_largest(HostLauncher(), x, before, k, "float32", how)
     out = np.empty_like(x)
-    assert sparse.read_sparse(HostLauncher(), payload, "float32", out, False) == ""
+    assert CudaKernels(HostLauncher()).read_sparse(payload, "float32", out, False) == ""
     assert not np.isfinite(out[out != 0]).any() and np.count_nonzero(out) == min(k, 41 if how == WITHOUT else 42)
 
 
@@ -147,7 +147,7 @@ def test_gaps_longer_than_marks(workers):
     payload = check_largest(HostLauncher(workers), x, None, 300, "float32", WITHOUT, 3)
     assert payload[4] == 1
     out = np.empty_like(x)
-    assert sparse.read_sparse(HostLauncher(workers), payload, "float32", out, False) == ""
+    assert CudaKernels(HostLauncher(workers)).read_sparse(payload, "float32", out, False) == ""
     same(out, x)
 
 
@@ -184,7 +184,7 @@ def test_accumulate(kind, nesterov, value, workers):
             after = np.full_like(u, 7), np.full_like(u, 8)
             memory, payload = anywhere(host_sparse.max_bytes(count, k, VALUES[value]), count)
             arguments = *old, *after, 0.3, 0.9, nesterov, k, value, payload
-            used = HOST.accumulate(*arguments) if on_host else sparse.accumulate(HostLauncher(workers), *arguments)
+            used = HOST.accumulate(*arguments) if on_host else CudaKernels(HostLauncher(workers)).accumulate(*arguments)
             results.append((np.array([used]), memory, *old, *after))
         for expected, found in zip(*results, strict=True):
             same(found, expected)
@@ -201,7 +201,7 @@ def test_random(how, workers):
             after = old if how != SEPARATE else np.full_like(x, 7)
             memory, payload = anywhere(host_sparse.max_bytes(count, k, 0), seed)
             arguments = x, old, after, k, seed - 2, 1.5, payload
-            used = HOST.random(*arguments) if on_host else sparse.random(HostLauncher(workers), *arguments)
+            used = HOST.random(*arguments) if on_host else CudaKernels(HostLauncher(workers)).random(*arguments)
             results.append((np.array([used]), memory, *([] if after is None else [after])))
         for expected, found in zip(*results, strict=True):
             same(found, expected)
@@ -225,7 +225,7 @@ def test_read(gaps, value, add, workers, at, cut, fewer, more, seed):
     whole = payload[: max(used + more - cut, 0)]
     expected, found = (np.full(max(count - fewer, 0), 2, np.float32) for _ in range(2))
     fault = HOST.read_sparse(whole, value, expected, add)
-    assert sparse.read_sparse(HostLauncher(workers), whole, value, found, add) == fault
+    assert CudaKernels(HostLauncher(workers)).read_sparse(whole, value, found, add) == fault
     if not fault:
         same(found, expected)
 
@@ -238,7 +238,7 @@ def test_read_rubbish(data, value, width):
     payload[1:4] = 0  # numbers that may be there
     expected, found = np.zeros(5000, np.float32), np.zeros(5000, np.float32)
     fault = HOST.read_sparse(payload, value, expected, False)
-    assert sparse.read_sparse(HostLauncher(), payload, value, found, False) == fault
+    assert CudaKernels(HostLauncher()).read_sparse(payload, value, found, False) == fault
     if not fault:
         same(found, expected)
 
@@ -247,9 +247,9 @@ def test_read_what_another_codec_has_written():
     x = values_of("normal", 100)
     for value in KINDS:
         payload = np.zeros(host_sparse.max_bytes(100, 10, VALUES[value]), np.uint8)
-        payload = payload[: sparse.largest(HostLauncher(), x, None, None, 10, value, payload)]
+        payload = payload[: CudaKernels(HostLauncher()).largest(x, None, None, 10, value, payload)]
         for other in KINDS:
-            fault = sparse.read_sparse(HostLauncher(), payload, other, np.empty(100, np.float32), False)
+            fault = CudaKernels(HostLauncher()).read_sparse(payload, other, np.empty(100, np.float32), False)
             assert fault == ("" if other == value else "other kind")
 
 
@@ -280,5 +280,5 @@ def test_launches_do_not_depend_on_the_data():
     """And what is waited for is the length alone."""
     for kind in ("normal", "zeros", "equal"):
         launcher = HostLauncher()
-        sparse.largest(launcher, values_of(kind, 9000), None, None, 90, "float32", np.empty(900, np.uint8))
+        CudaKernels(launcher).largest(values_of(kind, 9000), None, None, 90, "float32", np.empty(900, np.uint8))
         assert len(launcher.launches) == 10

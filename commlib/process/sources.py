@@ -1,0 +1,32 @@
+"""Sources: which source files are commlib's, the user's, or a library's."""
+
+from __future__ import annotations
+
+import site
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+_HOME = Path(__file__).parents[2]
+# Installed, all packages are in one folder; in a checkout the adapters are in `adapters`.
+_OURS = (
+    f"{_HOME}/commlib/",
+    *(f"{home}/commlib_{framework}/" for home in (_HOME, _HOME / "adapters") for framework in ("torch", "tensorflow")),
+)
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    return tuple(f"{path}/" for path in dict.fromkeys([*found, site.getusersitepackages()]))
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a source file belongs to commlib or an adapter."""
+    return file.startswith(_OURS)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a source file belongs to the user: neither to commlib nor to a library."""
+    return not (is_ours(file) or file.startswith(("<frozen", *_libraries())))

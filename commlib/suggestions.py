@@ -1,0 +1,33 @@
+"""Suggestions: the known name that is nearest to a misspelled one. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_LEAST = 0.6  # similarity, from 0 to 1
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the known name most similar to `name`, whatever its case and separators; "" if none is similar."""
+    from difflib import get_close_matches  # imports `re`; errors are rare
+
+    by_letters = {_letters(each): each for each in known}
+    found = get_close_matches(_letters(str(name)), by_letters, 1, _LEAST)
+    return by_letters[found[0]] if found else ""
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the end of an error's text; "" if no known name is similar."""
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def missing_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error for an attribute that `owner` ("module 'x'") lacks."""
+    # Tools probe for many special names.
+    hint = "" if name.startswith("__") else suggest(name, known)
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}")
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

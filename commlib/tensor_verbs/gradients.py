@@ -1,0 +1,209 @@
+"""Gradients of ordered verbs: each is an ordered verb on the gradient of the result, and differentiates in turn.
+
+The backward of a verb is the transposed verb (`commlib.autodiff.TRANSPOSED`): it gives the gradient of the sum of all
+ranks' losses. Named operations keep Horovod's convention instead, which averages the gradients of gathers and
+broadcasts.
+
+A backward is collective like its verb. So a tensor requires a gradient on every rank or on none, and every rank uses
+the result in its loss (a rank that has no use for it adds the result times zero). Ranks that differ raise
+MismatchError: the calls of a forward with a gradient, and those of a backward, carry labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
+
+from commlib.autodiff import find_rule, reversed_ranks
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.tensor_verbs.call import SAME, Bridge, ResultOrZeros, TensorCall
+from commlib.tensor_verbs.ordered_verbs import OrderedVerbs
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+WITH_GRADIENT = "with gradient"
+"""The label of a forward that autograd records."""
+OF_GRADIENTS = "of gradients"
+"""The label of a backward."""
+
+_NO_BACKWARD: Mapping[str, str] = MappingProxyType({
+    "reduce": "it returns None on all ranks but the root, so no backward would run there: call all_reduce",
+    "gather": "it returns None on all ranks but the root, so no backward would run there: call all_gather",
+    "exscan": "it returns None on rank 0, so no backward would run there: call scan, and subtract the tensor",
+    "send": "it returns nothing, so no backward would run on this rank: call send_recv",
+    "recv": "it overwrites a tensor that requires a gradient: receive into another tensor",
+})  # fmt: skip
+"""The verbs without a backward, with the reason and the alternative."""
+
+
+class InputForm(Protocol[T_co]):
+    """The facts about an input that a backward needs, so that autograd need not keep the input.
+
+    length: of dimension 0; None if it is not known before the call runs.
+    """
+
+    @property
+    def length(self) -> int | None: ...
+
+    def zeros(self) -> T_co:
+        """Return zeros of the input's shape and dtype, on its device."""
+        ...
+
+    def rows(self) -> T_co:
+        """Return the length of dimension 0 as an int64 tensor of one element."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedVerb:
+    """A verb that autograd has recorded. received: for all_to_all_v, the number of rows from each rank."""
+
+    verb: str
+    comm: Communicator
+    options: Mapping[str, Any]
+    received: Any = None
+
+    @classmethod
+    def of(cls, call: TensorCall[Any], received: Any = None) -> RecordedVerb:
+        """Return what a backward needs of a call, which itself may keep tensors alive."""
+        return cls(call.verb, call.comm, call.options(), received)
+
+
+class VerbGradients(Generic[T]):
+    """The gradients of the ordered verbs of one framework.
+
+    send_recv: builds this verb. run: runs a call with a label, and lets autograd record it if it is to be
+    differentiated. way_out: how to call a verb without a gradient, for errors.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge[T],
+        send_recv: Callable[..., TensorCall[T]],
+        run: Callable[[TensorCall[Any], str], Any],
+        way_out: str,
+    ) -> None:
+        self._bridge, self._verbs, self._send_recv, self._run = bridge, OrderedVerbs(bridge), send_recv, run
+        self._way_out = way_out
+
+    def check(self, call: TensorCall[Any]) -> None:
+        """Raise UsageError if a call has no backward."""
+        if isinstance(call.result, ResultOrZeros):
+            return
+        place = f"{call.comm.name}: {call.verb}, rank {call.comm.rank}"
+        if call.verb in _NO_BACKWARD:
+            raise UsageError(f"{place}: no gradient flows through: {_NO_BACKWARD[call.verb]}, or {self._way_out}")
+        try:
+            find_rule(call.verb, call.options().get("op", "sum"))
+        except UsageError as error:
+            raise UsageError(f"{place}: the tensor requires a gradient, but {error}: {self._way_out}") from error
+
+    def refuse_async(self, call: TensorCall[Any]) -> UsageError:
+        """Return the error for a call that is started with a tensor that requires a gradient."""
+        return UsageError(
+            f"{call.comm.name}: {call.verb}_async, rank {call.comm.rank}: the tensor requires a gradient, but the "
+            "result would join the graph only when it is waited for, in an order that may differ among ranks: call "
+            f"{call.verb}, or {self._way_out}"
+        )
+
+    def gradient(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> T:
+        """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""
+        rule = find_rule(recorded.verb, recorded.options.get("op", "sum"))
+        call = _BACKWARD[recorded.verb](self, recorded, form, gradient)
+        found: Any = self._run(call, OF_GRADIENTS)
+        if recorded.verb == "all_to_all_v":
+            found = found[0]
+        factor = rule.factor(recorded.comm.size)
+        scaled: T = found if factor == 1 else found * factor
+        return scaled
+
+    def _all_reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.all_reduce(gradient, **recorded.options, ranks=recorded.comm)
+
+    def _reduce_scatter(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        even = form.length is not None and form.length % recorded.comm.size == 0
+        gather = self._verbs.all_gather if even else self._verbs.all_gather_v
+        return gather(gradient, ranks=recorded.comm)
+
+    def _reduce_scatter_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.all_gather_v(gradient, ranks=recorded.comm)
+
+    def _all_gather(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.reduce_scatter(gradient, ranks=recorded.comm)
+
+    def _all_gather_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        counts = self._run(self._verbs.all_gather(form.rows(), ranks=recorded.comm), OF_GRADIENTS)
+        return self._verbs.reduce_scatter_v(gradient, counts, ranks=recorded.comm)
+
+    def _broadcast(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._to_root("reduce", recorded, form, gradient)
+
+    def _scatter(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._to_root("gather", recorded, form, gradient)
+
+    def _to_root(self, verb: str, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        """Return a reduce or gather that gives all ranks a gradient, off the root zeros. It differentiates."""
+        root = recorded.options["root"]
+        made = ResultOrZeros(form.zeros)
+        return TensorCall(
+            self._bridge,
+            recorded.comm,
+            verb,
+            lambda run, x: run(x, root=root),
+            (gradient,),
+            made,
+            lambda: {"root": root},
+        )
+
+    def _reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.broadcast(gradient, recorded.options["root"], ranks=recorded.comm)
+
+    def _gather(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.scatter(gradient, recorded.options["root"], ranks=recorded.comm)
+
+    def _all_to_all(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        return self._verbs.all_to_all(gradient, **recorded.options, ranks=recorded.comm)
+
+    def _all_to_all_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        splits, received = recorded.options["splits"], recorded.received
+        return self._verbs.all_to_all_v(gradient, received, takes=splits, ranks=recorded.comm)
+
+    def _send_back(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        peer, source, tag = (recorded.options[name] for name in ("peer", "source", "tag"))
+        return self._send_recv(gradient, source, form.zeros(), peer, tag, ranks=recorded.comm)
+
+    def _scan(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
+        comm = recorded.comm
+        if recorded.options.get("reverse"):
+            return self._verbs.scan(gradient, ranks=comm)
+        return TensorCall(
+            self._bridge,
+            comm,
+            "scan",
+            lambda _, x: reversed_ranks(comm).scan(x),
+            (gradient,),
+            SAME,
+            lambda: {"op": "sum", "reverse": True},
+        )
+
+
+_BACKWARD: Mapping[str, Callable[..., TensorCall[Any]]] = MappingProxyType({
+    "all_reduce": VerbGradients._all_reduce,
+    "reduce_scatter": VerbGradients._reduce_scatter,
+    "reduce_scatter_v": VerbGradients._reduce_scatter_v,
+    "scan": VerbGradients._scan,
+    "broadcast": VerbGradients._broadcast,
+    "all_gather": VerbGradients._all_gather,
+    "all_gather_v": VerbGradients._all_gather_v,
+    "scatter": VerbGradients._scatter,
+    "all_to_all": VerbGradients._all_to_all,
+    "all_to_all_v": VerbGradients._all_to_all_v,
+    "send_recv": VerbGradients._send_back,
+    "reduce": VerbGradients._reduce,
+    "gather": VerbGradients._gather,
+})  # fmt: skip
+"""The backward of each verb; reduce and gather are themselves backwards (see `_to_root`)."""

@@ -1,0 +1,49 @@
+"""Examples in the docstrings of the core are true: doctest runs them on two ranks."""
+
+from __future__ import annotations
+
+import doctest
+import io
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+import commlib
+from commlib import metrics, observing
+from commlib.communicator import Communicator
+from commlib.mesh_groups import Mesh
+from commlib.p2p.channels.channel import Channel
+from commlib.preemption import Preemption
+from commlib.runtime.work import Work
+
+pytestmark = [pytest.mark.ranks(min=2, max=2), pytest.mark.any_mpi]
+
+HOLDERS: tuple[Any, ...] = (import_module("commlib.world"), observing, Communicator, Mesh, Work, Channel, Preemption)
+FINDER = doctest.DocTestFinder(recurse=True)
+EXAMPLES = {
+    test.name: test
+    for holder in HOLDERS
+    for test in FINDER.find(holder, holder.__name__.rpartition(".")[2])
+    if test.examples
+}
+
+
+def test_the_verbs_have_examples() -> None:
+    assert len(EXAMPLES) > 35 and {"Communicator.all_reduce", "Mesh", "Channel.send", "world.init"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example(comm: Any, name: str) -> None:
+    test, said = EXAMPLES[name], io.StringIO()
+    test.globs = {"comm": comm, "commlib": commlib, "metrics": metrics, "np": np}
+    results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        test, out=said.write, clear_globs=False
+    )
+    assert results.failed == 0, said.getvalue()
+
+
+def test_an_example_that_is_wrong_is_found(comm: Any) -> None:
+    wrong = doctest.DocTestParser().get_doctest(">>> comm.size\n3\n", {"comm": comm}, "wrong", None, 0)
+    assert doctest.DocTestRunner().run(wrong, out=lambda text: None).failed == 1

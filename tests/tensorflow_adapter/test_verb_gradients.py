@@ -1,0 +1,214 @@
+"""The ordered verbs differentiate: first and second gradients are those of one process with the data of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import commlib_tensorflow as ct
+from commlib.errors import MismatchError, UsageError
+from tests.bodies import verb_gradients
+from tests.bodies.verb_gradients import CASES, Array, Case
+
+
+def zeros(shape: tuple[int, ...]) -> Any:
+    return tf.zeros(shape, tf.float64)
+
+
+def gradients(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            result = run(x)
+            loss = tf.reduce_sum(weights * tf.square(result))
+        gradient = inner.gradient(loss, x)
+        squares = tf.reduce_sum(tf.square(gradient))
+    return result, gradient, outer.gradient(squares, x)
+
+
+def eagerly(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    return gradients(run, x, weights)
+
+
+def tapes_inside(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    return tf.function(lambda x: gradients(run, x, weights))(x)  # type: ignore[no-any-return]
+
+
+def tapes_outside(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    return gradients(tf.function(run), x, weights)
+
+
+def unknown_shapes(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    traced = tf.function(run, input_signature=[tf.TensorSpec([None] * len(x.shape), x.dtype)])
+    return gradients(traced, x, weights)
+
+
+FORMS = [eagerly, tapes_inside, tapes_outside, unknown_shapes]
+
+
+def differentiate(case: Case, comm: Any, form: Any, x: Array, weights: Array) -> tuple[Any, ...]:
+    found = form(lambda x: case.call(ct, x, comm, zeros), tf.constant(x), tf.constant(weights))
+    return tuple(one.numpy() for one in found)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_process(comm: Any, name: str, form: Any) -> None:
+    case = CASES[name]
+    verb_gradients.check(case, comm, lambda x, weights: differentiate(case, comm, form, x, weights))
+
+
+def model(x: Any, comm: Any) -> Any:
+    """A function of several verbs, each of whose results feeds another one."""
+    y = ct.all_gather(tf.sin(x), ranks=comm)
+    z = ct.reduce_scatter(tf.square(y) * (comm.rank + 1.0), ranks=comm)
+    mean = ct.all_reduce(tf.reduce_mean(z), "mean", ranks=comm)
+    shared = ct.broadcast(tf.cos(z) * mean, root=comm.size - 1, ranks=comm)
+    return tf.reduce_sum(ct.scan(shared * x, ranks=comm) * z)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_finite_differences_across_ranks(comm: Any, traced: bool) -> None:
+    x = np.random.default_rng(comm.rank).standard_normal((2, 2))
+    run = tf.function(lambda x: model(x, comm)) if traced else lambda x: model(x, comm)
+    variable = tf.Variable(x)
+    with tf.GradientTape() as tape:
+        loss = run(variable * 1.0)
+    slopes = verb_gradients.slopes(comm, lambda x: float(run(tf.constant(x))), x)
+    np.testing.assert_allclose(tape.gradient(loss, variable).numpy(), slopes, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32], ids=lambda dtype: dtype.name)
+def test_other_dtypes(comm: Any, dtype: Any) -> None:
+    x = tf.Variable(tf.cast([1.0, 2.0], dtype))
+    with tf.GradientTape() as tape:
+        y = tf.reduce_sum(ct.all_reduce(x, "mean", ranks=comm) * tf.cast(comm.rank + 1, dtype))
+    gradient = tape.gradient(y, x)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(gradient, tf.float64).numpy(), [(comm.size + 1) / 2] * 2)
+
+
+def test_gradients_of_some_rows(comm: Any) -> None:
+    """The gradient of a gather of TensorFlow is tf.IndexedSlices."""
+    x = tf.Variable([[1.0, 2.0]])
+    with tf.GradientTape() as tape:
+        y = tf.reduce_sum(tf.gather(ct.all_gather(x, ranks=comm), [comm.size - 1]))
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(tape.gradient(y, x)).numpy(), [[comm.size * (comm.rank == comm.size - 1)] * 2]
+    )
+
+
+REFUSED = {
+    "reduce": (lambda x, comm: ct.reduce(x, ranks=comm), "call all_reduce"),
+    "gather": (lambda x, comm: ct.gather(x, ranks=comm), "call all_gather"),
+    "exscan": (lambda x, comm: ct.exscan(x, ranks=comm), "call scan, and subtract"),
+    "send": (lambda x, comm: ct.send(x, comm.rank, ranks=comm), "call send_recv"),
+    "all_reduce max": (lambda x, comm: ct.all_reduce(x, "max", ranks=comm), "only sum and mean have one"),
+    "reduce_scatter prod": (lambda x, comm: ct.reduce_scatter(x, "prod", ranks=comm), "only sum and mean have one"),
+    "scan min": (lambda x, comm: ct.scan(x, "min", ranks=comm), "only sum has one"),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_verbs_without_a_backward_are_refused_before_anything_is_sent(comm: Any, name: str, traced: bool) -> None:
+    verb, text = REFUSED[name]
+
+    def call(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with pytest.raises(UsageError, match=rf"rank {comm.rank}: .*{text}.*pass tf.stop_gradient\(tensor\)"):
+                verb(x * 2.0, comm)
+            if name != "send":
+                verb(tf.stop_gradient(x * 2.0), comm)
+        return x
+
+    (tf.function(call) if traced else call)(tf.ones(comm.size))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_verb_without_a_backward_in_a_traced_function_with_a_tape_outside(comm: Any) -> None:
+    for run, ranks in (
+        (lambda x: ct.all_reduce(x, "max", ranks=comm), range(comm.size)),
+        (lambda x: ct.reduce(x, ranks=comm), [0]),
+        (lambda x: ct.exscan(x, ranks=comm), range(1, comm.size)),
+    ):
+        x = tf.ones(2)
+        traced = tf.function(run)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            if comm.rank in ranks:
+                with pytest.raises(UsageError, match=r"no gradient flows through|requires a gradient"):
+                    traced(x)
+        if comm.rank in ranks:
+            traced(x)  # the ranks without a result run it, as they have no gradient to refuse
+        else:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                assert traced(x) is None
+
+
+def test_asynchronous_verbs_are_refused(comm: Any) -> None:
+    x = tf.Variable(tf.ones(comm.size))
+    with tf.GradientTape() as tape:
+        for start in (ct.all_reduce_async, ct.all_gather_async, ct.scan_async, ct.broadcast_async):
+            with pytest.raises(UsageError, match=r"_async, rank \d: the tensor requires a gradient.*tf.stop_gradient"):
+                start(x, ranks=comm)
+        with tape.stop_recording():
+            assert ct.all_reduce_async(x, ranks=comm).wait().numpy().tolist() == [comm.size] * comm.size
+        assert ct.all_reduce_async(tf.stop_gradient(x), ranks=comm).wait().shape == x.shape
+        assert ct.all_reduce_async(tf.ones(2), ranks=comm).wait().shape == (2,)
+    assert ct.all_reduce_async(x, ranks=comm).wait().shape == x.shape
+
+
+@pytest.mark.ranks(min=2)
+def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
+    """A backward would wait for ranks that run none, or take another call of theirs for its own."""
+    group = comm.split(0)
+    x = tf.ones(3)
+    with tf.GradientTape() as tape:
+        if comm.rank == 0:
+            tape.watch(x)
+        with pytest.raises(MismatchError, match="all_reduce of 3 x float32, op=sum, algorithm=auto, with gradient"):
+            ct.all_reduce(x, ranks=group)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_a_backward_on_some_ranks_only(comm: Any, traced: bool) -> None:
+    group = comm.split(0)
+    run = tf.function(lambda x: ct.all_reduce(x, ranks=group)) if traced else lambda x: ct.all_reduce(x, ranks=group)
+    x = tf.Variable(tf.ones(3))
+    with tf.GradientTape() as tape:
+        y = run(x * 1.0)
+    with pytest.raises(MismatchError, match="of gradients"):
+        if comm.rank == 0:
+            tape.gradient(y, x)
+        else:
+            ct.all_reduce(tf.ones(3), ranks=group)
+
+
+def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
+    """In fit, which traces the step: the loss of all ranks' rows, as in one process."""
+
+    class Shared(tf.keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            return ct.all_reduce(x, "mean", ranks=comm)
+
+    def trained(layers: list[Any], x: Any, y: Any) -> Any:
+        model = tf.keras.Sequential([tf.keras.Input((2,)), *layers])
+        model.layers[0].set_weights([np.ones((2, 1), np.float32), np.zeros(1, np.float32)])
+        model.compile(optimizer=tf.keras.optimizers.SGD(0.1), loss="mse")
+        model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+        return model.layers[0].get_weights()[0]
+
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2) / 10
+    expected = trained([tf.keras.layers.Dense(1)], rows, rows.sum(1, keepdims=True) * 2)
+    # The same rows on all ranks: the mean is that of one rank, and so is its gradient.
+    got = trained([tf.keras.layers.Dense(1), Shared()], rows, rows.sum(1, keepdims=True) * 2)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

@@ -1,0 +1,28 @@
+"""Values of layers: ranks compare digests of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commlib.expert.layer_values import digest_array
+
+
+def test_digests_of_arrays() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = digest_array(values)
+    assert found.kind == "array float32[2, 3]"
+    assert found.is_writable
+    assert found == digest_array(values.copy())
+    assert found.digest != digest_array(values + 1).digest
+    values.flags.writeable = False
+    assert not digest_array(values).is_writable
+
+
+def test_long_arrays_of_objects_are_compared_whole() -> None:
+    """Torch's arrays of objects were compared by numpy's text, which leaves out the middle of long ones."""
+    names = np.array([f"token {number}" for number in range(2000)], dtype=object)
+    others = names.copy()
+    others[1000] = "another"
+    assert repr(names) == repr(others)
+    assert digest_array(names).digest != digest_array(others).digest
+    assert not digest_array(names).is_writable

@@ -1,0 +1,71 @@
+"""An uncaught error is shown with the user's frames, and without those inside commlib unless commlib is at fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from commlib.errors import UsageError
+from commlib.pipeline.rows import each
+from commlib.process.tracebacks import entered_call, format_error
+from commlib.schedule.registry import program
+
+
+def caught(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
+def train() -> None:
+    program("all_reduce", "rign", 0, 2)
+
+
+def fail(where: object, value: object) -> None:
+    raise ValueError(f"{value} is\nout of luck")
+
+
+def test_frames_inside_commlib_become_one_line() -> None:
+    error = caught(train)
+    text = format_error(error)
+    assert "(2 frames inside commlib; COMMLIB_TRACEBACK=full shows them)\n" in text
+    assert "registry.py" not in text and 'program("all_reduce", "rign", 0, 2)' in text
+    assert text.endswith("double_tree, direct; did you mean 'ring'?\n")
+    assert entered_call(error.__traceback__) == "program"
+
+
+def test_all_frames_on_request() -> None:
+    text = format_error(caught(train), full=True)
+    assert text.count("registry.py") == 2 and "frames inside" not in text
+
+
+def test_frames_between_those_of_the_user_are_folded_too() -> None:
+    error = caught(lambda: each(fail, 0, 7))
+    text = format_error(error)
+    assert re.search(r"in <lambda>\n.*\n(.*\^\n)?  \(1 frame inside commlib; .*\)\n  File .* in fail\n", text), text
+    assert text.endswith("ValueError: 7 is\nout of luck\n")
+    assert entered_call(error.__traceback__) == ""
+
+
+def test_the_frames_stay_if_commlib_itself_fails() -> None:
+    text = format_error(caught(lambda: each(None, 0, 7)))  # type: ignore[arg-type]
+    assert "rows.py" in text and "frames inside" not in text
+
+
+def test_the_cause_of_an_error_is_folded_too() -> None:
+    def translate() -> None:
+        try:
+            train()
+        except UsageError as error:
+            raise RuntimeError("no schedule") from error
+
+    text = format_error(caught(translate))
+    assert "direct cause" in text and text.count("(2 frames inside commlib") == 1 and "registry.py" not in text
+
+
+def test_a_misspelled_name_gets_pythons_own_hint() -> None:
+    assert format_error(caught(lambda: "".jion)).endswith("'jion'. Did you mean: 'join'?\n")  # type: ignore[attr-defined]
+    assert format_error(caught(lambda: trian())).endswith("'trian' is not defined. Did you mean: 'train'?\n")  # type: ignore[name-defined]  # noqa: F821
+    assert format_error(caught(lambda: "".xyzzyx)).endswith("'xyzzyx'\n")  # type: ignore[attr-defined]
