@@ -18,6 +18,7 @@ from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
+from commlib.literals import Op
 from commlib_tensorflow._incremental_reduction import IncrementalReduction
 from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._local_shards import reduce_local as reduced_apart
@@ -187,7 +188,7 @@ class KerasGradients:
             for number, gradient in zip(shared, found, strict=True):
                 results[number] = gradient
         if apart := places_of(variables):
-            op = "mean" if self.reducer.op == core.Average else "sum"
+            op: Op = "mean" if self.reducer.op == core.Average else "sum"
             own, theirs = [gradients[place] for place in apart], [variables[place] for place in apart]
             for place, gradient in zip(apart, reduced_apart(own, theirs, op, self.size), strict=True):
                 results[place] = gradient

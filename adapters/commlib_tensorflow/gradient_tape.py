@@ -14,6 +14,7 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
+from commlib.literals import Op
 from commlib.mesh_groups import Mesh
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of
 from commlib_tensorflow._host_calls import no_autograph
@@ -89,7 +90,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         if apart:
-            op = "sum" if self._reducer.op == core.Sum else "mean"
+            op: Op = "sum" if self._reducer.op == core.Sum else "mean"
             own, theirs = [flat[index] for index in apart], [flat_sources[index] for index in apart]
             for index, gradient in zip(apart, reduced_apart(own, theirs, op, self._reducer.size), strict=True):
                 answer[index] = gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def apply(comm: Communicator, call: VerbCall, x: Any, rules: Rules = TRANSPOSED)
     factor = call.factor * rule.factor(comm.size)
     known = {"root": call.root, "peer": call.peer, "tag": call.tag, "shape": shape, "dtype": dtype, **facts}
     known["reverse"] = call.reverse != rule.reverse
-    return result, VerbCall(rule.verb, rule.op or "sum", factor=factor, **known)
+    return result, VerbCall(rule.verb, cast(Op, rule.op or "sum"), factor=factor, **known)
 
 
 _MAY_LACK = frozenset(("broadcast", "scatter", "recv", "exscan"))  # on some ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -167,18 +167,18 @@ class FusionKey:
     """Key of tensors that can be reduced as one array."""
 
     dtype: str
-    op: Op
+    op: Op | Literal["adasum"]
     prescale: float
     postscale: float
 
-    def as_run(self, size: int) -> tuple[str, float]:
+    def as_run(self, size: int) -> tuple[Any, float]:
         """Return the operation to run on `size` ranks, and the scale of its result."""
         if self.op == "mean" and self.postscale != 1 and self.dtype in INTEGERS:
             return "sum", self.postscale / size  # truncated once instead of twice
         return self.op, self.postscale
 
 
-def options_of(request: OpRequest) -> tuple[str, float, float]:
+def options_of(request: OpRequest) -> tuple[Any, float, float]:
     """Return operation, prescale and postscale of a reduction."""
     return (
         str(request.option("op", "sum")),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -281,4 +281,4 @@ def _comm_of_axis(comm: BucketRanks | Axes, name: str) -> BucketRanks:
 
 
 def _plan_all_reduce(comm: BucketRanks) -> MakePlan:
-    return lambda bucket, array: comm.plan_all_reduce(array, bucket.reduction, out=array)
+    return lambda bucket, array: comm.plan_all_reduce(array, cast(Op, bucket.reduction), out=array)

@@ -134,7 +134,7 @@ def test_algorithms(comm: Any, mode: str) -> None:
             check(named, auto)
         with pytest.raises(UsageError, match="no such algorithm"):
             in_mode(mode, lambda x, call=call: call(x, "no such algorithm"))(x)
-    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give comm= too"):
+    with pytest.raises(UsageError, match="algorithm= selects an algorithm of the ordered verb: give ranks= too"):
         ct.broadcast(x, root=0, algorithm="binomial_tree")
 
 

@@ -183,6 +183,7 @@ def test_inputs_that_are_changed_later(comm: Any) -> None:
 def test_random_numbers_are_drawn_as_before(comm: Any) -> None:
     """Computing again moves no stream, and draws the same: gradients are those of a pipeline that keeps all."""
     found = []
+    how: Any
     for how in ("none", {"*.drop": "full"}, {"?": "full"}):
         torch.manual_seed(0)
         model = nn.Sequential(*(Around() for _ in range(comm.size))).double()
@@ -199,6 +200,7 @@ def test_random_numbers_are_drawn_as_before(comm: Any) -> None:
 def test_weights_of_their_own_versions(comm: Any) -> None:
     """Schedules that update weights while they run keep all: a layer that computed again would use later weights."""
     grads = []
+    how: Any
     for how in ("none", {"*": "full"}):
         pipe = pipeline(
             blocks(comm.size), comm, schedule="pipedream", microbatches=4, loss=F.mse_loss, checkpoint=how,

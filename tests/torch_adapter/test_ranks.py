@@ -31,7 +31,7 @@ def piped(ranks: Any) -> Any:
 
 
 def sharded(ranks: Any) -> Any:
-    plan = {"0": ct.Column(), "2": ct.Row()}
+    plan: Any = {"0": ct.Column(), "2": ct.Row()}
     return ct.parallelize(model(), ranks=ranks, plan=plan, report=str)(X).detach()
 
 

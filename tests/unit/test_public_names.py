@@ -10,7 +10,7 @@ NAMES = {
     "commlib": """
         CommlibError Communicator Mesh MismatchError PeerError Plan Preemption ShutdownError StallError Stats
         TransportError UsageError Work __version__ init is_initialized mark_step metrics recorded shutdown
-        start_recording start_timeline statistics stop_recording stop_timeline timeline world
+        start_recording statistics stop_recording timeline world
     """,
     "commlib.observe": "Count Event Phase Stats",
     "commlib.compress": """

@@ -63,7 +63,7 @@ EXCEPTIONS: Mapping[str, tuple[str, set[str]]] = {
         (HOROVOD, set()),
     ),
     "broadcast_async": ("Horovod has it for torch only; for TensorFlow it is an ordered verb", {"root"}),
-    "broadcast_": (f"{HOROVOD}: TensorFlow's takes several variables, in any order", {"root", "algorithm", "ranks"}),
+    "broadcast_": (f"{HOROVOD}: TensorFlow's takes several variables, in any order", {"root", "ranks", "algorithm"}),
     **dict.fromkeys(("recv", "recv_async", "send_recv", "send_recv_async"), (WRITES, set())),
     "MoE": ("Keras' layers infer the width", {"name"}),
     "MoE.logits": ("torch's modules know whether they train", {"training"}),

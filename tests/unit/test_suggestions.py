@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "codec": (lambda: codec_of("int88"), "did you mean 'int8'"),
     "compression": (lambda: scheme_of("power_sdg"), "did you mean 'powersgd'"),
     "option of a codec": (lambda: scheme_of("topk:ratoi=0.1"), "did you mean 'ratio'"),
-    "experts": (lambda: Experts(8, scores="sofmax"), "did you mean 'softmax'"),
+    "experts": (lambda: Experts(8, scores="sofmax"), "did you mean 'softmax'"),  # type: ignore[arg-type]
     "style": (lambda: resolve({"a": "colum"}, ["a"], (Column, Row)), r"did you mean Column\(\)"),
     "axis": (lambda: MeshShape.of({"data": 2, "model": 2}, 4).find("modl"), "did you mean 'model'"),
     "verb of bench": (lambda: check(BenchOptions("al_reduce"), 2), "did you mean 'all_reduce'"),
