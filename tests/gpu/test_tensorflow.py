@@ -66,6 +66,11 @@ def test_verbs(comm: Any, place: Any, dtype: str) -> None:
 
 
 @EACH_WAY
+def test_gradients_of_verbs(comm: Any, place: Any) -> None:
+    device_verbs.gradients(comm, place)
+
+
+@EACH_WAY
 def test_results_in_use(comm: Any, place: Any) -> None:
     device_verbs.results_in_use(comm, place)
 

@@ -1,0 +1,91 @@
+"""The backward of each ordered verb is the one that the rules name, and every verb of a tensor has one or a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.autodiff import TRANSPOSED, find_rule
+from commlib.errors import UsageError
+from commlib.tensor_verbs import Bridge, OrderedVerbs, RecordedVerb, ReturningVerbs, TensorCall, VerbGradients
+from tests.bodies.loopback import run
+
+
+@dataclass
+class Form:
+    """The form of an input of four numbers."""
+
+    length: int | None = 4
+
+    def zeros(self) -> Any:
+        return np.zeros(4)
+
+    def rows(self) -> Any:
+        return np.array([4])
+
+
+BRIDGE: Bridge[Any] = Bridge(np.ndarray, lambda array: array, lambda array: array)
+ORDERED, RETURNING = OrderedVerbs(BRIDGE), ReturningVerbs(BRIDGE)
+WAY_OUT = "pass it without one"
+
+CALLS: dict[str, Any] = {
+    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "mean", comm=comm),
+    "reduce_scatter": lambda x, comm: ORDERED.reduce_scatter(x, comm=comm),
+    "reduce_scatter_v": lambda x, comm: ORDERED.reduce_scatter_v(x, [1, 3], comm=comm),
+    "scan": lambda x, comm: ORDERED.scan(x, comm=comm),
+    "broadcast": lambda x, comm: ORDERED.broadcast(x, comm=comm),
+    "all_gather": lambda x, comm: ORDERED.all_gather(x, comm=comm),
+    "all_gather_v": lambda x, comm: ORDERED.all_gather_v(x, comm=comm),
+    "scatter": lambda x, comm: ORDERED.scatter(x, comm=comm),
+    "all_to_all": lambda x, comm: ORDERED.all_to_all(x, comm=comm),
+    "all_to_all_v": lambda x, comm: ORDERED.all_to_all_v(x, [2, 2], comm=comm),
+    "send_recv": lambda x, comm: RETURNING.send_recv(x, 1 - comm.rank, x, 1 - comm.rank, comm=comm),
+}
+REFUSED: dict[str, Any] = {
+    "reduce": lambda x, comm: ORDERED.reduce(x, comm=comm),
+    "gather": lambda x, comm: ORDERED.gather(x, comm=comm),
+    "exscan": lambda x, comm: ORDERED.exscan(x, comm=comm),
+    "send": lambda x, comm: ORDERED.send(x, 0, comm=comm),
+    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "max", comm=comm),
+}
+
+
+def test_each_verb_with_a_rule_is_a_case_here() -> None:
+    assert {verb for verb, _ in TRANSPOSED} == CALLS.keys() | REFUSED.keys() | {"recv"}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_backward_runs_the_verb_of_the_rule_with_a_label(verb: str) -> None:
+    def body(comm: Any) -> None:
+        seen: list[tuple[str, str]] = []
+
+        def running(call: TensorCall[Any], label: str) -> Any:
+            seen.append((call.verb, label))
+            return call.run(label)
+
+        gradients = VerbGradients(BRIDGE, RETURNING.send_recv, running, WAY_OUT)
+        call = CALLS[verb](np.arange(4.0), comm)
+        gradients.check(call)
+        answer = call.run("with gradient")
+        result, received = answer if verb == "all_to_all_v" else (answer, None)
+        found = gradients.gradient(RecordedVerb.of(call, received), Form(), np.ones_like(result))
+        assert found.shape == (4,)
+        rule = find_rule(verb, "mean" if verb == "all_reduce" else "sum")
+        uneven = {"all_gather": ("all_gather", "all_gather_v")}
+        assert seen[-1][0] in uneven.get(rule.verb, (rule.verb,))
+        assert {label for _, label in seen} == {"of gradients"}
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_a_verb_without_a_backward_says_why_and_what_to_do(verb: str) -> None:
+    def body(comm: Any) -> None:
+        gradients = VerbGradients(BRIDGE, RETURNING.send_recv, lambda call, label: None, WAY_OUT)
+        with pytest.raises(UsageError, match=rf"{verb}, rank {comm.rank}: .*(call|only).*{WAY_OUT}"):
+            gradients.check(REFUSED[verb](np.ones(2), comm))
+
+    run(2, body)
