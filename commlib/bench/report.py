@@ -23,7 +23,12 @@ class Report:
         """rounds: the total number. bound: whether rows have a bound. Without a console nothing is printed."""
         self._settings = settings
         self._table = table.BenchTable(
-            settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
+            settings.verb,
+            settings.peers,
+            bound=bound,
+            percentiles=settings.percentiles,
+            events=settings.device != "host",
+            places=settings.places,
         )
         self._console = self._rows_to = console or Console(quiet=True)
         self._format: Format | None = None
@@ -62,6 +67,8 @@ class Report:
         ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
         self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
         self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+        if gpu := facts.get("gpu"):
+            self.note(f"{gpu['name']}, {gpu['gpus']} on this node, CUDA {gpu['runtime']}, CuPy {gpu['cupy']}")
         if job := facts.get("slurm"):
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
@@ -118,6 +125,7 @@ def describe(settings: BenchSettings) -> str:
         "out of place": has_data and not settings.in_place and not settings.side_by_side,
         "symmetric buffers": has_data and settings.symmetric,
         "ordinary arrays": has_data and not settings.symmetric,
+        f"on {settings.device}": settings.device != "host",
         f"algorithm {settings.algorithm}": settings.algorithm != "auto",
         "through a plan": settings.plan,
         "on the progress thread": settings.asynchronous,
