@@ -49,7 +49,7 @@ def _operation(case: Case) -> MPI.Op:
 def _view(case: Case, array: Any) -> Any:
     """Return the array as a dtype that MPI supports, or a GPU's memory with its MPI type."""
     if array is not None and case.memory.device != "host":
-        memory: Any = MPI.memory.fromaddress(array.data.ptr, array.nbytes)  # type: ignore[attr-defined]
+        memory: Any = MPI.memory.fromaddress(array.data.ptr, array.nbytes)
         return [memory, MPI.UINT16_T if case.dtype in _HALVES else _type_of(case.dtype)]
     return array.view(np.uint16) if array is not None and case.dtype in _HALVES else array
 

@@ -79,9 +79,9 @@ def _host_tensor(array: Any) -> Any:
     """Return a tensor of bytes over an array's memory, after all queued work."""
     import torch
 
-    from tests.cuda import standin
+    from tests.cuda import standin_streams
 
-    standin.get_current_stream().synchronize()
+    standin_streams.get_current_stream().synchronize()
     return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.data.ptr), dtype=torch.uint8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -73,14 +74,14 @@ def test_a_contender_that_does_nothing_is_wrong(comm, memory):
 
 @pytest.mark.parametrize("way", ["bursts", "fresh", "percentiles", "async", "plan"])
 def test_both_clocks_and_the_bound(comm, memory, way):
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "bursts": {"peers": ("gloo", "ordinary")},
         "fresh": {"fresh": True},
         "percentiles": {"percentiles": True},
         "async": {"asynchronous": True},
         "plan": {"plan": True},
-    }[way]
-    [small, large] = session(comm, memory, "all_reduce", sizes=(5000, 1 << 20), rounds=2, **options).rows()
+    }
+    [small, large] = session(comm, memory, "all_reduce", sizes=(5000, 1 << 20), rounds=2, **options[way]).rows()
     assert mistakes([small, large]) == 0
     in_bursts = way not in ("fresh", "percentiles")  # single calls are timed by the host
     for row in (small, large):
