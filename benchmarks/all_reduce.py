@@ -24,8 +24,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
-from commlib.bench import gloo_peer
+from commlib.bench import gloo_peer, record
 from commlib.bench.options import PEERS, BenchOptions, check
 from commlib.bench.rows import BenchRow, mistakes
 from commlib.bench.session import Session
@@ -50,7 +49,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     comm, world = commlib.init(), MPI.COMM_WORLD
-    facts = record.find_facts(world)
+    facts = record.gather_program_facts(world)
     peers = [peer for peer in arguments.peers if peer != "gloo" or gloo_peer.problem() is None]
     options = BenchOptions(
         "all_reduce",

@@ -28,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
+from commlib.bench import record
 
 SIZES = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 PATTERNS = ("balanced", "skewed", "shifted")
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     world, wrong, rows = MPI.COMM_WORLD, 0, []
     memory = [comm.empty(comm.size * comm.size * max(arguments.sizes) // 4) for _ in range(2)]
     for nbytes in arguments.sizes:

@@ -28,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
+from commlib.bench import record
 
 SIZES = [8, 256, 4096, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 PATTERNS = ("exchange", "there", "stream")
@@ -168,7 +168,7 @@ def main() -> None:
     comm = commlib.init()
     if comm.size != 2:
         raise SystemExit("start two ranks")
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     rank, world, wrong, rows = comm.rank, MPI.COMM_WORLD, 0, []
     for nbytes in arguments.sizes:
         x = (np.arange(nbytes) % 251).astype(np.uint8)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import record
+from commlib.bench import record
 from commlib.compress.codec import Codec
 from commlib.compress.registry import CODECS, codec_of
 
@@ -75,7 +75,7 @@ def main() -> None:
     if arguments.out:
         from mpi4py import MPI
 
-        record.write(arguments.out, "codecs", record.find_facts(MPI.COMM_WORLD), arguments, figures=figures)
+        record.write(arguments.out, "codecs", record.gather_program_facts(MPI.COMM_WORLD), arguments, figures=figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from commlib.bench import record
 
 WORKER = Path(__file__).with_name("all_reduce.py")
 RING = {
@@ -54,7 +54,7 @@ def main() -> None:
                 measured = start(arguments.ranks, environment, arguments.options, Path(folder) / "start.json")
                 starts.append({"setting": setting, "rows": measured["rows"]})
                 facts = facts or measured["facts"]  # later starts see the load of earlier ones
-    facts["command"] = shlex.join(["python", "benchmarks/compare.py", *record.arguments()])
+    facts["command"] = shlex.join(["python", "benchmarks/compare.py", *record.program_arguments()])
     if arguments.out:
         record.write(arguments.out, "compare", facts, arguments, starts=starts)
     show(*figures(starts))

@@ -34,10 +34,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
 from benchmarks.compression_contenders import CONTENDERS, RATES, Training, contender
 from benchmarks.launching import run
 from ci.hosts import bits_per_second
+from commlib.bench import record
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 REFERENCE = "none"  # the contender with which others are compared
@@ -186,7 +186,7 @@ def work(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     commlib.init()
     world = MPI.COMM_WORLD.Dup()
-    facts = record.find_facts(world, starts_itself=True)
+    facts = record.gather_program_facts(world, starts_itself=True)
     with gloo_peer.join_gloo(world, one_node=options.hosts == 1):
         measurement = Measurement(world, options)
         measurement.run()

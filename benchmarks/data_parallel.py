@@ -25,8 +25,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import commlib
-from benchmarks import record
-from commlib.bench import gloo_peer
+from commlib.bench import gloo_peer, record
 from commlib_torch import DistributedOptimizer
 from commlib_torch._autograd import backward_passes
 
@@ -198,7 +197,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
     options = dict(SWEEP) if arguments.sweep else {}
     with ExitStack() as stack:

@@ -1,5 +1,10 @@
 """Kernels on the GPU of one process: the memory rate of each, against a copy of as many bytes.
 
+    python benchmarks/gpu_kernels.py [--tiny] [--out FILE.json]
+
+GB/s counts the bytes that must be read and written, "of copy" compares with a copy of those. --tiny runs everything on
+an emulated GPU in host memory: its figures mean nothing.
+
 Kernels that return a number are measured twice: by the host, which waits for the number, and "unread", by GPU events.
 
 tests/gpu/test_kernels.py compares their results with the host's.
@@ -7,14 +12,20 @@ tests/gpu/test_kernels.py compares their results with the host's.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
+import commlib
 from benchmarks.gpu_machine import Call, Machine, copy_rate
+from commlib.bench import record
 from commlib.devices.cuda.launcher import CupyLauncher
 from commlib.dtypes import COMPLEX, DTYPES, NUMPY, kernel_operation
 from commlib.kernels.cuda.table import CudaKernels
@@ -60,15 +71,15 @@ class UnreadLauncher(CupyLauncher):
 
 def waiting(machine: Machine, name: str, moved: int, call: Callable[[Kernels], Any]) -> Iterator[KernelCase]:
     """Yield a kernel that returns a number, read and unread."""
-    unread = CudaKernels(UnreadLauncher(machine.device, machine.cupy))
-    yield KernelCase(name, moved, lambda: call(machine.device.kernels), waits=True)
+    unread = CudaKernels(UnreadLauncher(machine.gpu, import_module("cupy")))
+    yield KernelCase(name, moved, lambda: call(machine.gpu.kernels), waits=True)
     yield KernelCase(f"{name}, unread", moved, lambda: call(unread))
 
 
 def cases(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
     """Yield every kernel whose speed matters."""
     yield from _reductions(machine, nbytes)
-    kernels, count = machine.device.kernels, nbytes // 4
+    kernels, count = machine.gpu.kernels, nbytes // 4
     x, before, out = (_floats(machine, count, seed) for seed in range(3))
     half = _array(machine, count, "bfloat16")
     wide = _array(machine, count // 2, "float64")
@@ -88,7 +99,7 @@ def cases(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
 
 
 def _reductions(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
-    kernels = machine.device.kernels
+    kernels = machine.gpu.kernels
     for dtype in DTYPES:
         arrays = [_array(machine, nbytes // NUMPY[dtype].itemsize, dtype) for _ in range(5)]
         op = kernel_operation(dtype, "sum")
@@ -107,7 +118,7 @@ def _reductions(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
 
 
 def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> Iterator[KernelCase]:
-    kernels, count = machine.device.kernels, len(x)
+    kernels, count = machine.gpu.kernels, len(x)
     yield KernelCase("narrow to bfloat16", 6 * count, lambda: kernels.narrow(x, None, None, payload, True))
     yield KernelCase("widen from bfloat16", 6 * count, lambda: kernels.widen(payload[: 2 * count], out, True, False))
     for block in BLOCKS:
@@ -127,7 +138,7 @@ def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> It
 
 def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block: int) -> Iterator[KernelCase]:
     """Yield the codecs whose payloads consist of blocks."""
-    kernels, count = machine.device.kernels, len(x)
+    kernels, count = machine.gpu.kernels, len(x)
     scales = 4 * count // block
     for code, top, size in (("int8", 127.0, count), ("int4", 7.0, count // 2), ("e4m3", 448.0, count)):
         written, name = payload[: size + scales], f"{code} {block}"
@@ -148,8 +159,8 @@ def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block
 
 
 def _array(machine: Machine, count: int, dtype: str) -> Any:
-    array = machine.device.wrap(machine.empty(count, dtype), "benchmark")
-    machine.device.kernels.fill(array, 0)
+    array = machine.gpu.wrap(machine.empty(count, dtype), "benchmark")
+    machine.gpu.kernels.fill(array, 0)
     return array
 
 
@@ -157,7 +168,7 @@ def _floats(machine: Machine, count: int, seed: int) -> Any:
     made = machine.empty(count, "float32")
     period = np.random.default_rng(seed).standard_normal(min(count, 1_000_003), np.float32)
     machine.put(made, np.resize(period, count))
-    return machine.device.wrap(made, "benchmark")
+    return machine.gpu.wrap(made, "benchmark")
 
 
 def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
@@ -182,3 +193,21 @@ def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
             flush=True,
         )
     return {"kernels": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on an emulated GPU")
+    parser.add_argument("--out", type=Path, help="write raw figures to this JSON file")
+    arguments = parser.parse_args()
+    comm = commlib.init()
+    machine = Machine(comm, tiny=arguments.tiny)
+    facts = {**record.gather_program_facts(MPI.COMM_WORLD), **machine.facts()}
+    with machine.gpu.using(machine.gpu.stream()):
+        measured = measure(machine, tiny=arguments.tiny)
+    if arguments.out:
+        record.write(arguments.out, "gpu kernels", facts, arguments, **measured)
+
+
+if __name__ == "__main__":
+    main()

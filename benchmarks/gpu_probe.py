@@ -20,10 +20,9 @@ import numpy as np
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
-from benchmarks.gpu_contenders import NcclPeer
-from benchmarks.gpu_data import Check, VerbJob
 from benchmarks.gpu_machine import Machine, copy_rate, one_way_rates, pinned_rate
+from commlib.bench import cases, nccl_peer, record
+from commlib.bench.cases import wrong_elements
 from commlib.buffers.views import address_of
 from commlib.errors import CommlibError
 from commlib.group.operation import Operation
@@ -64,8 +63,8 @@ class Probe:
 
     def launches(self) -> None:
         """Measure the cost of a kernel of one element."""
-        machine, kernels = self._machine, self._machine.device.kernels
-        one = machine.device.wrap(machine.empty(1, "float32"), "probe")
+        machine, kernels = self._machine, self._machine.gpu.kernels
+        one = machine.gpu.wrap(machine.empty(1, "float32"), "probe")
         launch = partial(kernels.fill, one, 0)
         launch()
         _, each = machine.seconds(launch, self._launches)
@@ -80,7 +79,7 @@ class Probe:
 
     def registering(self) -> None:
         """Try to register memory that processes share with the GPU."""
-        runtime = self._machine.cupy.cuda.runtime
+        runtime = self._machine.cuda.runtime
         with mmap.mmap(-1, 4096) as page:
             array = np.frombuffer(page, np.uint8)
             address = address_of(array)
@@ -94,7 +93,7 @@ class Probe:
 
     def peers(self) -> None:
         """Try to open each other's memory, and to synchronise streams. Collective."""
-        group, device = self._comm.group, self._machine.device
+        group, device = self._comm.group, self._machine.gpu
         if group.size == 1:
             self.note("meetings, IPC", "not measured: only one rank")
             return
@@ -152,15 +151,22 @@ class Probe:
     def nccl(self) -> None:
         """Try an all-reduce by NCCL among all ranks. Collective."""
         world, machine = MPI.COMM_WORLD, self._machine
-        job = VerbJob.of("all_reduce", "float32", 4096, world.size)
+        case = cases.make(
+            "all_reduce",
+            rank=world.rank,
+            size=world.size,
+            allocate=machine.empty,
+            nbytes=4096,
+            in_place=True,
+            memory=machine,
+        )
         problem = ""
-        try:
-            peer = NcclPeer(machine, world)
-            task = job.task(machine, machine.empty(1024, "float32"), None)
-            wrong = Check.of(job, world.rank).wrong(machine, world, task, peer.call(task), peer.finish)
-            problem = f"{wrong} wrong elements" if wrong else ""
-        except Exception as error:  # NCCL's own error, or a missing library
-            problem = (str(error) or repr(error)).splitlines()[0]
+        with nccl_peer.join_nccl(world):
+            try:
+                wrong = wrong_elements(world, case, nccl_peer.call(case), machine.timer("nccl"))
+                problem = f"{wrong} wrong elements" if wrong else ""
+            except Exception as error:  # NCCL's own error, or a missing library
+                problem = (str(error) or repr(error)).splitlines()[0]
         found = next(filter(None, world.allgather(problem)), "")
         self.note(f"NCCL among {world.size} ranks", f"no: {found}" if found else "works", yes=float(not found))
 
@@ -172,11 +178,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
-    machine = Machine(tiny=arguments.tiny)
-    facts["gpu"] = machine.facts()
+    machine = Machine(comm, tiny=arguments.tiny)
+    facts = {**record.gather_program_facts(MPI.COMM_WORLD), **machine.facts()}
     probe = Probe(comm, machine, tiny=arguments.tiny)
-    with machine.device.using(machine.device.stream()):
+    with machine.gpu.using(machine.gpu.stream()):
         for step in (probe.memory, probe.launches, probe.registering, probe.peers, probe.mpi):
             step()
             if comm.rank == 0 and arguments.out:  # write the results so far, in case the next probe hangs

@@ -3,7 +3,8 @@
     python benchmarks/gpu_report.py FOLDER FILE.json [--show]
 
 The folder has parts.tsv with a line for each part (name, exit code, seconds, limit), and for each part NAME with tests
-NAME.jsonl, with figures NAME.json. The exit code is 1 if a test or a part failed. It needs only the standard library.
+NAME.jsonl, with figures NAME.json, or NAME.sweep of `commlib bench sweep`. The exit code is 1 if a test or a part
+failed. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -32,6 +33,22 @@ def tests_of(path: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def record_of(path: Path) -> dict[str, Any]:
+    """Return a sweep as a record, like those of `commlib bench VERB`; a case without figures is a note."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    environment = next(line for line in lines if line["kind"] == "environment")
+    cases = [line for line in lines if line["kind"] == "case"]
+    notes = [f"{line['name']}: {line['status']}: {line['reason']}" for line in cases if line["row"] is None]
+    notes += [note for line in cases for note in line["notes"]]
+    return {
+        "benchmark": "commlib bench sweep",
+        "facts": environment["facts"],
+        "options": environment["plan"],
+        "notes": list(dict.fromkeys(notes)),
+        "rows": [line["row"] for line in cases if line["row"] is not None],
+    }
+
+
 def verdict(code: int, limit: int) -> str:
     if code == NO_TIME:
         return "no time was left"
@@ -55,6 +72,8 @@ def collect(folder: Path) -> dict[str, Any]:
             part["tests"] = dict(Counter(test["outcome"] for test in content["tests"][name]))
         if name != "found" and (figures := folder / f"{name}.json").exists():
             content["benchmarks"][name] = json.loads(figures.read_text())
+        if (sweep := folder / f"{name}.sweep").exists():
+            content["benchmarks"][name] = record_of(sweep)
         content["parts"].append(part)
     return content
 

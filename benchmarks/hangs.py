@@ -27,8 +27,8 @@ from mpi4py import MPI
 from torch import nn
 
 import commlib
-from benchmarks import record
 from benchmarks.data_parallel import make_model, make_optimizer
+from commlib.bench import record
 from commlib.runtime import compiled_call
 from commlib.runtime.hang_watch import Answers, watch_for_hangs
 from commlib_torch import DistributedOptimizer
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1152)
     arguments = parser.parse_args()
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     explaining = HangExplanation(comm, comm.config.hang_after)
     symmetric, ordinary = comm.empty(1), np.ones(1, "float32")
     plan, all_reduce = comm.plan_all_reduce(symmetric, out=symmetric), comm.all_reduce

@@ -27,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
 from benchmarks.launching import run
 from ci.hosts import bits_per_second
+from commlib.bench import record
 
 Call = Callable[[], Any]
 SIZES = [4, 1 << 10, 64 << 10, 4 << 20, 16 << 20, 64 << 20]
@@ -142,7 +142,7 @@ def work(options: argparse.Namespace) -> int:
     from commlib.bench import gloo_peer
 
     comm, world = commlib.init(), MPI.COMM_WORLD
-    facts = record.find_facts(world, starts_itself=True)
+    facts = record.gather_program_facts(world, starts_itself=True)
     if gloo_peer.problem() is not None:
         options.peers = [peer for peer in options.peers if peer != "gloo"]
     library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())

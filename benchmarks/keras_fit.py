@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 import commlib
 import commlib_tensorflow.keras as hvd
-from benchmarks import record
+from commlib.bench import record
 
 REFERENCE = "no communication"
 
@@ -120,7 +120,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     strategy = multi_worker() if arguments.legacy else None  # must be created before any other TensorFlow object
     arguments.keras = importlib.import_module("tf_keras" if arguments.legacy else "keras")
     models = {

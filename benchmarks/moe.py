@@ -25,9 +25,9 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import commlib
-from benchmarks import moe_peers, record
+from benchmarks import moe_peers
 from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio, record_times, shares
-from commlib.bench import gloo_peer
+from commlib.bench import gloo_peer, record
 from commlib.dtypes import Array
 from commlib.expert import Experts
 from commlib.expert.dispatchers import dispatcher_over
@@ -229,7 +229,7 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = commlib.init()
     world = MPI.COMM_WORLD
-    facts = record.find_facts(world)
+    facts = record.gather_program_facts(world)
     with gloo_peer.join_gloo(world, one_node=comm.one_node):
         measured = {"moves": moves(comm, world, arguments), "layer": layer(comm, world, arguments)}
     if comm.rank:

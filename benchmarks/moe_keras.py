@@ -28,8 +28,8 @@ import tensorflow as tf
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
 from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio
+from commlib.bench import record
 from commlib.expert import Experts
 from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.mixture import Mixture
@@ -174,7 +174,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
     comm = commlib.init()
     world = MPI.COMM_WORLD
-    facts = record.find_facts(world)
+    facts = record.gather_program_facts(world)
     measured = {"nodes": nodes(comm, world, arguments), "steps": steps(comm, world, arguments)}
     if comm.rank:
         return

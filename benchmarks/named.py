@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks import record
 from commlib import horovod as hvd
+from commlib.bench import record
 
 
 def parse() -> argparse.Namespace:
@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parse()
     comm = hvd.init()
     world = MPI.COMM_WORLD
-    facts = record.find_facts(world)
+    facts = record.gather_program_facts(world)
     arrays = [np.zeros(arguments.bytes // 4, np.float32) for _ in range(arguments.tensors)]
     names = [f"tensor {number}" for number in range(arguments.tensors)]
     order = list(range(arguments.tensors))

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
 from benchmarks.launching import run
+from commlib.bench import record
 
 REFERENCE = "no communication"
 OURS = {"no overlap": False, "overlap": True}
@@ -109,7 +109,7 @@ def work(options: argparse.Namespace) -> int:
     import commlib
 
     seconds, statistics_of = in_torch(options) if options.framework == "torch" else in_tensorflow(options)
-    facts = record.find_facts(MPI.COMM_WORLD, starts_itself=True)
+    facts = record.gather_program_facts(MPI.COMM_WORLD, starts_itself=True)
     if commlib.world().rank == 0:
         print(f"{options.framework}, {options.hosts} hosts, {options.rate}, {options.rows} rows per rank, ms a step")
         show(seconds, statistics_of)

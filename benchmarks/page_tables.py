@@ -392,3 +392,54 @@ def each_text(records: Sequence[Record], name: str, count: int) -> str:
     if len(records) == 1:
         return spread_text([1e6 * value / count for value in inner(records[0]["seconds"][name])])
     return spread_text([1e6 * statistics.median(record["seconds"][name]) / count for record in records])
+
+
+GPU_OURS = {"commlib": "commlib", "ordinary": "ordinary arrays"}
+
+
+def gpu_verbs(records: Sequence[Record]) -> str:
+    """Collectives: commlib's times, their share of the bound, and the ratio of each peer's time."""
+    rows: dict[tuple[str, str, int], list[Record]] = {}
+    for row in (row for record in records for row in record["rows"]):
+        rows.setdefault((row["verb"], row["dtype"], row["size"]), []).append(row)
+    names = list(dict.fromkeys(name for starts in rows.values() for row in starts for name in row["seconds"]))
+    ours, peers = [name for name in names if name in GPU_OURS], [name for name in names if name not in GPU_OURS]
+    lines = []
+    for (verb, dtype, size), starts in sorted(rows.items()):
+        cells = [verb, dtype, bytes_text(size)]
+        for name in ours:
+            bounds = [bound for row in starts for bound in row["bound_seconds"]]
+            of = _gpu_seconds(starts, name)
+            share = f" ({min(bounds) / of:.0%})" if of and bounds and size >= 1 << 24 else ""
+            cells.append(time_text(of) + share if of else "")
+        base = _gpu_seconds(starts, "commlib")
+        cells += [f"{of / base:.1f}" if base and (of := _gpu_seconds(starts, peer)) else "" for peer in peers]
+        lines.append(cells)
+    columns = ["verb", "dtype", "bytes", *(GPU_OURS[name] for name in ours), *(f"{peer}, times" for peer in peers)]
+    return "In brackets: the share of the bound.\n\n" + table(columns, lines)
+
+
+def gpu_kernels(records: Sequence[Record]) -> str:
+    """Kernels: the memory rate of each, and its share of a copy's rate."""
+    lines = []
+    for row in (row for record in records for row in record["kernels"]):
+        share = f"{row['rate'] / row['copy']:.0%}"
+        time = time_text(statistics.median(row["seconds"]))
+        lines.append([row["name"], f"{row['moved'] / 2**20:.0f}", time, f"{row['rate']:.0f}", share, row["clock"]])
+    return table(["kernel", "MiB moved", "time", "GB/s", "of a copy", "clock"], lines)
+
+
+def gpu_steps(records: Sequence[Record]) -> str:
+    """Training steps: their time, and their exposed communication in per cent of a step without communication."""
+    lines = []
+    for name in records[0]["seconds"]:
+        taken = [1e3 * each for record in records for each in record["seconds"][name]]
+        exposed = statistics.median(record["exposed_percent"][name] for record in records)
+        lines.append([name, spread_text(taken), f"{exposed:.1f}"])
+    return table(["step", "ms", "exposed, %"], lines)
+
+
+def _gpu_seconds(rows: Sequence[Record], name: str) -> float:
+    """Return the median over all rounds of a contender, 0 if it was not measured."""
+    seconds: list[float] = [second for row in rows for second in row["seconds"].get(name, [])]
+    return statistics.median(seconds) if seconds else 0.0

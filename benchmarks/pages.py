@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_tables, speed
 from benchmarks import page_tables as tables
+from benchmarks import speed
 from benchmarks.compare import SETTINGS
 from benchmarks.page_text import range_text
 
@@ -87,10 +87,11 @@ TOPICS = (
         "GPUs",
         "Collectives, training steps and kernels on GPUs.",
         {
-            "gpu verbs": gpu_tables.verbs,
-            "gpu staging": gpu_tables.verbs,
-            "gpu step": gpu_tables.steps,
-            "gpu kernels": gpu_tables.kernels,
+            "gpu verb": tables.gpu_verbs,
+            "gpu verbs": tables.gpu_verbs,
+            "gpu staging": tables.gpu_verbs,
+            "gpu step": tables.gpu_steps,
+            "gpu kernels": tables.gpu_kernels,
         },
     ),
     Topic("timeline", "Timelines", "Training steps and calls while a timeline is written, against the same without.",
@@ -124,9 +125,11 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
 
 
 def kind_of(record: Record) -> str:
-    """Return the name of the benchmark; "verb" for any of `commlib bench`."""
+    """Return the name of the benchmark; "verb" or, of arrays on a GPU, "gpu verb" for any of `commlib bench`."""
     name: str = record["benchmark"]
-    return "verb" if name.startswith("commlib bench ") else name
+    if not name.startswith("commlib bench "):
+        return name
+    return "verb" if record["options"].get("device", "host") == "host" else "gpu verb"
 
 
 def has_hosts(record: Record) -> bool:

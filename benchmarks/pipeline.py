@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import commlib
-from benchmarks import record
-from commlib.bench import gloo_peer
+from commlib.bench import gloo_peer, record
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Costs, chain, make, simulate, verify
 from commlib.pipeline.stage import StageValues
@@ -303,7 +302,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     parts = {"peers": peers, "bubble": bubble, "overhead": overhead}
     with ExitStack() as stack:
         stack.enter_context(gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=comm.one_node))

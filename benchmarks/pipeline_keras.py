@@ -27,7 +27,7 @@ import tensorflow as tf
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
+from commlib.bench import record
 from commlib.pipeline.schedule import Costs, Kind, simulate
 from commlib_tensorflow import pipeline
 
@@ -201,7 +201,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     rows = [one(comm, *model, name, arguments) for model in MODELS for name in arguments.schedules.split(",")]
     if comm.rank:
         return

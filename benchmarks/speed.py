@@ -47,13 +47,13 @@ def verb_on_gpu(size: int) -> Ratios:
     """Return the ratio of an all-reduce of GPU arrays in symmetric memory, by medians of the rounds."""
 
     def found(records: Sequence[Record]) -> list[float]:
-        rows = [row for record in records for row in record["rows"]]
-        medians = {
-            row["contender"]: statistics.median(row["seconds"])
-            for row in rows
+        seconds = next(
+            row["seconds"]
+            for record in records
+            for row in record["rows"]
             if (row["verb"], row["dtype"], row["size"]) == ("all_reduce", "float32", size)
-        }
-        return [medians["gloo"] / medians["symmetric"]]
+        )
+        return [statistics.median(seconds["gloo"]) / statistics.median(seconds["commlib"])]
 
     return found
 

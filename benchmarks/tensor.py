@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commlib
-from benchmarks import record
-from commlib.bench import gloo_peer
+from commlib.bench import gloo_peer, record
 from commlib.tensor_parallel import Column, Row
 from commlib_torch.tensor import parallelize
 
@@ -197,7 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     with ExitStack() as stack:
         stack.enter_context(gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=comm.one_node))
         measured = measure(comm, arguments)

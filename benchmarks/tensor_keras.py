@@ -26,7 +26,7 @@ import tensorflow as tf
 from mpi4py import MPI
 
 import commlib
-from benchmarks import record
+from commlib.bench import record
 from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import copy, parallelize, reduce
 
@@ -181,7 +181,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)  # a core for each rank, and for one process as well
     tf.config.threading.set_inter_op_parallelism_threads(1)
     comm = commlib.init()
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     measured = {"moves": moves(comm, arguments), "fits": fits(comm, arguments)}
     if comm.rank:
         return

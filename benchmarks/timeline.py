@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 import commlib
 from benchmarks import data_parallel as training
-from benchmarks import record
+from commlib.bench import record
 from commlib_torch import DistributedOptimizer
 
 SIZES = (4, 4096, 1 << 18, 1 << 20)  # bytes of the calls
@@ -110,7 +110,7 @@ def main() -> None:
             run = calls_of(nbytes, count, comm)
             measured[f"all-reduce of {nbytes} bytes"] = measure(comm, run, count, options, folder)
         comm.barrier()  # rank 0 removes the folder next
-    facts = record.find_facts(MPI.COMM_WORLD)
+    facts = record.gather_program_facts(MPI.COMM_WORLD)
     if comm.rank == 0:
         show(measured)
         if options.out:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from commlib.bench import numbers
+from commlib.bench.measure import HOST_TIMER, Call, Timer
+from commlib.bench.memory import HOST, BenchMemory, Blocks
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import NUMPY, Array
 
-Allocate = Callable[[int, str], Array]
+Allocate = Callable[[int, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,8 @@ class Case:
     """One verb on fixed arrays.
 
     x: this rank's input, or None. out: this rank's output, or None; it may share (a part of) the memory of x.
-    given, wanted: the data of x and out, as the periods of equal blocks.
-    count: elements as counted by nccl-tests: of the buffer, or of one part of it.
+    given, wanted: the data of x and out. splits, takes: elements to and from each rank, of an all-to-all.
+    count: elements as counted by nccl-tests: of the buffer, or of one part of it. memory: of x and out.
     """
 
     verb: BenchVerb
@@ -32,40 +35,50 @@ class Case:
     size: int
     count: int
     nbytes: int
-    x: Array | None
-    out: Array | None
-    given: list[Array] | None
-    wanted: list[Array] | None
+    x: Any
+    out: Any
+    given: Blocks | None
+    wanted: Blocks | None
+    splits: list[int] = field(default_factory=list)
+    takes: list[int] = field(default_factory=list)
+    memory: BenchMemory = HOST
 
     def fill(self) -> None:
         """Write this rank's input, and values into its output that are wrong everywhere."""
         if self.out is not None and self.wanted is not None:
-            _write(self.out, [(period == 0).astype(period.dtype) for period in self.wanted])
+            self.memory.write(self.out, [(length, (one == 0).astype(one.dtype)) for length, one in self.wanted])
         if self.x is not None and self.given is not None:
-            _write(self.x, self.given)
+            self.memory.write(self.x, self.given)
 
     def wrong(self) -> int:
         """Return the number of wrong elements in this rank's result."""
         if self.out is None or self.wanted is None:
             return 0
-        blocks = zip(np.split(self.out, len(self.wanted)), self.wanted, strict=True)
-        return sum(_differing(block, period) for block, period in blocks)
+        found, start, differing = self.memory.read(self.out), 0, 0
+        for length, period in self.wanted:
+            differing += _differing(found[start : start + length], period)
+            start += length
+        return differing
 
     def clear(self) -> None:
         """Write zeros, which repeated combination in place does not change."""
         for array in (self.x, self.out):
             if array is not None:
-                array[...] = 0
+                self.memory.clear(array)
 
     def rewrite(self) -> None:
         """Rewrite this rank's input with zeros, as a training step writes gradients before each call."""
         if self.x is not None and self.given is not None:
-            self.x[...] = 0
+            self.memory.clear(self.x)
 
 
-def _write(array: Array, periods: list[Array]) -> None:
-    for block, period in zip(np.split(array, len(periods)), periods, strict=True):
-        block[...] = np.resize(period, len(block))
+def wrong_elements(world: Any, case: Case, call: Call, timer: Timer = HOST_TIMER) -> int:
+    """Return the number of wrong elements after one call, over all ranks. The data stays in the arrays."""
+    case.fill()
+    world.Barrier()  # peers must not overwrite a contender's writes while they still fill their arrays
+    call()
+    timer.finish()
+    return int(world.allreduce(case.wrong()))
 
 
 def _differing(block: Array, period: Array) -> int:
@@ -76,8 +89,7 @@ def _differing(block: Array, period: Array) -> int:
 
 def count_of(verb: BenchVerb, dtype: str, nbytes: int, size: int) -> int:
     """Return the number of elements (of the buffer, or of one part) that fit into `nbytes`; at least one."""
-    elements = nbytes // NUMPY[dtype].itemsize
-    return max(1, elements // size if verb.split else elements)
+    return verb.count(nbytes // NUMPY[dtype].itemsize, size)
 
 
 def make(
@@ -91,24 +103,26 @@ def make(
     op: str = "sum",
     root: int = 0,
     in_place: bool = False,
+    memory: BenchMemory = HOST,
 ) -> Case:
-    """Allocate the arrays of a row. Collective if `allocate(count, dtype)` is."""
+    """Allocate the arrays of a row. Collective if `allocate(count, dtype)`, which returns arrays of `memory`, is."""
     verb = VERBS[name]
     count = count_of(verb, dtype, nbytes, size)
-    whole = count * size if verb.split else count
+    whole = count * verb.shares(size)
     lengths = {"whole": whole, "part": whole // size, "": 0}
-    own = slice(rank * count, (rank + 1) * count)
-    x: Array | None = None
-    out: Array | None = None
+    x: Any = None
+    out: Any = None
     if name == "all_gather" and in_place:
         out = allocate(whole, dtype)
-        x = out[own]
+        x = memory.part(out, rank * count, count)
     elif name != "barrier":
         x = allocate(lengths[verb.gives], dtype)
         if not in_place:
             out = allocate(lengths[verb.gets], dtype)
         else:
-            out = x[own] if verb.gets == "part" else x
+            out = memory.part(x, rank * count, count) if verb.gets == "part" else x
+    splits = [_shares(verb, rank, to, size) * count for to in range(size)]
+    takes = [_shares(verb, source, rank, size) * count for source in range(size)]
     given, wanted = _data(verb, dtype, op, root, rank, size)
     if verb.giver == "root" and rank != root:
         given = None
@@ -116,14 +130,46 @@ def make(
     if verb.getter == "root" and rank != root:
         out = wanted = None
     total = 0 if name == "barrier" else whole * NUMPY[dtype].itemsize
-    counted = 0 if name == "barrier" else count
-    return Case(verb, dtype, op, root, in_place, rank, size, counted, total, x, out, given, wanted)
+    return Case(
+        verb=verb,
+        dtype=dtype,
+        op=op,
+        root=root,
+        in_place=in_place,
+        rank=rank,
+        size=size,
+        count=0 if name == "barrier" else count,
+        nbytes=total,
+        x=x,
+        out=out,
+        given=_blocks(given, splits, lengths[verb.gives]),
+        wanted=_blocks(wanted, takes, lengths[verb.gets]),
+        splits=splits,
+        takes=takes,
+        memory=memory,
+    )
+
+
+def _shares(verb: BenchVerb, source: int, target: int, size: int) -> int:
+    """Return the number of shares that rank `source` sends to rank `target` in an all-to-all, 0 in other verbs."""
+    if verb.name == "all_to_all_v":
+        return 1 + (source + target) % size
+    return int(verb.name == "all_to_all")
+
+
+def _blocks(periods: list[Array] | None, lengths: list[int], whole: int) -> Blocks | None:
+    """Return the blocks of an array: of the given lengths in an all-to-all, else equal ones."""
+    if periods is None:
+        return None
+    if not any(lengths):
+        lengths = [whole // len(periods)] * len(periods)
+    return list(zip(lengths, periods, strict=True))
 
 
 def _data(
     verb: BenchVerb, dtype: str, op: str, root: int, rank: int, size: int
 ) -> tuple[list[Array] | None, list[Array] | None]:
-    """Return the periods of a rank's input and of its expected output, in equal blocks."""
+    """Return the periods of the blocks of a rank's input, and of its expected output."""
     ranks = range(size)
 
     def moved(source: int, target: int = 0) -> Array:
@@ -136,7 +182,7 @@ def _data(
         return given, [numbers.reduction_result(dtype, op, size, rank)]
     if verb.reduces:
         return [numbers.reduction_input(dtype, op, rank, size)], [numbers.reduction_result(dtype, op, size)]
-    if verb.name == "all_to_all":
+    if verb.name in ("all_to_all", "all_to_all_v"):
         return [moved(rank, target) for target in ranks], [moved(source, rank) for source in ranks]
     if verb.name == "scatter":
         return [moved(root, target) for target in ranks], [moved(root, rank)]

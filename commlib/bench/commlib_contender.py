@@ -27,6 +27,9 @@ def _written_out(verb: Any, case: Case, algorithm: str) -> Call:
     if name == "send_recv":
         right, left = (case.rank + 1) % case.size, (case.rank - 1) % case.size
         return lambda: verb(x, right, out, left)
+    if name == "all_to_all_v":
+        splits, takes = case.splits, case.takes
+        return lambda: verb(x, splits, takes=takes, out=out)
     if name == "broadcast":
         return lambda: verb(x, root, algorithm=algorithm)
     if name == "reduce":

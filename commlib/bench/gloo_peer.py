@@ -1,4 +1,4 @@
-"""The contender 'gloo': torch.distributed on CPU tensors over the same memory."""
+"""The contender 'gloo': torch.distributed on tensors over the same memory, of the host or of a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import UnsupportedPeerError
-from commlib.dtypes import Array
 from commlib.extras import install
 
 _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
@@ -64,14 +63,39 @@ def _newest(*names: str) -> Any:
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
-def _tensor(case: Case, array: Array | None) -> Any:
+def _tensor(case: Case, array: Any) -> Any:
     import torch
 
     if array is None:
         return None
+    if case.memory.device != "host":
+        return tensor_on_gpu(array).view(getattr(torch, case.dtype))
     if case.dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+class _GpuBytes:
+    """GPU memory in the form that other libraries accept."""
+
+    def __init__(self, array: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (array.nbytes,), "typestr": "|u1", "data": (array.data.ptr, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def tensor_on_gpu(array: Any) -> Any:
+    """Return a tensor of bytes over the memory of a CuPy array."""
+    import torch
+
+    return torch.as_tensor(_GpuBytes(array), device=torch.device("cuda", array.data.device_id))
+
+
+def finish_on_gpu() -> None:
+    """Wait for all work that PyTorch has queued."""
+    import torch
+
+    torch.cuda.synchronize()
 
 
 def call(case: Case) -> Call:
@@ -85,6 +109,8 @@ def call(case: Case) -> Call:
         return partial(dist.broadcast, x, root)
     if name == "all_to_all" and not case.in_place:
         return partial(dist.all_to_all_single, out, x)
+    if name == "all_to_all_v":
+        return partial(dist.all_to_all_single, out, x, case.takes, case.splits)
     if name == "all_gather" and not case.in_place:
         return partial(_newest("all_gather_single", "all_gather_into_tensor"), out, x)
     if name == "gather":

@@ -11,16 +11,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from commlib.bench.cases import Case
-
 Call = Callable[[], Any]
 Burst = Callable[[], float]  # runs one burst and returns its figure, in seconds
 BURST_SECONDS, TOO_LONG, FEWEST, MOST = 0.03, 10, 2, 2000
+
+
+class Timer(Protocol):
+    """A clock for a burst of calls."""
+
+    def finish(self) -> None:
+        """Wait for work that earlier calls have queued."""
+        ...
+
+    def seconds(self, call: Call, calls: int) -> float:
+        """Make the calls, wait for the work that they queue, and return the mean seconds of a call."""
+        ...
+
+
+class HostTimer:
+    """The host's clock, for calls that queue nothing."""
+
+    def finish(self) -> None:
+        pass
+
+    def seconds(self, call: Call, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+
+HOST_TIMER = HostTimer()
 
 
 def settle(call: Call, calls: int, warm_up: int | None = None) -> None:
@@ -33,14 +59,12 @@ def settle(call: Call, calls: int, warm_up: int | None = None) -> None:
         call()
 
 
-def run_burst(world: Any, call: Call, calls: int, warm_up: int | None = None) -> float:
+def run_burst(world: Any, call: Call, calls: int, warm_up: int | None = None, timer: Timer = HOST_TIMER) -> float:
     """Return the seconds per call of the slowest rank."""
     settle(call, calls, warm_up)
+    timer.finish()
     world.Barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return float(world.allreduce((time.perf_counter() - start) / calls, MPI.MAX))
+    return float(world.allreduce(timer.seconds(call, calls), MPI.MAX))
 
 
 def run_fresh_burst(world: Any, call: Call, calls: int, rewrite: Call, warm_up: int | None = None) -> float:
@@ -84,20 +108,22 @@ def burst_of(
     iters: int | None = None,
     warm_up: int | None = None,
     single: list[float] | None = None,
+    timer: Timer = HOST_TIMER,
 ) -> Burst:
     """Return the bursts of a contender, of `iters` calls each, or of a length based on an estimate.
 
     rewrite: called before each call. warm_up: the number of calls before each burst, else half a burst. single: a list
-    for the time of each call.
+    for the time of each call. timer: of bursts; a call with `rewrite` or `single` is timed on its own, by the host.
     """
-    run: Callable[..., float] = run_burst if rewrite is None else partial(run_fresh_burst, rewrite=rewrite)
+    in_bursts = partial(run_burst, timer=timer)
+    run: Callable[..., float] = in_bursts if rewrite is None else partial(run_fresh_burst, rewrite=rewrite)
     if single is not None:
         run = partial(run_single_calls, single=single, rewrite=rewrite)
     if warm_up is not None:
         run = partial(run, warm_up=warm_up)
     if iters is not None:
         return lambda: run(world, call, iters)
-    calls = _burst_length(run_burst(world, call, FEWEST))
+    calls = _burst_length(in_bursts(world, call, FEWEST))
 
     def burst() -> float:
         nonlocal calls
@@ -144,11 +170,3 @@ def memory_pass(read: int, written: int, replaces: bool) -> Call:
             rest.max()
 
     return run
-
-
-def wrong_elements(world: Any, case: Case, call: Call) -> int:
-    """Return the number of wrong elements after one call, over all ranks. The data stays in the arrays."""
-    case.fill()
-    world.Barrier()  # peers must not overwrite a contender's writes while they still fill their arrays
-    call()
-    return int(world.allreduce(case.wrong()))

@@ -1,7 +1,8 @@
 """The contenders 'mpi' and 'pieces': MPI's own collectives through mpi4py, on the same arrays.
 
 MPI has no mean: the result is divided afterwards, within the timed call. MPI has no arithmetic, or only a slow one, for
-float16 and bfloat16: a user-defined operation in numpy computes it.
+float16 and bfloat16: a user-defined operation in numpy computes it. A GPU's arrays need a CUDA-aware library, and the
+call first waits for queued work, because MPI has no streams.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from mpi4py import MPI
 
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
-from commlib.dtypes import NUMPY, Array
+from commlib.dtypes import NUMPY
+from commlib.transport import cuda_aware
 
 PIECE_BYTES = 1 << 20
 _HALVES = ("float16", "bfloat16")
@@ -44,9 +46,38 @@ def _operation(case: Case) -> MPI.Op:
     return (_LOGICAL if case.dtype == "bool" else _OPERATIONS)[case.op]
 
 
-def _view(case: Case, array: Array | None) -> Array | None:
-    """Return the array as a dtype that MPI supports."""
+def _view(case: Case, array: Any) -> Any:
+    """Return the array as a dtype that MPI supports, or a GPU's memory with its MPI type."""
+    if array is not None and case.memory.device != "host":
+        memory: Any = MPI.memory.fromaddress(array.data.ptr, array.nbytes)
+        return [memory, MPI.UINT16_T if case.dtype in _HALVES else _type_of(case.dtype)]
     return array.view(np.uint16) if array is not None and case.dtype in _HALVES else array
+
+
+def _type_of(dtype: str) -> MPI.Datatype:
+    return MPI.Datatype.fromcode(NUMPY[dtype].char)
+
+
+def is_cuda_aware() -> bool:
+    """Return whether the MPI library of this process says that it takes GPU memory."""
+    return bool(cuda_aware.ask_loaded(MPI).says)
+
+
+def call(world: Any, case: Case) -> Call:
+    """Return a function that runs MPI's collective once. Raises UnsupportedPeerError if MPI has no equivalent."""
+    if case.memory.device == "host":
+        return _call(world, case)
+    if not is_cuda_aware():
+        raise UnsupportedPeerError("this MPI is not CUDA-aware")
+    if case.verb.reduces and (case.dtype in _HALVES or case.op == "mean"):
+        raise UnsupportedPeerError(f"MPI has no {case.op} of {case.dtype} on a GPU")
+    run, finish = _call(world, case), case.memory.finish
+
+    def finish_and_run() -> None:
+        finish()
+        run()
+
+    return finish_and_run
 
 
 def _and_divide(run: Call, case: Case) -> Call:
@@ -64,8 +95,7 @@ def _and_divide(run: Call, case: Case) -> Call:
     return run_and_divide
 
 
-def call(world: Any, case: Case) -> Call:
-    """Return a function that runs MPI's collective once. Raises NoPeer if MPI has no equivalent."""
+def _call(world: Any, case: Case) -> Call:
     x, out, name, root = _view(case, case.x), _view(case, case.out), case.verb.name, case.root
     here = case.rank == root
     if case.verb.reduces:
@@ -85,6 +115,10 @@ def call(world: Any, case: Case) -> Call:
         return partial(world.Bcast, x, root)
     if name == "all_to_all":
         return partial(world.Alltoall, MPI.IN_PLACE if case.in_place else x, out)
+    if name == "all_to_all_v":
+        sent, taken = (x, out) if isinstance(x, list) else ([x], [out])
+        sending, taking = [sent[0], (case.splits, None), *sent[1:]], [taken[0], (case.takes, None), *taken[1:]]
+        return partial(world.Alltoallv, sending, taking)
     if name == "gather":
         return partial(world.Gather, x, out, root)
     if name == "scatter":

@@ -12,7 +12,9 @@ from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
 from commlib.suggestions import suggest
 
-PEERS = ("mpi", "pieces", "gloo")
+PEERS = ("mpi", "pieces", "gloo", "nccl", "ordinary")
+DEVICES = ("host", "cuda")
+ONLY_ON = {"pieces": "host", "nccl": "cuda"}  # peers of one kind of memory
 FORMATS = ("nccl", "osu")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -68,6 +70,7 @@ class BenchOptions:
     side_by_side: bool = False
     csv: bool = False
     format: str | None = None
+    device: str = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class BenchSettings:
     side_by_side: bool = False
     csv: bool = False
     format: str | None = None
+    device: str = "host"
 
     @property
     def places(self) -> tuple[bool, ...]:
@@ -120,6 +124,7 @@ def check(options: BenchOptions, ranks: int) -> BenchSettings:
                     kernel_operation(dtype, op)
                 except UsageError as error:
                     raise BenchOptionsError(str(error)) from None
+    _check_device(options, peers)
     if "pieces" in peers and verb != "all_reduce":
         raise BenchOptionsError(f"--peer pieces is MPI_Allreduce in pieces: {verb} has no such peer")
     root = options.root or 0
@@ -160,7 +165,23 @@ def check(options: BenchOptions, ranks: int) -> BenchSettings:
         side_by_side=options.side_by_side,
         csv=options.csv,
         format=options.format,
+        device=options.device,
     )
+
+
+def _check_device(options: BenchOptions, peers: Sequence[str]) -> None:
+    """Raise BenchOptionsError for an unknown device, and for peers that its arrays do not have."""
+    _known("--device", [options.device], DEVICES)
+    if options.verb == "barrier" and options.device != "host":
+        raise BenchOptionsError(f"--device {options.device}: a barrier has no arrays; leave it out")
+    for peer in peers:
+        if (only_on := ONLY_ON.get(peer, options.device)) != options.device:
+            raise BenchOptionsError(f"--peer {peer} is for --device {only_on}, not {options.device}: leave it out")
+    if "ordinary" in peers and (options.symmetric is False or options.verb == "barrier"):
+        raise BenchOptionsError(
+            "--peer ordinary measures commlib on ordinary arrays next to symmetric ones: leave out --ordinary, and "
+            "choose a verb with arrays"
+        )
 
 
 def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOptions:
@@ -172,8 +193,8 @@ def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOption
     for what, is_useless in useless.items():
         if is_useless:
             raise BenchOptionsError(f"--format {options.format} does not support {what}: leave one of them out")
-    if options.format == "nccl" and verb.name == "barrier":
-        raise BenchOptionsError("--format nccl has no barrier: leave one of them out")
+    if verb.name == "all_to_all_v" or (options.format == "nccl" and verb.name == "barrier"):
+        raise BenchOptionsError(f"--format {options.format} has no {verb.name}: leave one of them out")
     if options.format == "nccl":  # its heading prints nccl-tests' defaults
         both = options.in_place is None and verb.in_place in ("usual", "able")
         calls = 20 if options.iters is None else options.iters

@@ -1,13 +1,18 @@
-"""The record of a run as JSON: environment, settings and all measurements."""
+"""Record: the figures of a benchmark with machine, date, commit and command, as one JSON file.
+
+`commlib bench` and the programs in benchmarks/ write it; `benchmarks/pages.py` makes pages from such files.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +22,6 @@ from typing import Any
 import commlib
 from commlib.bench.load import busy_text, gather_loads
 from commlib.bench.options import BenchSettings
-from commlib.bench.rows import BenchRow
 
 _PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 _ENVIRONMENT = ("COMMLIB_", "OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_", "GLOO_", "OMP_NUM_THREADS")
@@ -27,6 +31,12 @@ _SLURM = (
     *("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_MPI_TYPE", "SLURM_CPU_BIND"),
 )
 _MOST_HOSTS = 3  # named in a heading
+
+# Facts of a program. Left out: host names and the builder of MPI, which mean nothing elsewhere; what launchers set.
+_PUBLISHED = ("date", "ranks", "cores", "cpu", "load", "mpi", "commit", "versions")
+_LAUNCHERS = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs", "mpi_event", "orte_", "ess", "plm", "pmix", "shmem_")
+_OF_LAUNCHERS = tuple(f"OMPI_MCA_{name}" for name in _LAUNCHERS)
+_OUTPUTS = {"--out": 1, "--plot": 1, "--worker": 0}  # options that do not affect the figures: number of values
 
 
 def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
@@ -53,6 +63,35 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
         "slurm": slurm_job(os.environ),
         "command": sys.argv[1:],
     }
+
+
+def gather_program_facts(world: Any, *, starts_itself: bool = False) -> dict[str, Any]:
+    """Return the facts for a program in benchmarks/, to be published. Collective over the mpi4py communicator `world`.
+
+    starts_itself: whether the benchmark starts its own job, so it is not run by mpirun.
+    """
+    found = gather_facts(world, one_node=True)
+    facts = {name: found[name] for name in _PUBLISHED}
+    given = found["environment"].items()
+    facts["environment"] = {name: value for name, value in given if not name.startswith(_OF_LAUNCHERS)}
+    used = [name for name in ("tensorflow", "keras") if name in sys.modules]
+    facts["versions"] |= {name: sys.modules[name].__version__ for name in used}
+    launcher = [] if starts_itself or world.size == 1 else ["mpirun", "-n", str(world.size)]
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    return {**facts, "command": shlex.join([*launcher, "python", script, *program_arguments()])}
+
+
+def program_arguments() -> list[str]:
+    """Return this program's arguments except for output files."""
+    kept, skipped = [], 0
+    for word in sys.argv[1:]:
+        if skipped:
+            skipped -= 1
+        elif (name := word.partition("=")[0]) in _OUTPUTS:
+            skipped = _OUTPUTS[name] if "=" not in word else 0
+        else:
+            kept.append(word)
+    return kept
 
 
 def commit_of(checkout: Path) -> str:
@@ -107,7 +146,7 @@ def _cpu() -> str:
 def options_of(settings: BenchSettings) -> dict[str, Any]:
     """Return the settings of a run for JSON."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {**values, "verb": settings.verb.name, "out": None if settings.out is None else str(settings.out)}
+    return {**values, "verb": settings.verb.name}
 
 
 def stem(settings: BenchSettings, facts: Mapping[str, Any]) -> str:
@@ -138,14 +177,24 @@ def heading(settings: BenchSettings, facts: Mapping[str, Any]) -> str:
 
 
 def write(
-    path: Path, settings: BenchSettings, facts: Mapping[str, Any], rows: Sequence[BenchRow], notes: Sequence[str]
+    path: Path,
+    benchmark: str,
+    facts: Mapping[str, Any],
+    options: argparse.Namespace | Mapping[str, Any],
+    **measured: Any,
 ) -> None:
-    """Write everything to a JSON file. Times are in seconds, bandwidths in GB/s, sizes in bytes."""
+    """Write the record of one run. Times are in seconds, bandwidths in GB/s, sizes in bytes."""
+    given = vars(options) if isinstance(options, argparse.Namespace) else options
     content = {
-        "benchmark": f"commlib bench {settings.verb.name}",
-        "facts": dict(facts),
-        "options": options_of(settings),
-        "notes": list(notes),
-        "rows": [row.figures() for row in rows],
+        "benchmark": benchmark,
+        "facts": {**facts, "load_after": os.getloadavg()[0]},
+        "options": {name: _plain(value) for name, value in given.items() if f"--{name}" not in _OUTPUTS},
+        **measured,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

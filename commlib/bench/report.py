@@ -24,7 +24,12 @@ class Report:
         """rounds: the total number. bound: whether rows have a bound. Without a console nothing is printed."""
         self._settings = settings
         self._table = table.BenchTable(
-            settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
+            settings.verb,
+            settings.peers,
+            bound=bound,
+            percentiles=settings.percentiles,
+            events=settings.device != "host",
+            places=settings.places,
         )
         self._console = self._rows_to = console or Console(quiet=True)
         self._format: Format | None = None
@@ -65,6 +70,8 @@ class Report:
         self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
         if warning := busy_text(facts):
             self._print(f"# {warning}", "bold red")
+        if gpu := facts.get("gpu"):
+            self.note(f"{gpu['name']}, {gpu['gpus']} on this node, CUDA {gpu['runtime']}, CuPy {gpu['cupy']}")
         if job := facts.get("slurm"):
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
@@ -121,6 +128,7 @@ def describe(settings: BenchSettings) -> str:
         "out of place": has_data and not settings.in_place and not settings.side_by_side,
         "symmetric buffers": has_data and settings.symmetric,
         "ordinary arrays": has_data and not settings.symmetric,
+        f"on {settings.device}": settings.device != "host",
         f"algorithm {settings.algorithm}": settings.algorithm != "auto",
         "through a plan": settings.plan,
         "on the progress thread": settings.asynchronous,

@@ -23,7 +23,8 @@ class BenchRow:
 
     seconds: of one call, one figure per round. wrong: number of wrong elements, over all ranks; None if unchecked.
     bound_seconds: of the memory pass of `Verb.bound`, on all ranks at once, one figure per round.
-    percentiles: "p50", "p95" and "p99" of single calls in seconds, if requested.
+    percentiles: "p50", "p95" and "p99" of single calls in seconds, if requested. events: as `seconds`, but by a GPU's
+    events on the stream of the caller; empty on the host.
     """
 
     verb: str
@@ -38,6 +39,7 @@ class BenchRow:
     bound_seconds: list[float]
     in_place: bool | None = None
     percentiles: dict[str, dict[str, float]] = field(default_factory=dict)
+    events: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, contender: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""

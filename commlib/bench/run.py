@@ -15,6 +15,7 @@ from commlib.bench import gloo_peer, plot, record
 from commlib.bench.formats.base import Heading
 from commlib.bench.formats.run_tables import find_format
 from commlib.bench.options import BenchOptions, BenchSettings, check
+from commlib.bench.preparation import choose_memory, join_peers
 from commlib.bench.report import Report
 from commlib.bench.rows import BenchRow, mistakes
 from commlib.bench.session import Session, agree
@@ -29,13 +30,13 @@ def run(options: BenchOptions) -> bool:
     settings = check(options, comm.size)
     agree(world, _problem(settings, comm.rank))
     with ExitStack() as stack:
-        if "gloo" in settings.peers:
-            stack.enter_context(gloo_peer.join_gloo(world, one_node=comm.one_node))
-        sessions = [Session(comm, world, replace(settings, in_place=place)) for place in settings.places]
+        memory = choose_memory(stack, settings.device, comm)
+        join_peers(stack, settings.peers, comm, world)
+        sessions = [Session(comm, world, replace(settings, in_place=place), memory=memory) for place in settings.places]
         for session in sessions:
             session.probe()
         notes = list(dict.fromkeys(note for session in sessions for note in session.notes))
-        facts = record.gather_facts(world, one_node=comm.one_node)
+        facts = {**record.gather_facts(world, one_node=comm.one_node), **memory.facts()}
         rounds = sum(len(session.plan()) for session in sessions) * settings.rounds
         with Report.on_rank(comm.rank, settings, rounds=rounds, bound=sessions[0].has_bound) as report:
             report.facts(facts)
@@ -91,7 +92,9 @@ def write_files(settings: BenchSettings, facts: dict[str, Any], rows: list[Bench
     assert settings.out is not None
     path = settings.out / record.stem(settings, facts)
     data, picture = path.with_suffix(".json"), path.with_suffix(".png")
-    record.write(data, settings, facts, rows, notes)
+    figures = [row.figures() for row in rows]
+    options = record.options_of(settings)
+    record.write(data, f"commlib bench {settings.verb.name}", facts, options, notes=notes, rows=figures)
     if not plot.can_plot():
         return [f"wrote {data}", plot.MISSING]
     plot.write(picture, rows, record.heading(settings, facts))

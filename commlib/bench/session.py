@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from commlib.bench import cases, commlib_contender, gloo_peer, mpi_peer
-from commlib.bench.cases import Case
-from commlib.bench.measure import Call, burst_of, memory_pass, rounds, wrong_elements
+from commlib.bench import cases, commlib_contender, gloo_peer, mpi_peer, nccl_peer
+from commlib.bench.cases import Case, wrong_elements
+from commlib.bench.measure import Burst, Call, Timer, burst_of, rounds
+from commlib.bench.memory import HOST, BenchMemory
 from commlib.bench.mpi_peer import UnsupportedPeerError
 from commlib.bench.options import BenchOptionsError, BenchSettings
-from commlib.bench.rows import BOUND_FROM, OURS, BenchRow, percentiles
+from commlib.bench.rows import OURS, BenchRow, percentiles
 from commlib.errors import UsageError
 
 Make = Callable[[Case], Call]
@@ -37,16 +37,13 @@ def _silent(case: Case, done: int) -> None:
 class Session:
     """Measures rows, in order. All ranks make one, with the same settings, and iterate over it together."""
 
-    def __init__(self, comm: Any, world: Any, settings: BenchSettings, *, bound: bool = True) -> None:
-        """bound: also measure the memory passes that give the bound."""
-        self.comm, self.world, self.settings = comm, world, settings
+    def __init__(
+        self, comm: Any, world: Any, settings: BenchSettings, *, memory: BenchMemory = HOST, bound: bool = True
+    ) -> None:
+        """memory: of the arrays. bound: also measure the traffic of memory that gives the bound. Collective."""
+        self.comm, self.world, self.settings, self.memory = comm, world, settings, memory
         self.notes: list[str] = []  # unsupported dtypes and operations of peers, with the reason
-        self.has_bound = bound and comm.one_node and comm.size > 1
-        peers: dict[str, Make] = {
-            "mpi": partial(mpi_peer.call, world),
-            "pieces": partial(mpi_peer.pieces, world),
-            "gloo": gloo_peer.call,
-        }
+        self.has_bound = bound and memory.has_bound(comm, world)
         make_ours = partial(
             commlib_contender.call,
             comm,
@@ -54,6 +51,13 @@ class Session:
             plan=settings.plan,
             asynchronous=settings.asynchronous,
         )
+        peers: dict[str, Make] = {
+            "mpi": partial(mpi_peer.call, world),
+            "pieces": partial(mpi_peer.pieces, world),
+            "gloo": gloo_peer.call,
+            "nccl": nccl_peer.call,
+            "ordinary": make_ours,
+        }
         self.makers: dict[str, Make] = {OURS: make_ours, **{name: peers[name] for name in settings.peers}}
         self._unable: set[tuple[str, str, str]] = set()  # (contender, dtype, op)
 
@@ -70,27 +74,37 @@ class Session:
                 planned.setdefault((dtype, op, count), (dtype, op, nbytes))
         return list(planned.values())
 
-    def case(self, dtype: str, op: str, nbytes: int) -> Case:
-        """Allocate the arrays of a row. Collective."""
+    def case(self, dtype: str, op: str, nbytes: int, *, symmetric: bool = True) -> Case:
+        """Allocate the arrays of a row; symmetric: in symmetric memory, if the settings say so. Collective."""
+        is_symmetric = symmetric and self.settings.symmetric
         return cases.make(
             self.settings.verb.name,
             rank=self.comm.rank,
             size=self.comm.size,
-            allocate=self.comm.empty if self.settings.symmetric else np.empty,
+            allocate=partial(self.memory.allocate, self.comm, symmetric=is_symmetric),
             nbytes=nbytes,
             dtype=dtype,
             op=op,
             root=self.settings.root,
             in_place=self.settings.in_place,
+            memory=self.memory,
         )
+
+    def own_cases(self, case: Case) -> dict[str, Case]:
+        """Return the case of each contender. Peers use ordinary arrays on a GPU, and commlib's own on the host."""
+        if not self.settings.symmetric or (self.memory is HOST and "ordinary" not in self.makers):
+            return dict.fromkeys(self.makers, case)
+        ordinary = self.case(case.dtype, case.op, case.nbytes, symmetric=False)
+        shares = (OURS,) if self.memory is not HOST else [name for name in self.makers if name != "ordinary"]
+        return {name: case if name in shares else ordinary for name in self.makers}
 
     def probe(self) -> None:
         """Run every contender once on the smallest data; note failures. Raises Refused if commlib itself fails."""
         for dtype, op in self.kinds():
             case = self.case(dtype, op, 0)
-            case.clear()
-            for name in self.makers:
-                reason = self._why_not(name, case)
+            for name, own in self.own_cases(case).items():
+                own.clear()
+                reason = self._why_not(name, own)
                 if name == OURS:
                     agree(self.world, reason)
                 elif any(reasons := self.world.allgather(reason)):
@@ -103,20 +117,21 @@ class Session:
         make = partial(mpi_peer.call, self.world) if name == "pieces" else self.makers[name]
         try:
             make(case)()
+            self.memory.timer(name).finish()
         except _CANNOT as error:
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return None
 
-    def contenders(self, case: Case) -> dict[str, Call]:
-        """Return the calls of all contenders that support this case."""
-        calls = {}
-        for name, make in self.makers.items():
+    def contenders(self, case: Case) -> dict[str, tuple[Case, Call]]:
+        """Return the case and the call of each contender that supports this case. Collective."""
+        found = {}
+        for name, own in self.own_cases(case).items():
             if (name, case.dtype, case.op) not in self._unable:
                 try:
-                    calls[name] = make(case)
+                    found[name] = own, self.makers[name](own)
                 except UnsupportedPeerError:  # pieces of a small array
                     continue
-        return calls
+        return found
 
     def rows(self, tell: Tell = _silent) -> Iterator[BenchRow]:
         """Measure row after row. Collective."""
@@ -127,32 +142,23 @@ class Session:
     def row(self, case: Case, tell: Tell = _silent) -> BenchRow:
         """Measure one row. Check the results before the bursts, and again after them."""
         tell(case, 0)
-        calls = self.contenders(case)
-        wrong = {name: self._wrong(case, call) for name, call in calls.items()}
-        case.clear()
-        rewrite = case.rewrite if self.settings.fresh else None
-        single: dict[str, list[float]] = {name: [] for name in calls}
-        bursts = {
-            name: burst_of(
-                self.world,
-                call,
-                rewrite,
-                iters=self.settings.iters,
-                warm_up=self.settings.warmup_iters,
-                single=single[name] if self.settings.percentiles else None,
-            )
-            for name, call in calls.items()
-        }
-        if self.has_bound and case.nbytes >= BOUND_FROM:
+        contenders = self.contenders(case)
+        timers = {name: self.memory.timer(name) for name in contenders}
+        wrong = {name: self._wrong(own, call, timers[name]) for name, (own, call) in contenders.items()}
+        for own, _ in contenders.values():
+            own.clear()
+        single: dict[str, list[float]] = {name: [] for name in contenders}
+        bursts = {name: self._burst(own, call, timers[name], single[name]) for name, (own, call) in contenders.items()}
+        if self.has_bound and case.nbytes >= self.memory.bound_from:
             bound = case.verb.bound(case.nbytes, case.size, in_place=case.in_place)
-            bursts["bound"] = burst_of(self.world, memory_pass(*bound))
+            bursts["bound"] = burst_of(self.world, self.memory.traffic(*bound), timer=self.memory.timer("bound"))
         times: dict[str, list[float]] = {name: [] for name in bursts}
         for number, figures in enumerate(rounds(bursts, self.settings.rounds), 1):
             for name, seconds in figures.items():
                 times[name].append(seconds)
             tell(case, number)
-        for name, call in calls.items():
-            wrong[name] += self._wrong(case, call)
+        for name, (own, call) in contenders.items():
+            wrong[name] += self._wrong(own, call, timers[name])
         return BenchRow(
             verb=case.verb.name,
             ranks=case.size,
@@ -161,12 +167,47 @@ class Session:
             root=case.root if case.verb.rooted else None,
             size=case.nbytes,
             count=case.count,
-            seconds={name: times[name] for name in calls},
+            seconds={name: times[name] for name in contenders},
             wrong=wrong if self.settings.check else None,
             bound_seconds=times.get("bound", []),
             in_place=case.in_place if case.nbytes else None,
             percentiles={name: percentiles(found) for name, found in single.items() if found},
+            events=self._events(timers),
         )
 
-    def _wrong(self, case: Case, call: Call) -> int:
-        return wrong_elements(self.world, case, call) if self.settings.check else 0
+    def _burst(self, case: Case, call: Call, timer: Timer, single: list[float]) -> Burst:
+        """Return the bursts of a contender. single: gets the time of each call, if the settings ask for percentiles."""
+        settings = self.settings
+        if (settings.fresh or settings.percentiles) and self.memory is not HOST:
+            call = _completed(call, timer)
+        return burst_of(
+            self.world,
+            call,
+            case.rewrite if settings.fresh else None,
+            iters=settings.iters,
+            warm_up=settings.warmup_iters,
+            single=single if settings.percentiles else None,
+            timer=timer,
+        )
+
+    def _events(self, timers: dict[str, Timer]) -> dict[str, list[float]]:
+        """Return what a GPU's events said of the last bursts, on the slowest rank, by contender. Collective."""
+        found = {}
+        for name, timer in timers.items():
+            last = getattr(timer, "events", [])[-self.settings.rounds :]
+            if last and not (self.settings.fresh or self.settings.percentiles):
+                found[name] = [max(each) for each in zip(*self.world.allgather(last), strict=True)]
+        return found
+
+    def _wrong(self, case: Case, call: Call, timer: Timer) -> int:
+        return wrong_elements(self.world, case, call, timer) if self.settings.check else 0
+
+
+def _completed(call: Call, timer: Timer) -> Call:
+    """Return a call that also waits for the work that it queues."""
+
+    def run() -> None:
+        call()
+        timer.finish()
+
+    return run

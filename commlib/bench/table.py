@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ class TableColumn:
     cell: Callable[[BenchRow], str]
 
 
-def columns(verb: BenchVerb, peers: Sequence[str], *, bound: bool, percentiles: bool = False) -> list[TableColumn]:
-    """Return the columns for a verb. bound: whether the ranks are on one node, so that memory is the bound."""
-    return _what(verb) + figures(verb, peers, bound=bound, percentiles=percentiles)
+def columns(
+    verb: BenchVerb, peers: Sequence[str], *, bound: bool, percentiles: bool = False, events: bool = False
+) -> list[TableColumn]:
+    """Return the columns for a verb. bound: whether memory is the bound. events: whether GPU events time it, too."""
+    return _what(verb) + figures(verb, peers, bound=bound, percentiles=percentiles, events=events)
 
 
 def _what(verb: BenchVerb) -> list[TableColumn]:
@@ -43,12 +46,16 @@ def _what(verb: BenchVerb) -> list[TableColumn]:
     return chosen
 
 
-def figures(verb: BenchVerb, peers: Sequence[str], *, bound: bool, percentiles: bool = False) -> list[TableColumn]:
+def figures(
+    verb: BenchVerb, peers: Sequence[str], *, bound: bool, percentiles: bool = False, events: bool = False
+) -> list[TableColumn]:
     """Return the columns of measurements."""
     chosen = [
         TableColumn("time us", 11, lambda row: _microseconds(row.time())),
         TableColumn("min..max us", 17, lambda row: "..".join(map(_microseconds, row.spread()))),
     ]
+    if events:
+        chosen.append(TableColumn("event us", 11, _event_time))
     if percentiles:
         chosen += [
             TableColumn(f"p{share} us", 9, lambda row, share=share: _microseconds(row.percentiles[OURS][f"p{share}"]))  # type: ignore[misc]
@@ -80,11 +87,12 @@ class BenchTable:
         *,
         bound: bool,
         percentiles: bool = False,
+        events: bool = False,
         places: Sequence[bool] = (),
     ) -> None:
         """places: for each row of a line, whether it is in place; named above the columns if there are two."""
         self._what = _what(verb)
-        self._figures = figures(verb, peers, bound=bound, percentiles=percentiles)
+        self._figures = figures(verb, peers, bound=bound, percentiles=percentiles, events=events)
         self._places = places if len(places) > 1 else (False,)
 
     def titles(self) -> list[str]:
@@ -106,6 +114,10 @@ class BenchTable:
 
 def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"
+
+
+def _event_time(row: BenchRow) -> str:
+    return _microseconds(statistics.median(row.events[OURS])) if OURS in row.events else "-"
 
 
 def _of_bound(row: BenchRow) -> str:

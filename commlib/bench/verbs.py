@@ -15,6 +15,7 @@ rank, for a total of n bytes:
     broadcast       n          (P-1) x n   n/P         (P-1)/P n
     reduce          P x n      n           n           n/P
     all_to_all      P x n      P x n       n           n            in place: (P-1)/P n both
+    all_to_all_v    P x n      P x n       n           n
     gather          P x n/P    n           n/P         n/P
     scatter         n          P x n/P     n/P         n/P
     send_recv       P x n      P x n       n           n
@@ -78,10 +79,18 @@ class BenchVerb:
     def rooted(self) -> bool:
         return self.name == "broadcast" or "root" in (self.giver, self.getter)
 
-    @property
-    def split(self) -> bool:
-        """Whether the total consists of P equal parts."""
-        return "part" in (self.gives, self.gets) or self.name == "all_to_all"
+    def shares(self, ranks: int) -> int:
+        """Return the number of equal shares of the total.
+
+        In all_to_all_v rank r sends 1 + (r + t) % P shares to rank t: uneven, but each rank sends and gets as many.
+        """
+        if self.name == "all_to_all_v":
+            return ranks * (ranks + 1) // 2
+        return ranks if "part" in (self.gives, self.gets) or self.name == "all_to_all" else 1
+
+    def count(self, elements: int, ranks: int) -> int:
+        """Return the number of elements (of the buffer, or of one share) that fit into `elements`; at least one."""
+        return max(1, elements // self.shares(ranks))
 
     def bound(self, nbytes: int, ranks: int, *, in_place: bool) -> tuple[int, int, bool]:
         """Return the bytes that a rank must read and write, and whether written bytes replace read ones."""
@@ -102,6 +111,7 @@ VERBS = {
         BenchVerb("broadcast", "whole", "whole", _all, _part, _others, giver="root", in_place="only"),
         BenchVerb("reduce", "whole", "whole", _all, _all, _part, getter="root", reduces=True, in_place="able"),
         BenchVerb("all_to_all", "whole", "whole", _others, _all, _all, in_place="able"),
+        BenchVerb("all_to_all_v", "whole", "whole", _others, _all, _all, has_algorithms=False),
         BenchVerb("gather", "part", "whole", _others, _part, _part, getter="root"),
         BenchVerb("scatter", "whole", "part", _others, _part, _part, giver="root"),
         BenchVerb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False),

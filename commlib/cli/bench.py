@@ -18,14 +18,19 @@ def bench(
     verb: Annotated[
         str,
         typer.Argument(
-            help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter, "
-            "send_recv (each rank to the next one) or barrier; or pairs: latency and bandwidth between every two ranks"
+            help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, all_to_all_v, gather, "
+            "scatter, send_recv (each rank to the next one) or barrier; or pairs: latency and bandwidth between every "
+            "two ranks"
         ),
     ],
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="also measure: mpi, gloo (torch), pieces (MPI_Allreduce of 1 MiB at a time)"),
+        typer.Option(
+            help="also measure: mpi, gloo (torch), pieces (MPI_Allreduce of 1 MiB at a time), ordinary (commlib on "
+            "ordinary arrays), nccl (GPUs)"
+        ),
     ] = None,
+    device: Annotated[str, typer.Option(help="where the arrays are: host, or cuda, the GPU of each rank")] = "host",
     dtype: Annotated[list[str] | None, typer.Option(help="repeatable (default: float32)")] = None,
     op: Annotated[list[str] | None, typer.Option(help="sum, mean, min, max or prod; repeatable (default: sum)")] = None,
     begin: Annotated[
@@ -97,6 +102,10 @@ def bench(
     #wrong: wrong elements of commlib's results, over all ranks. ratio: the
     peer's time / commlib's. The exit code is 1 if commlib has any.
 
+    On a GPU (--device cuda): time is the host's, until the GPU is done; event
+    us is that of CUDA events on the caller's stream. The bound is a copy of
+    all ranks within the GPU that they share. Peers use ordinary arrays.
+
     p50, p95, p99: of single calls, each on its slowest rank.
 
     pairs: a matrix for each --size (8 and 4M by default), us up to 64 KiB
@@ -133,6 +142,7 @@ def bench(
             side_by_side=side_by_side,
             csv=csv,
             format=format,
+            device=device,
         )
         is_right = _run(verb, options)
     except BenchOptionsError as error:  # on all ranks together

@@ -30,7 +30,9 @@ def bench_sweep(
     algorithm: Annotated[list[str] | None, typer.Option(help="default: auto; every: each one of the verb")] = None,
     nodes: Annotated[list[str] | None, typer.Option(help="number of nodes, the first ones; all (default)")] = None,
     ranks_per_node: Annotated[list[str] | None, typer.Option(help="ranks per node, the first; all (default)")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="in turn with each case: mpi, pieces, gloo")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="in turn with each case: mpi, pieces, gloo, nccl, ordinary")
+    ] = None,
     place: Annotated[list[str] | None, typer.Option(help="usual (default), in or out (of place)")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--ordinary", help="arrays from comm.empty")] = None,
     check: Annotated[bool | None, typer.Option("--check/--no-check", help="count wrong elements")] = None,
@@ -38,6 +40,8 @@ def bench_sweep(
     iters: Annotated[int | None, typer.Option("--iters", "-n", help="calls in each burst (default: 30 ms)")] = None,
     warmup_iters: Annotated[int | None, typer.Option("--warmup-iters", "-w", help="before each burst")] = None,
     case_seconds: Annotated[float | None, typer.Option(help="a longer case ends the job (default: 600)")] = None,
+    seconds: Annotated[float | None, typer.Option(help="begin no case after this time (default: no limit)")] = None,
+    device: Annotated[str | None, typer.Option(help="where the arrays are: host (default) or cuda")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="repeat cases that were wrong, refused or failed")] = False,
 ) -> None:
     """Measure verbs x sizes x dtypes x algorithms x worlds in one job.
@@ -84,6 +88,8 @@ def bench_sweep(
         "iters": iters,
         "warmup_iters": warmup_iters,
         "case_seconds": case_seconds,
+        "seconds": seconds,
+        "device": device,
     }
     try:
         table = {name: value for name, value in (lists | singles).items() if value is not None}

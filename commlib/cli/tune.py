@@ -13,7 +13,6 @@ import typer
 
 from commlib import folders
 from commlib.cli.prediction import rate
-from commlib.config.settings import ranks_text
 from commlib.console.progress import show_progress
 from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.cost.chooser import Chooser
@@ -90,26 +89,15 @@ def _tune(named: Path | None, seconds: float, device: str) -> None:
 
 def _device(comm: Communicator, kind: str) -> Device:
     """Return this rank's device. Raises Exit on all ranks if one of them has none; rank 0 names it."""
-    from commlib.devices.arrays import device_named
+    from commlib.devices.selection import select_device
 
-    found: Device | None = None
-    refusal = ""
+    nodes, rank = comm.topology.nodes, comm.rank
     try:
-        if kind == "cuda":
-            from commlib.devices.cuda import process
-
-            nodes, rank = comm.topology.nodes, comm.rank
-            process.choose(nodes[comm.topology.node(rank)].index(rank))
-        found = device_named(kind, "tune")
+        found: Device = select_device(kind, "tune", nodes[comm.topology.node(rank)].index(rank), comm.all_gather_object)
     except UsageError as error:
-        refusal = str(error)
-    refusals = comm.all_gather_object(refusal)
-    if found is None or any(refusals):
-        if comm.rank == 0:
-            for text in dict.fromkeys(filter(None, refusals)):
-                ranks = ranks_text([rank for rank, other in enumerate(refusals) if other == text])
-                typer.echo(f"commlib tune: {ranks}: {text}", err=True)
-        raise typer.Exit(2)
+        if rank == 0:
+            typer.echo(f"commlib tune: {error}", err=True)
+        raise typer.Exit(2) from None
     return found
 
 

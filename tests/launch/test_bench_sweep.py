@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -26,12 +27,12 @@ from commlib.bench.sweep import run
 
 measure, began = run.measure, 0
 
-def killed(world, case, plan):
+def killed(*arguments):
     global began
     began += 1
     if began == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    return measure(world, case, plan)
+    return measure(*arguments)
 
 run.measure = killed
 sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
@@ -152,10 +153,10 @@ from commlib.bench.sweep import run
 
 measure = run.measure
 
-def stuck(world, case, plan):
+def stuck(world, *arguments):
     if world.comm.rank == 1:
         time.sleep(1000)
-    return measure(world, case, plan)
+    return measure(world, *arguments)
 
 run.measure = stuck
 sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
@@ -173,3 +174,29 @@ def test_a_case_that_does_not_end_ends_the_job(mpirun, tmp_path):
     assert done.stderr.count("takes more than 2 s (--case-seconds), so the job ends") == 1
     assert "measuring.py" in done.stderr  # where it stood
     assert len(lines_of(out, "begun")) == 1 and not lines_of(out, "case")
+
+
+def test_a_sweep_with_no_time_left_leaves_the_rest_to_the_next_start(mpirun, tmp_path):
+    out = tmp_path / "all.jsonl"
+    arguments = [*SWEEP, "--size", "4K", "--size", "64K", "--rounds", "1", "--iters", "2", "--out", str(out)]
+    done = mpirun(2, [*arguments, "--verb", "all_to_all_v", "--peer", "ordinary", "--peer", "mpi", "--seconds", "1e-6"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# no time was left for 2 cases (--seconds): start it again with the same file" in done.stdout
+    assert not lines_of(out, "case")
+    done = mpirun(2, [*arguments, "--verb", "all_to_all_v", "--peer", "ordinary", "--peer", "mpi"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = lines_of(out, "case")
+    assert [(case["status"], set(case["row"]["seconds"])) for case in cases] == [
+        ("ok", {"commlib", "ordinary", "mpi"})
+    ] * 2
+
+
+def test_a_rank_without_a_gpu_is_named_before_anything_is_measured(mpirun, tmp_path):
+    if find_spec("cupy") is not None:
+        pytest.skip("CuPy is installed")
+    for command in ([*SWEEP, "--out", str(tmp_path / "all.jsonl")], ["-m", "commlib", "bench", "all_reduce"]):
+        done = mpirun(2, [*command, "--device", "cuda"])
+        said = " ".join(done.stderr.split())
+        assert done.returncode == 2 and "--device cuda: ranks 0-1: arrays on a GPU need CuPy" in said, said
+        assert "start ranks only on nodes with a GPU, which they may share, or leave out --device" in said
+    assert not (tmp_path / "all.jsonl").exists()

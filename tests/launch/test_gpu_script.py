@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,15 +58,15 @@ TESTS = [
     ["test-growth-2", "test-verbs-2", "test-others-1"],
     ["test-experts-4", "test-kernels-1", "test-verbs-4", "memcheck"],
 ]
-VERBS = [["verbs-2"], ["verbs-4"]]
+SWEEPS = [["reductions-2", "verbs-2"], ["reductions-4", "verbs-4"]]
 PROBES = ["found", "compile", "probe-2", "probe-4"]
 OTHERS = ["step-2", "ways-2", "between-2", "staged-2", "kernels", "turns-2"]
 
 
 def test_all_parts_are_run_dry():
     script = (ROOT / "ci/gpu").read_text()
-    parts = re.findall(r"^ +(?:[A-Z_]+=0 )?(?:part|bench|tests) ([a-z0-9-]+) \d+ ", script, re.MULTILINE)
-    assert sorted([*parts, "test-verbs-2"]) == sorted(itertools.chain(*TESTS, *VERBS, PROBES, OTHERS))
+    parts = re.findall(r"^ +(?:[A-Z_]+=0 )?(?:part|bench|sweep|tests) ([a-z0-9-]+) \d+ ", script, re.MULTILINE)
+    assert sorted([*parts, "test-verbs-2"]) == sorted(itertools.chain(*TESTS, *SWEEPS, PROBES, OTHERS))
     each = re.search(r"files=\(([a-z ]+)\)\n", script)
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert each and {*each[1].split(), "growth", "kernels", "tensorflow"} == files
@@ -95,21 +96,27 @@ def test_a_dry_run_of_the_probes(launch_environment, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parts", VERBS)
+@pytest.mark.parametrize("parts", SWEEPS)
 def test_a_dry_run_of_the_verbs(launch_environment, tmp_path, parts):
-    (figures,) = dry_run(tmp_path, launch_environment, parts)["benchmarks"].values()
-    rows = figures["rows"]
-    assert {row["contender"] for row in rows} == {"symmetric", "ordinary", "gloo", "nccl", "mpi"}
-    assert {f"verbs-{row['ranks']}" for row in rows} == set(parts) and {row["wrong"] for row in rows} == {0}
-    verbs = {row["verb"] for row in rows}
-    assert verbs == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_to_all_v"}
+    figures = dry_run(tmp_path, launch_environment, parts)["benchmarks"]
+    rows = {name: record["rows"] for name, record in figures.items()}
+    verbs = {name: {row["verb"] for row in found} for name, found in rows.items()}
+    assert verbs == {parts[0]: {"all_reduce"}, parts[1]: {"reduce_scatter", "all_gather", "all_to_all", "all_to_all_v"}}
+    peers = {"ordinary", "gloo", "nccl", "mpi"}
+    for row in itertools.chain(*rows.values()):
+        assert str(row["ranks"]) == parts[0][-1] and set(row["wrong"].values()) == {0}
+        assert set(row["seconds"]) == {"commlib", *peers} - ({"mpi"} if row["dtype"] == "bfloat16" else set()), row
+        assert set(row["events"]) == set(row["seconds"]) - {"gloo"}
+    assert {row["dtype"] for row in rows[parts[0]]} == {"float32", "bfloat16"}
+    assert all(record["facts"]["gpu"]["name"] == "stand-in of host memory" for record in figures.values())
 
 
 @pytest.mark.long
 def test_a_dry_run_of_the_other_benchmarks(launch_environment, tmp_path):
     figures = dry_run(tmp_path, launch_environment, OTHERS)["benchmarks"]
     for way in ("between", "staged"):
-        assert {row["contender"] for row in figures[f"{way}-2"]["rows"]} == {way, "gloo"}
+        assert {name for row in figures[f"{way}-2"]["rows"] for name in row["seconds"]} == {"commlib", "gloo"}
+        assert any(row["bound_seconds"] for row in figures[f"{way}-2"]["rows"])
     ways = {time["algorithm"] for entry in figures["ways-2"]["entries"] for time in entry["times"]}
     assert {"node", "host"} <= ways
     kernels = {row["name"] for row in figures["kernels"]["kernels"]}
@@ -144,6 +151,28 @@ def test_a_test_that_fails_is_told(tmp_path):
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["parts"][0]["tests"] == {"passed": 1, "failed": 1, "unfinished": 1}
     assert found["parts"][1]["verdict"] == "no time was left"
+
+
+def test_a_sweep_becomes_a_record(tmp_path):
+    """A case without figures is a note: what was refused or failed is not lost."""
+    case = {"kind": "case", "key": "a b", "name": "a", "case": {}, "notes": ["mpi: none"], "environment": 0}
+    lines: list[dict[str, Any]] = [
+        {"kind": "environment", "number": 0, "format": 1, "plan": {"device": "cuda"}, "facts": {"ranks": 2}},
+        {"kind": "begun", "key": "a b"},
+        {**case, "status": "ok", "reason": "", "row": {"size": 4}},
+        {**case, "status": "refused", "reason": "no GPU", "row": None},
+    ]
+    (tmp_path / "verbs-2.sweep").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "parts.tsv").write_text("verbs-2\t0\t3\t60\n")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_report.py"), str(tmp_path), str(tmp_path / "gpu.json")]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert json.loads((tmp_path / "gpu.json").read_text())["benchmarks"]["verbs-2"] == {
+        "benchmark": "commlib bench sweep",
+        "facts": {"ranks": 2},
+        "options": {"device": "cuda"},
+        "notes": ["a: refused: no GPU", "mpi: none"],
+        "rows": [{"size": 4}],
+    }
 
 
 def test_what_is_missing_is_named(launch_environment, tmp_path):

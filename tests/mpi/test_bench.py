@@ -9,7 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from commlib.bench import cases, gloo_peer, measure
-from commlib.bench.measure import burst_of, memory_pass, wrong_elements
+from commlib.bench.cases import wrong_elements
+from commlib.bench.measure import burst_of, memory_pass
 from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.rows import OURS, mistakes
 from commlib.bench.session import Session
@@ -51,8 +52,8 @@ def wrong_of_all(session):
     """What each contender gets wrong, by row, without measuring anything."""
     for dtype, op, nbytes in session.plan():
         case = session.case(dtype, op, nbytes)
-        for name, call in session.contenders(case).items():
-            yield (name, dtype, op, case.nbytes), wrong_elements(WORLD, case, call)
+        for name, (own, call) in session.contenders(case).items():
+            yield (name, dtype, op, case.nbytes), wrong_elements(WORLD, own, call)
 
 
 def assert_right(session, *contenders):

@@ -143,7 +143,10 @@ FRAMEWORKS_OF = {
     "commlib_torch": {"torch", "commlib_torch"},
     "commlib_tensorflow": FRAMEWORKS - {"torch", "commlib_torch"},
 }
-MEASURED = {"commlib.bench.gloo_peer": "torch"}  # what commlib is measured against; imported inside functions only
+MEASURED = {
+    "commlib.bench.gloo_peer": "torch",
+    "commlib.bench.nccl_peer": "torch",
+}  # what commlib is measured against; imported inside functions only
 # Who may name the host's compiled kernels; all others ask the device of their arrays for kernels.
 HOST_KERNELS_ALLOWED = (
     "commlib.kernels",

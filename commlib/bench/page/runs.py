@@ -116,9 +116,8 @@ def _name(path: Path) -> str:
 
 
 def _case(values: dict[str, Any]) -> SweepCase:
-    return SweepCase(
-        **{**{entry.name: values[entry.name] for entry in fields(SweepCase)}, "peers": tuple(values["peers"])}
-    )
+    known = {"device": "host", **values, "peers": tuple(values["peers"])}  # older files have no device
+    return SweepCase(**{entry.name: known[entry.name] for entry in fields(SweepCase)})
 
 
 def _entry(case: SweepCase, row: dict[str, Any], environment: int = 0) -> CaseEntry:
@@ -132,7 +131,7 @@ def _entry(case: SweepCase, row: dict[str, Any], environment: int = 0) -> CaseEn
         is_wrong=wrong.get(OURS, 0) > 0,
         nbytes=row["size"],
         environment=environment,
-        row=BenchRow(**{entry.name: row[entry.name] for entry in fields(BenchRow)}),
+        row=BenchRow(**{entry.name: row[entry.name] for entry in fields(BenchRow) if entry.name in row}),
     )
 
 
@@ -154,6 +153,7 @@ def _of_one_verb(path: Path) -> BenchRun:
                     symmetric=options["symmetric"],
                     nbytes=row["size"],
                     peers=tuple(options["peers"]),
+                    device=options.get("device", "host"),
                 ),
                 row,
             )

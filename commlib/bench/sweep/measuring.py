@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from commlib.bench import options
+from commlib.bench.memory import HOST, BenchMemory
 from commlib.bench.options import BenchOptions, BenchOptionsError
 from commlib.bench.rows import mistakes
 from commlib.bench.session import Session
@@ -27,8 +28,8 @@ PATIENCE = 30.0  # seconds within which the other ranks must have failed, too
 _HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this rank's group is unusable
 
 
-def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan) -> Line:
-    """Return the line of a case. Collective over the world; the same line on all of its ranks.
+def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan, memory: BenchMemory = HOST) -> Line:
+    """Return the line of a case, with arrays in `memory`. Collective over the world; the same on all of its ranks.
 
     status: "ok", "wrong" (commlib returned a wrong element), "refused" (impossible; the reason says why) or "failed"
     (an error on every rank). An error on only some ranks is raised on them, and ends the job.
@@ -40,7 +41,7 @@ def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan) -> Line:
     with _limited(plan.case_seconds, case.name if world.comm.rank == 0 else ""):
         try:
             settings = options.check(_options(case, plan), world.comm.size)
-            session = Session(world.comm, world.world, settings)
+            session = Session(world.comm, world.world, settings, memory=memory)
             session.probe()
             notes = session.notes
             found = session.row(session.case(case.dtype or "float32", case.op, case.nbytes))
@@ -91,6 +92,7 @@ def _options(case: SweepCase, plan: SweepPlan) -> BenchOptions:
         iters=plan.iters,
         warmup_iters=plan.warmup_iters,
         check=plan.check,
+        device=case.device,
     )
 
 

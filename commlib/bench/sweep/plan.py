@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from commlib.bench.options import PEERS, BenchOptionsError, parse_size
+from commlib.bench.options import DEVICES, ONLY_ON, PEERS, BenchOptionsError, parse_size
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.schedule import registry
@@ -28,8 +28,9 @@ class SweepPlan:
     """The contents of a sweep.
 
     nodes, ranks_per_node: each combination makes a world; 0 means all of the job. places: "usual" (the verb's usual
-    form), "in" (place) or "out" (of place). sizes: in bytes. case_seconds: a case that takes longer ends the job; start
-    the sweep again to continue with the next case.
+    form), "in" (place) or "out" (of place). sizes: in bytes. device: "host" or "cuda", where the arrays are.
+    case_seconds: a case that takes longer ends the job; start the sweep again to continue with the next case. seconds:
+    no case begins after this time; start the sweep again for the rest.
     """
 
     verbs: tuple[str, ...] = ("all_reduce",)
@@ -47,6 +48,8 @@ class SweepPlan:
     iters: int | None = None
     warmup_iters: int | None = None
     case_seconds: float = 600.0
+    seconds: float | None = None
+    device: str = "host"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,6 +66,7 @@ class SweepCase:
     symmetric: bool
     nbytes: int
     peers: tuple[str, ...] = field(default=())
+    device: str = "host"
 
     @property
     def world(self) -> tuple[int, int]:
@@ -90,6 +94,7 @@ class SweepCase:
             "in-place" if self.in_place else "out-of-place",
             "symmetric" if self.symmetric else "ordinary",
             str(self.nbytes),
+            "" if self.device == "host" else self.device,
         )
         return " ".join(filter(None, words))
 
@@ -122,8 +127,10 @@ def _value(name: str, value: Any, is_list: bool) -> Any:
     if is_list:
         given = value if isinstance(value, list | tuple) else [value]
         return tuple(_item(name, item) for item in given)
+    if name == "device":
+        return _item(name, value)
     wanted: tuple[type, ...] = (bool,) if name in ("symmetric", "check") else (int,)
-    if name == "case_seconds":
+    if name in ("case_seconds", "seconds"):
         wanted = (int, float)
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         raise BenchOptionsError(f"{name} is {value!r}: expected {'true or false' if bool in wanted else 'a number'}")
@@ -159,7 +166,12 @@ def check_plan(plan: SweepPlan) -> SweepPlan:
         if not value and entry.name != "peers":
             raise BenchOptionsError(f"{entry.name} is empty: nothing would be measured")
         single[entry.name] = tuple(dict.fromkeys(value))
-    for name, least in (("rounds", 1), ("iters", 1), ("warmup_iters", 0), ("case_seconds", 1)):
+    if plan.device not in DEVICES:
+        raise BenchOptionsError(f"device is {plan.device!r}: expected one of {', '.join(DEVICES)}")
+    for peer in plan.peers:
+        if (only_on := ONLY_ON.get(peer, plan.device)) != plan.device:
+            raise BenchOptionsError(f"peers has {peer!r}, which is for device = {only_on!r}, not {plan.device!r}")
+    for name, least in (("rounds", 1), ("iters", 1), ("warmup_iters", 0), ("case_seconds", 1), ("seconds", 0)):
         value = getattr(plan, name)
         if value is not None and value < least:
             raise BenchOptionsError(f"{name} is {value}: expected at least {least}")
@@ -197,7 +209,9 @@ def cases(plan: SweepPlan, ranks_of_nodes: Sequence[int]) -> tuple[list[SweepCas
 
 def _of_verb(plan: SweepPlan, verb: BenchVerb, nodes: int, ranks: int) -> Iterator[SweepCase]:
     has_data = verb.name != "barrier"
-    peers = tuple(peer for peer in plan.peers if peer != "pieces" or verb.name == "all_reduce")
+    device = plan.device if has_data else "host"
+    useless = {"pieces": verb.name != "all_reduce", "ordinary": not (has_data and plan.symmetric)}
+    peers = tuple(peer for peer in plan.peers if not useless.get(peer))
     for algorithm in _algorithms(plan, verb):
         for dtype in plan.dtypes if has_data else ("",):
             for op in plan.ops if verb.reduces else ("",):
@@ -206,7 +220,17 @@ def _of_verb(plan: SweepPlan, verb: BenchVerb, nodes: int, ranks: int) -> Iterat
                     for nbytes in sizes:
                         symmetric = plan.symmetric and has_data
                         yield SweepCase(
-                            nodes, ranks, verb.name, dtype, op, algorithm, in_place, symmetric, nbytes, peers
+                            nodes,
+                            ranks,
+                            verb.name,
+                            dtype,
+                            op,
+                            algorithm,
+                            in_place,
+                            symmetric,
+                            nbytes,
+                            peers,
+                            device,
                         )
 
 
@@ -229,5 +253,5 @@ def _distinct(sizes: Sequence[int], verb: BenchVerb, dtype: str, ranks: int) -> 
     counts: dict[int, int] = {}
     for nbytes in sizes:
         elements = nbytes // NUMPY[dtype].itemsize
-        counts.setdefault(max(1, elements // ranks if verb.split else elements), nbytes)
+        counts.setdefault(verb.count(elements, ranks), nbytes)
     return tuple(counts.values())

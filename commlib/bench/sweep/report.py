@@ -81,9 +81,11 @@ class SweepPrinter:
         is_wrong = line["status"] == "wrong"
         self._print(_row([*what, *cells]) + ("  WRONG" if is_wrong else ""), "red" if is_wrong else "")
 
-    def end(self, endings: Sequence[str], out: Path) -> None:
-        """Print the number of cases by status, and the next command."""
+    def end(self, endings: Sequence[str], out: Path, *, unmeasured: int = 0) -> None:
+        """Print the number of cases by status, and the next command. unmeasured: cases that there was no time for."""
         counts = Counter(endings)
+        if unmeasured:
+            self.note(f"no time was left for {unmeasured} cases (--seconds): start it again with the same file")
         self.note("measured: " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing was left"))
         self.note(f"results are in {out}; a page of them: commlib bench report {out} -o report.html")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import groupby
@@ -13,6 +14,7 @@ from mpi4py import MPI
 import commlib
 from commlib.bench import gloo_peer
 from commlib.bench.options import BenchOptionsError
+from commlib.bench.preparation import choose_memory, join_peers
 from commlib.bench.session import agree
 from commlib.bench.sweep import environment, report, worlds
 from commlib.bench.sweep.measuring import MOST_BEGINNINGS, make_failed_line, measure
@@ -41,7 +43,8 @@ def run(plan: SweepPlan, out: Path, *, retry: bool = False) -> bool:
     all ranks for invalid arguments, before any measurement.
     """
     comm, world = commlib.init(), MPI.COMM_WORLD
-    facts = environment.gather(comm, world)
+    with ExitStack() as stack:  # on all ranks, before any measurement
+        facts = {**environment.gather(comm, world), **choose_memory(stack, plan.device, comm).facts()}
     planned, unable = cases(plan, facts["ranks_of_nodes"])
     agree(world, gloo_peer.problem() if "gloo" in plan.peers else None)
     with ExitStack() as stack:
@@ -58,7 +61,7 @@ def run(plan: SweepPlan, out: Path, *, retry: bool = False) -> bool:
         for line in _measured(comm, world, plan, left, tell, writer):
             endings.append(line["status"])
             printer.line(line)
-        printer.end(endings, out)
+        printer.end(endings, out, unmeasured=len(left) - len(endings))
     return bool(world.bcast("wrong" not in endings and "failed" not in endings))
 
 
@@ -117,19 +120,22 @@ def _measured(
     writer: ResultsWriter | None,
 ) -> Iterator[Line]:
     """Measure, and yield the line of each case on rank 0, which has the writer. Collective."""
+    until = None if plan.seconds is None else time.monotonic() + plan.seconds
     done = 0
     for (nodes, ranks), group in groupby(left, lambda case: case.world):
         with worlds.enter_world(comm, world, nodes, ranks) as part, ExitStack() as stack:
             if part is None:
                 continue
-            if "gloo" in plan.peers:
-                stack.enter_context(gloo_peer.join_gloo(part.world, one_node=part.comm.one_node))
+            memory = choose_memory(stack, plan.device, part.comm)
+            join_peers(stack, plan.peers, part.comm, part.world)
             for case in group:
+                if part.world.bcast(until is not None and time.monotonic() > until):
+                    break
                 tell(done / len(left), case.name)
                 done += 1
                 if writer is not None:
                     writer.add({"kind": "begun", "key": case.key})
-                line = measure(part, case, plan)
+                line = measure(part, case, plan, memory)
                 if writer is not None:
                     line["environment"] = writer.results.environments[-1]["number"]
                     writer.add(line)

@@ -60,7 +60,7 @@ def choose(place: int) -> None:
 
     Raises UsageError if there is none. A GPU that the process already uses stays its GPU.
     """
-    cupy, runtime = _library()
+    cupy, runtime = library()
     try:
         cupy.cuda.Device(place % runtime.getDeviceCount()).use()
     except runtime.CUDARuntimeError as error:
@@ -85,14 +85,14 @@ def device_or_none() -> CudaDevice | None:
 
 
 def _make(index: int) -> CudaDevice:
-    cupy, runtime = _library()
+    cupy, runtime = library()
     try:
         return CudaDevice(cupy, runtime.getDevice() if index < 0 else index)
     except runtime.CUDARuntimeError as error:
         raise UsageError(f"there is no GPU that this process can use: {error}") from error
 
 
-def _library() -> tuple[Any, Any]:
+def library() -> tuple[Any, Any]:
     """Return CuPy and its module of the CUDA runtime. Raises UsageError."""
     try:
         import cupy

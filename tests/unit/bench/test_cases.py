@@ -46,6 +46,9 @@ def collective(verb, made):
             result = xs[ROOT]
         elif verb == "scatter":
             result = np.split(xs[ROOT], RANKS)[rank]
+        elif verb == "all_to_all_v":
+            parts = [np.split(x, np.cumsum(made[source].splits)[:-1]) for source, x in enumerate(xs)]
+            result = np.concatenate([parts[source][rank] for source in range(RANKS)])
         elif verb == "all_to_all":
             result = np.concatenate([np.split(x, RANKS)[rank] for x in xs])
         else:
@@ -126,6 +129,15 @@ def test_sizes_and_counts_are_those_of_nccl_tests():
     for verb, (given, got) in lengths.items():
         at_root = make(verb, 1000)[ROOT]
         assert (len(at_root.x), len(at_root.out)) == (given, got)
+
+
+def test_an_uneven_exchange_has_uneven_parts():
+    made = make("all_to_all_v", 1000)
+    assert [case.splits for case in made] == [[41, 82, 123], [82, 123, 41], [123, 41, 82]]
+    assert [case.takes for case in made] == [
+        list(column) for column in zip(*(case.splits for case in made), strict=True)
+    ]
+    assert all((case.count, case.nbytes) == (41, 41 * 6 * 4) for case in made)  # the count is that of the smallest part
 
 
 def test_only_the_root_has_what_only_the_root_needs():

@@ -191,19 +191,23 @@ def test_compression_and_codecs() -> None:
 def test_gpus() -> None:
     common = {"verb": "all_reduce", "dtype": "float32"}
     rows = [
-        {**common, "size": size, "contender": name, "seconds": [time] * 3, "of_bound": share}
-        for size, name, time, share in (
-            (4096, "symmetric", 3e-5, 0.01),
-            (4096, "gloo", 3e-4, 0.0),
-            (1 << 28, "symmetric", 4e-4, 0.9),
-            (1 << 28, "ordinary", 8e-4, 0.45),
-        )
+        {**common, "size": 4096, "seconds": {"commlib": [3e-5] * 3, "gloo": [3e-4] * 3}, "bound_seconds": []},
+        {
+            **common,
+            "size": 1 << 28,
+            "seconds": {"commlib": [4e-4] * 3, "ordinary": [8e-4] * 3},
+            "bound_seconds": [3.6e-4, 4e-4],
+        },
     ]
-    text = written("gpu", {**record("gpu verbs", rows=rows), "where": "on a GPU"})
-    assert "## gpu verbs, 2 ranks, on a GPU, Some MPI 1" in text
-    assert "| verb | dtype | bytes | symmetric memory | other memory | gloo, times |" in text
-    assert "| all_reduce | float32 | 4 Ki | 30.0 us |  | 10.0 |" in text
-    assert "| all_reduce | float32 | 256 Mi | 400 us (90%) | 800 us (45%) |  |" in text
+    for benchmark in ("gpu verbs", "commlib bench sweep"):
+        text = written("gpu", {**record(benchmark, {"device": "cuda"}, rows=rows), "where": "on a GPU"})
+        assert f"## {benchmark.removeprefix('commlib ')}, 2 ranks, on a GPU, Some MPI 1" in text
+        assert "| verb | dtype | bytes | commlib | ordinary arrays | gloo, times |" in text
+        assert "| all_reduce | float32 | 4 Ki | 30.0 us |  | 10.0 |" in text
+        assert "| all_reduce | float32 | 256 Mi | 400 us (90%) | 800 us (45%) |  |" in text
+    assert "commlib bench all_reduce" not in written(
+        "node", record("commlib bench all_reduce", {"device": "cuda"}, rows=rows)
+    )
     kernel = {"name": "fill", "moved": 1 << 20, "clock": "events", "seconds": [1e-6], "rate": 90.0, "copy": 100.0}
     assert "| fill | 1 | 1.00 us | 90 | 90% | events |" in written("gpu", record("gpu kernels", kernels=[kernel]))
     steps: dict[str, Any] = {"seconds": {"commlib": [0.05, 0.06, 0.07]}, "exposed_percent": {"commlib": 3.21}}

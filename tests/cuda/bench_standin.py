@@ -1,6 +1,8 @@
-"""Emulate, for a dry run, the parts of CuPy that only benchmarks use: timed events, NCCL messages.
+"""Emulate the parts of CuPy, PyTorch and MPI that only `commlib bench --device cuda` uses: for tests and dry runs.
 
-Names and signatures are CuPy's.
+    mpiexec -n 2 python -m tests.cuda.bench_standin bench all_reduce --device cuda     # the command, on the stand-in
+
+Names and signatures are CuPy's. All memory is the host's, so torch's gloo and MPI work on it; all figures mean nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from typing import Any
 import numpy as np
 
 
-def install() -> None:
-    """Make `import cupy` return the tests' emulation, with these additions, for the rest of the process."""
+def install(*, one_gpu: bool = False) -> None:
+    """Make `import cupy` return the tests' stand-in, with these additions, for the rest of the process.
+
+    one_gpu: the machine has one GPU, which all ranks share.
+    """
+    from commlib.bench import gloo_peer, mpi_peer
     from tests.cuda import nccl_standin, standin
 
     cupy: Any = standin.install()
@@ -46,8 +52,8 @@ def install() -> None:
         def _at(self, address: int, count: int, datatype: int, stream: int) -> Any:
             """Return memory as bytes, after all earlier work on the stream."""
             standin.Stream.known[stream].record().block()
-            width = {cuda.nccl.NCCL_FLOAT32: 4, cuda.nccl.NCCL_BFLOAT16: 2}[datatype]
-            raw: Any = (ctypes.c_uint8 * (count * width)).from_address(address)
+            assert datatype == cuda.nccl.NCCL_UINT8
+            raw: Any = (ctypes.c_uint8 * count).from_address(address)
             return np.frombuffer(raw, np.uint8)
 
     def end_group() -> None:
@@ -62,3 +68,25 @@ def install() -> None:
         getDeviceProperties=lambda device: {"name": b"stand-in of host memory", "totalGlobalMem": 1 << 34},
     )
     vars(cuda.nccl).update(NcclCommunicator=NcclCommunicator, groupStart=lambda: None, groupEnd=end_group)
+    if one_gpu:
+        vars(cuda.runtime).update(getDeviceCount=lambda: 1)
+    # torch has no tensors on the stand-in, and MPI does not know that its memory is the host's.
+    vars(gloo_peer).update(tensor_on_gpu=_host_tensor, finish_on_gpu=lambda: None)
+    vars(mpi_peer).update(is_cuda_aware=lambda: True)
+
+
+def _host_tensor(array: Any) -> Any:
+    """Return a tensor of bytes over an array's memory, after all queued work."""
+    import torch
+
+    from tests.cuda import standin_streams
+
+    standin_streams.get_current_stream().synchronize()
+    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.data.ptr), dtype=torch.uint8)
+
+
+if __name__ == "__main__":
+    from commlib.cli import main
+
+    install(one_gpu=True)
+    main()
