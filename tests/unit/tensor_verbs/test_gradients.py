@@ -32,24 +32,24 @@ ORDERED, RETURNING = OrderedVerbs(BRIDGE), ReturningVerbs(BRIDGE)
 WAY_OUT = "pass it without one"
 
 CALLS: dict[str, Any] = {
-    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "mean", comm=comm),
-    "reduce_scatter": lambda x, comm: ORDERED.reduce_scatter(x, comm=comm),
-    "reduce_scatter_v": lambda x, comm: ORDERED.reduce_scatter_v(x, [1, 3], comm=comm),
-    "scan": lambda x, comm: ORDERED.scan(x, comm=comm),
-    "broadcast": lambda x, comm: ORDERED.broadcast(x, comm=comm),
-    "all_gather": lambda x, comm: ORDERED.all_gather(x, comm=comm),
-    "all_gather_v": lambda x, comm: ORDERED.all_gather_v(x, comm=comm),
-    "scatter": lambda x, comm: ORDERED.scatter(x, comm=comm),
-    "all_to_all": lambda x, comm: ORDERED.all_to_all(x, comm=comm),
-    "all_to_all_v": lambda x, comm: ORDERED.all_to_all_v(x, [2, 2], comm=comm),
-    "send_recv": lambda x, comm: RETURNING.send_recv(x, 1 - comm.rank, x, 1 - comm.rank, comm=comm),
+    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "mean", ranks=comm),
+    "reduce_scatter": lambda x, comm: ORDERED.reduce_scatter(x, ranks=comm),
+    "reduce_scatter_v": lambda x, comm: ORDERED.reduce_scatter_v(x, [1, 3], ranks=comm),
+    "scan": lambda x, comm: ORDERED.scan(x, ranks=comm),
+    "broadcast": lambda x, comm: ORDERED.broadcast(x, ranks=comm),
+    "all_gather": lambda x, comm: ORDERED.all_gather(x, ranks=comm),
+    "all_gather_v": lambda x, comm: ORDERED.all_gather_v(x, ranks=comm),
+    "scatter": lambda x, comm: ORDERED.scatter(x, ranks=comm),
+    "all_to_all": lambda x, comm: ORDERED.all_to_all(x, ranks=comm),
+    "all_to_all_v": lambda x, comm: ORDERED.all_to_all_v(x, [2, 2], ranks=comm),
+    "send_recv": lambda x, comm: RETURNING.send_recv(x, 1 - comm.rank, x, 1 - comm.rank, ranks=comm),
 }
 REFUSED: dict[str, Any] = {
-    "reduce": lambda x, comm: ORDERED.reduce(x, comm=comm),
-    "gather": lambda x, comm: ORDERED.gather(x, comm=comm),
-    "exscan": lambda x, comm: ORDERED.exscan(x, comm=comm),
-    "send": lambda x, comm: ORDERED.send(x, 0, comm=comm),
-    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "max", comm=comm),
+    "reduce": lambda x, comm: ORDERED.reduce(x, ranks=comm),
+    "gather": lambda x, comm: ORDERED.gather(x, ranks=comm),
+    "exscan": lambda x, comm: ORDERED.exscan(x, ranks=comm),
+    "send": lambda x, comm: ORDERED.send(x, 0, ranks=comm),
+    "all_reduce": lambda x, comm: ORDERED.all_reduce(x, "max", ranks=comm),
 }
 
 
