@@ -68,13 +68,14 @@ _LAZY = {
     "Work": "commlib.runtime.work",
 }
 
+if not TYPE_CHECKING:  # type checkers know the names
 
-def __getattr__(name: str) -> Any:
-    if name == "metrics":
-        return import_module("commlib.metrics")
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise _missing(name)
+    def __getattr__(name: str) -> Any:
+        if name == "metrics":
+            return import_module("commlib.metrics")
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name]), name)
+        raise _missing(name)
 
 
 def _missing(name: str) -> AttributeError:
@@ -88,4 +89,4 @@ def _missing(name: str) -> AttributeError:
             f"module 'commlib' has no attribute {name!r}: the verbs are methods of the communicator, "
             f"commlib.init().{verb}(...)"
         )
-    return missing_attribute("module 'commlib'", name, (*__all__, "metrics"))
+    return missing_attribute("module 'commlib'", name, __all__)

@@ -13,7 +13,7 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_tensorflow.horovod`, and also here, so that a script of `horovod.tensorflow` runs with a changed import.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from commlib import __version__
 from commlib import horovod as _horovod
@@ -94,7 +94,7 @@ __all__ += _collectives.__all__
 __all__ += _operations.__all__
 __all__ += _queries.__all__
 
-if not _TYPE_CHECKING:  # type checkers know the names
+if not _typing.TYPE_CHECKING:  # type checkers know the names
 
     def __getattr__(name: str) -> object:
         raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -12,7 +12,7 @@ that are spelled as in Horovod (`allreduce`, a mean by default) have names and r
 `commlib_torch.horovod`, and also here, so that a script of `horovod.torch` runs with a changed import.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from commlib import __version__
 from commlib import horovod as _horovod
@@ -123,7 +123,7 @@ leave_uncompiled(
     ]
 )  # fmt: skip
 
-if not _TYPE_CHECKING:  # type checkers know the names
+if not _typing.TYPE_CHECKING:  # type checkers know the names
 
     def __getattr__(name: str) -> object:
         raise _missing_attribute(f"module {__name__!r}", name, __all__)

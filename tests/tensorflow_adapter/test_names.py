@@ -16,6 +16,7 @@ HOROVOD = {
 }  # fmt: skip
 
 ORDERED = {
+    "exscan", "exscan_async", "reduce_scatter_v", "reduce_scatter_v_async", "scan", "scan_async",
     "Work", "all_gather", "all_gather_async", "all_gather_object", "all_gather_object_async", "all_gather_v",
     "all_gather_v_async", "all_reduce", "all_reduce_async", "all_to_all", "all_to_all_async", "all_to_all_v",
     "all_to_all_v_async", "barrier_async", "broadcast_async", "broadcast_object_async", "gather",

@@ -14,7 +14,8 @@ comm.all_reduce(x, algorithm="rnig")  # error: call-overload
 comm.all_reduce_async(x, "men")  # error: arg-type
 comm.plan_all_reduce(x, op="average")  # error: arg-type
 comm.broadcast(x, "0")  # error: arg-type
-whole: NDArray[np.float64] = comm.all_gather(x)  # error: assignment
+single = comm.all_gather(x)
+double: NDArray[np.float64] = single  # error: assignment
 comm.gather(x).sum()  # error: union-attr
 comm.allreduce(x)  # error: attr-defined
 commlib.Mesh(comm=comm, dp=2)  # error: arg-type

@@ -11,6 +11,7 @@ model = keras.Sequential([keras.layers.Dense(4)])
 ct.all_reduce(keras.ops.ones(3), "men")  # error: arg-type
 ct.all_reduce(keras.ops.ones(3), comm=mesh["dp"])  # error: call-arg
 print(ct.Sequence)  # error: attr-defined
+ct.alreduce(1)  # error: attr-defined
 ct.parallelize(model, mesh["tp"], "atuo")  # error: arg-type
 ct.parallelize(model, "tp", "auto")  # error: arg-type
 ct.pipeline(model, mesh["pp"], schedule="1f2b", microbatches=4)  # error: arg-type

@@ -17,6 +17,7 @@ ct.all_reduce(x, comm=mesh["dp"])  # error: call-arg
 ct.all_reduce(x, ranks="dp")  # error: arg-type
 ct.all_reduce(3.0)  # error: arg-type
 print(ct.Sequence)  # error: attr-defined
+ct.alreduce(1)  # error: attr-defined
 ct.parallelize(model, mesh["tp"], "atuo")  # error: arg-type
 ct.parallelize(model, "tp", "auto")  # error: arg-type
 ct.tensor.copy(x, axis=mesh["tp"])  # error: call-arg
