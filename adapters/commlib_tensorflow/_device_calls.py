@@ -15,7 +15,7 @@ from commlib.devices.array import DeviceArray
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._host_calls import Spec, call, call_in_order, call_on_device_of, is_ordered, result_empty
 from commlib_tensorflow._placement import DevicePlace, fits, place_of
-from commlib_tensorflow.devices import array_over, device_of, tensors_over, types, use_device_stream
+from commlib_tensorflow.devices import array_over, device_of, finish_reads, tensors_over, types, use_device_stream
 
 Function = Callable[..., Sequence[Any]]
 
@@ -49,7 +49,7 @@ def _run(function: Function, tensors: Sequence[Any], count: int) -> list[Any]:
         return [to_tensor(array) for array in function(*map(to_array, tensors))]
     with use_device_stream(device):
         arrays = [array_over(tensor, device) for tensor in tensors[:count]]
-        return tensors_of(function(*arrays, *map(to_array, tensors[count:])))
+        return _tensors_after(arrays, function(*arrays, *map(to_array, tensors[count:])))
 
 
 def call_at(
@@ -72,7 +72,7 @@ def call_at(
     def there(*tensors: Any) -> list[Any]:
         with use_device_stream(place.device):
             arrays = [to_array(x) if number in host else array_of(x) for number, x in enumerate(tensors)]
-            return tensors_of(function(*arrays))
+            return _tensors_after(arrays, function(*arrays))
 
     return call_on_device_of(place.where, there, inputs, outputs, what)
 
@@ -87,6 +87,13 @@ def tensors_of(made: Sequence[Any]) -> list[Any]:
     """Return tensors over new arrays of the host or of one device. The host waits for the device's work on them."""
     there = iter(tensors_over([array for array in made if type(array) is not np.ndarray]))
     return [to_tensor(array) if type(array) is np.ndarray else next(there) for array in made]
+
+
+def _tensors_after(arrays: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    """Return tensors over new arrays, after the device has read the arrays of the call."""
+    if not any(type(array) is DeviceArray for array in made):
+        finish_reads(arrays)
+    return tensors_of(made)
 
 
 def allocate_like(array: Any) -> Any:

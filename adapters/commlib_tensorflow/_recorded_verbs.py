@@ -33,7 +33,7 @@ from commlib.tensor_verbs import (
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_array, to_tensor
 from commlib_tensorflow._device_calls import allocate_like, call_on_device
 from commlib_tensorflow._host_calls import Spec, is_ordered, is_recorded, is_recording, refuse_vectorized
-from commlib_tensorflow.devices import array_over, device_of, tensor_over
+from commlib_tensorflow.devices import array_over, device_of, finish_reads, tensor_over
 
 
 def _read(value: Any) -> Any:
@@ -46,7 +46,7 @@ def _new(array: Any) -> tf.Tensor:
     return to_tensor(array) if type(array) is np.ndarray else tensor_over(array)
 
 
-_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, allocate_like)
+_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, allocate_like, settle=finish_reads)
 ordered = OrderedVerbs(_BRIDGE)
 returning = ReturningVerbs(_BRIDGE)
 

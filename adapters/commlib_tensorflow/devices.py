@@ -160,6 +160,18 @@ def _any_tensor(where: str) -> Any:
         return tf.identity(tf.zeros([1]))
 
 
+def finish_reads(arrays: Sequence[Any]) -> None:
+    """Wait until the work queued on this thread's stream has read arrays, which a call without a result took.
+
+    Afterwards TensorFlow may reuse their memory. A call with a result needs no such wait: see `tensors_over`.
+    """
+    for array in arrays:
+        if type(array) is DeviceArray and array.nbytes:
+            device = array.device
+            wait_for(device.current().record(), core.require_world().watch(f"reads of an array on {device.name}"))
+            return
+
+
 def tensor_over(made: Any) -> Any:
     """Return an eager tensor over a device array that nobody else writes to.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,6 +25,8 @@ class Bridge(Generic[T]):
     tensor: the tensor class. read: returns a contiguous array with a tensor's values, which is only read. new: returns
     the tensor over an array that the core made. room: returns an uninitialised array like another one, for a result;
     None: numpy's. in_order: a context in which the core orders its device work after the framework's current streams.
+    settle: for a framework whose streams the core cannot order: waits until the device has read the arrays of a call
+    without a result, as the framework may then reuse their memory; None: not needed.
     """
 
     tensor: type[T]
@@ -32,6 +34,7 @@ class Bridge(Generic[T]):
     new: Callable[[Any], T]
     room: Callable[[Array], Array] | None = None
     in_order: Callable[[], AbstractContextManager[Any]] = nullcontext
+    settle: Callable[[Sequence[Array]], None] | None = None
 
 
 class TensorResult(Protocol):
@@ -135,6 +138,8 @@ class TensorCall(Generic[R]):
         arrays = [*map(bridge.read, self.inputs)]
         with bridge.in_order():
             answer = self.host(getattr(self.comm.labelled(label) if label else self.comm, self.verb), *arrays)
+        if answer is None and bridge.settle is not None:
+            bridge.settle(arrays)
         finished: R = self.result.finish(bridge, answer)
         return finished
 
@@ -144,4 +149,11 @@ class TensorCall(Generic[R]):
         arrays = [*map(bridge.read, self.inputs)]
         with bridge.in_order():
             work = self.host(getattr(self.comm, f"{self.verb}_async"), *arrays)
-        return TensorWork(work, lambda answer: result.finish(bridge, answer), bridge.in_order)
+
+        def finish(answer: Any) -> R:
+            if answer is None and bridge.settle is not None:
+                bridge.settle(arrays)
+            finished: R = result.finish(bridge, answer)
+            return finished
+
+        return TensorWork(work, finish, bridge.in_order)

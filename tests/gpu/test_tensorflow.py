@@ -76,6 +76,11 @@ def test_results_in_use(comm: Any, place: Any) -> None:
 
 
 @EACH_WAY
+def test_inputs_in_use(comm: Any, place: Any) -> None:
+    device_verbs.inputs_in_use(comm, place)
+
+
+@EACH_WAY
 @pytest.mark.ranks(max=3)
 def test_traced_verbs(comm: Any, place: Any) -> None:
     gradients.traced_verbs(comm, place)

@@ -112,3 +112,19 @@ def results_in_use(comm: Any, place: Any) -> None:
     np.testing.assert_array_equal(
         [float(value) for value in kept], [60_000.0 * (base + comm.size * step) for step in range(20)]
     )
+
+
+def inputs_in_use(comm: Any, place: Any) -> None:
+    """TensorFlow reuses the memory of an input at once, also where the call has no result that it waits for."""
+    root = comm.size - 1
+    totals = []
+    for step in range(20):
+        x = place.put(np.full((300, 100), comm.rank + step, np.float32))
+        totals.append(ct.reduce(x, root=root, ranks=comm))
+        del x
+        place.put(np.full((300, 100), -1, np.float32))
+    base = comm.size * (comm.size - 1) / 2
+    for step, total in enumerate(totals):
+        assert (total is None) == (comm.rank != root)
+        if total is not None:
+            np.testing.assert_array_equal(total, np.full((300, 100), base + comm.size * step, np.float32))

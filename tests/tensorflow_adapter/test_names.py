@@ -21,7 +21,6 @@ ORDERED = {
     "all_gather_v_async", "all_reduce", "all_reduce_async", "all_to_all", "all_to_all_async", "all_to_all_v",
     "all_to_all_v_async", "barrier_async", "broadcast_async", "broadcast_object_async", "gather",
     "gather_async", "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async",
-    "reduce_scatter_v", "reduce_scatter_v_async", "scan", "scan_async", "exscan", "exscan_async",
     "scatter", "scatter_async", "send", "send_async", "send_recv", "send_recv_async",
 }  # fmt: skip
 

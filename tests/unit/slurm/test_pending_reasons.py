@@ -72,7 +72,9 @@ def test_a_held_state_does_not_end_by_itself(state: str) -> None:
     assert "scontrol release 12" in str(why(JobTask("12", state)))
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "REQUEUED", *sorted(ENDED)])
+@pytest.mark.parametrize(
+    "state", ["RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "REQUEUED", *sorted(ENDED)]
+)
 def test_other_states_are_not_stuck_whatever_their_reason(state: str) -> None:
     assert why(JobTask("12", state, reason="JobHeldUser")) is None
 
