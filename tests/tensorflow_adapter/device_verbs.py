@@ -123,6 +123,7 @@ def inputs_in_use(comm: Any, place: Any) -> None:
         totals.append(ct.reduce(x, root=root, ranks=comm))
         del x
         place.put(np.full((300, 100), -1, np.float32))
+    np.testing.assert_array_equal(ct.all_reduce(place.put(np.ones(3)), ranks=comm), np.full(3, comm.size))
     base = comm.size * (comm.size - 1) / 2
     for step, total in enumerate(totals):
         assert (total is None) == (comm.rank != root)
