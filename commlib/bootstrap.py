@@ -53,13 +53,13 @@ def agree(
             error = caught
     mine = bad, collect_compared(settings), (secrets.token_hex(4), tuning, error), told, origins
     everyone = gather_objects(mine, transport)
-    known = [found[4] for found in everyone]
-    compare([found[:2] for found in everyone], () if None in known else known)
+    known = [answer[4] for answer in everyone]
+    compare([answer[:2] for answer in everyone], () if None in known else known)
     token, tuning, error = everyone[0][2]
     if error is not None:
         raise error
     loaded = Tuning.from_bytes(tuning)
-    return Agreement(token, Chooser(loaded.machine, loaded.table), [found[3] for found in everyone])
+    return Agreement(token, Chooser(loaded.machine, loaded.table), [answer[3] for answer in everyone])
 
 
 def join(
@@ -83,6 +83,6 @@ def join(
     if retired is not None:
         runtime.retired.take(retired)
     runtime.retired.free(lambda notes: gather_objects(notes, transport))
-    made = Communicator(transport, runtime, group=Group(transport, runtime, "world", topology=topology))
-    made.group.prepare()
-    return made
+    communicator = Communicator(transport, runtime, group=Group(transport, runtime, "world", topology=topology))
+    communicator.group.prepare()
+    return communicator

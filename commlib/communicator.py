@@ -180,7 +180,7 @@ class Communicator:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
 
         Collective, with the same shape, dtype and kind of device on all ranks. A collective on such arrays needs no
-        staging copies. A later call of `empty` frees the memory, once the arrays of all ranks are gone.
+        staging copies. A later call of `empty` frees the memory, once the arrays of all ranks are freed.
 
         Args:
             shape: The length, or the lengths of all dimensions.
@@ -202,13 +202,13 @@ class Communicator:
         only calls with the same label: MismatchError otherwise. The label is for purposes that must not mix, such as
         the gradients of a backward.
         """
-        found = self._labelled.get(label)
-        if found is None:
-            found = self._labelled[label] = copy.copy(self)
-            found._calls = self._calls.labelled(label)
-            found._all_reduces = found._calls.all_reduces
-            found._labelled, found.kept = {}, {}
-        return found
+        result = self._labelled.get(label)
+        if result is None:
+            result = self._labelled[label] = copy.copy(self)
+            result._calls = self._calls.labelled(label)
+            result._all_reduces = result._calls.all_reduces
+            result._labelled, result.kept = {}, {}
+        return result
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
@@ -231,8 +231,8 @@ class Communicator:
             >>> comm.ways("cuda")  # doctest: +SKIP
             ('node', 'nccl', 'host')
         """
-        found = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
-        return cast(tuple[AlgorithmName, ...], found)
+        names = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
+        return cast(tuple[AlgorithmName, ...], names)
 
     # Reductions
 
@@ -272,8 +272,8 @@ class Communicator:
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and (x.flags.carray if out is x else are_plain(x, out)):
                 return known.now(x, empty(x.shape, x.dtype) if out is None else out)
-        elif out is not None and (found := self._calls.on_device(x, out, op, algorithm)) is not None:
-            known, source, target = found
+        elif out is not None and (prepared := self._calls.on_device(x, out, op, algorithm)) is not None:
+            known, source, target = prepared
             known.now(source, target)
             return out
         return all_reduce(self._calls, x, op, out, algorithm).run()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing these costs a millisecond in every job
     from commlib.transport.base import Transport
     from commlib.transport.cuda_aware import Answer
 
-    Told = tuple[str, Answer]
+    NodeAnswer = tuple[str, Answer]
     """The report of a rank that may have a GPU: its host and the library's answer."""
 
 # Device files of NVIDIA's drivers: on servers, under Windows (WSL), on embedded boards.
@@ -46,7 +46,7 @@ def list_device_kinds(settings: Config) -> set[str]:
     return named | {"cuda"} if settings.cuda_aware == "yes" else named - {"cuda"}
 
 
-def report(settings: Config) -> Told | None:
+def report(settings: Config) -> NodeAnswer | None:
     """Return this rank's report; None if it has no GPU or the settings decide."""
     if settings.cuda_aware != "auto" or "cuda" in list_device_kinds(settings):
         return None
@@ -59,7 +59,7 @@ def report(settings: Config) -> Told | None:
     return os.uname().nodename, ask_loaded(MPI)
 
 
-def agree(everyone: Sequence[Told | None], transport: Transport) -> bool:
+def agree(everyone: Sequence[NodeAnswer | None], transport: Transport) -> bool:
     """Return whether MPI accepts GPU memory, the same on all ranks. Collective; free if no rank has a GPU.
 
     everyone: the reports of the ranks. Rank 0 logs the result.

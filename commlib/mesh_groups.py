@@ -75,10 +75,10 @@ class Mesh:
         self._check_open()
         if self._parent is not None and set(names) <= set(self._parent.shape.names):
             return self._parent[names]
-        (made,) = self.comm.split_all([self._request(names)])
-        assert made is not None
-        self._keep(names, made)
-        return made
+        (communicator,) = self.comm.split_all([self._request(names)])
+        assert communicator is not None
+        self._keep(names, communicator)
+        return communicator
 
     def _keep(self, axes: tuple[str, ...], group: Communicator) -> None:
         self._groups[axes] = group
@@ -88,7 +88,7 @@ class Mesh:
         """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more.
 
         Args:
-            verb: The call that asks, for errors.
+            verb: The requesting call, for errors.
         """
         if len(self.axes) > 1:
             from commlib.ranks import ranks_error

@@ -103,9 +103,9 @@ def _counts() -> tuple[dict[tuple[str, str], Any], str]:
 
 def registry() -> CollectorRegistry:
     """Return a registry of Prometheus' client with only this rank's counts."""
-    made = _client().CollectorRegistry()
-    made.register(Collector())
-    return made  # type: ignore[no-any-return]
+    result = _client().CollectorRegistry()
+    result.register(Collector())
+    return result  # type: ignore[no-any-return]
 
 
 def write_textfile(path: str) -> None:
@@ -174,11 +174,11 @@ class Reports:
     def _loop(self) -> None:
         while not self._closing.wait(self._every):
             try:
-                found = values()
+                current = values()
             except UsageError:
                 return  # commlib was shut down
             try:
-                self._callback(found)
+                self._callback(current)
             except Exception as error:  # an unreachable tracker must not end the training
                 log.warning("metrics: the callback failed: %s: %s", type(error).__name__, error)
 

@@ -54,9 +54,9 @@ class Case:
         """Return the number of wrong elements in this rank's result."""
         if self.out is None or self.wanted is None:
             return 0
-        found, start, differing = self.memory.read(self.out), 0, 0
+        values, start, differing = self.memory.read(self.out), 0, 0
         for length, period in self.wanted:
-            differing += _differing(found[start : start + length], period)
+            differing += _differing(values[start : start + length], period)
             start += length
         return differing
 

@@ -22,7 +22,7 @@ def gather_loads(world: Any, host: str) -> dict[str, Any]:
     for name, load, usable in world.allgather((host, os.getloadavg()[0], _usable_cores(os.environ))):
         loads[name] = max(load, loads.get(name, 0.0))
         cores.setdefault(name, set()).update(usable)
-    usable_cores = {name: len(found) for name, found in cores.items()}
+    usable_cores = {name: len(indices) for name, indices in cores.items()}
     busy = [name for name, load in loads.items() if load > usable_cores[name]]
     return {"load_of_hosts": loads, "usable_cores": usable_cores, **({"busy": busy} if busy else {})}
 

@@ -76,8 +76,8 @@ class NumpyMemory:
     bound_from = BOUND_FROM
 
     def allocate(self, comm: Any, count: int, dtype: str, *, symmetric: bool) -> Array:
-        made: Array = comm.empty(count, dtype) if symmetric else np.empty(count, NUMPY[dtype])
-        return made
+        array: Array = comm.empty(count, dtype) if symmetric else np.empty(count, NUMPY[dtype])
+        return array
 
     def part(self, array: Array, start: int, count: int) -> Array:
         return array[start : start + count]

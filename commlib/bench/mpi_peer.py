@@ -59,7 +59,7 @@ def _type_of(dtype: str) -> MPI.Datatype:
 
 
 def is_cuda_aware() -> bool:
-    """Return whether the MPI library of this process says that it takes GPU memory."""
+    """Return whether the MPI library of this process reports that it accepts GPU memory."""
     return bool(cuda_aware.ask_loaded(MPI).says)
 
 
@@ -116,8 +116,8 @@ def _call(world: Any, case: Case) -> Call:
     if name == "all_to_all":
         return partial(world.Alltoall, MPI.IN_PLACE if case.in_place else x, out)
     if name == "all_to_all_v":
-        sent, taken = (x, out) if isinstance(x, list) else ([x], [out])
-        sending, taking = [sent[0], (case.splits, None), *sent[1:]], [taken[0], (case.takes, None), *taken[1:]]
+        sends, receives = (x, out) if isinstance(x, list) else ([x], [out])
+        sending, taking = [sends[0], (case.splits, None), *sends[1:]], [receives[0], (case.takes, None), *receives[1:]]
         return partial(world.Alltoallv, sending, taking)
     if name == "gather":
         return partial(world.Gather, x, out, root)

@@ -106,10 +106,10 @@ def call(case: Case) -> Call:
 
 def _named(nccl: Any, name: str, case: Case) -> int:
     """Return a constant of NCCL's. Raises UnsupportedPeerError if it has none of this name."""
-    found = getattr(nccl, name, None)
-    if found is None:
+    value = getattr(nccl, name, None)
+    if value is None:
         raise UnsupportedPeerError(f"NCCL has no {case.op} of {case.dtype}")
-    return int(found)
+    return int(value)
 
 
 Messages = list[tuple[int, int, int]]

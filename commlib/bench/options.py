@@ -47,7 +47,7 @@ def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of one run. None stands for the usual value of the verb (see `check`)."""
+    """The options of one run. None means the usual value of the verb (see `check`)."""
 
     verb: str
     sizes: tuple[int, ...] | None = None

@@ -32,7 +32,7 @@ _NAMES = {
     "symmetric": "symmetric, --ordinary",
 }
 
-Tell = Callable[[float, str], None]
+ProgressReport = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ def check(options: BenchOptions, ranks: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
 
 
-def measure(comm: Any, world: Any, options: BenchOptions, tell: Tell) -> tuple[list[Matrix], int]:
+def measure(comm: Any, world: Any, options: BenchOptions, report: ProgressReport) -> tuple[list[Matrix], int]:
     """Return a matrix for each size, and the number of wrong bytes; the same on all ranks. Collective.
 
-    tell: called with the fraction that is done, and the next pair.
+    report: called with the fraction that is done, and the next pair.
     """
     sizes = check(options, comm.size)
     pairs = list(combinations(range(comm.size), 2))
@@ -93,7 +93,7 @@ def measure(comm: Any, world: Any, options: BenchOptions, tell: Tell) -> tuple[l
     for number, nbytes in enumerate(sizes):
         data = (np.arange(nbytes) % 251).astype(np.uint8)
         for index, pair in enumerate(pairs):
-            tell(
+            report(
                 (number * len(pairs) + index) / (len(sizes) * len(pairs)), f"ranks {pair[0]} and {pair[1]}, {nbytes} B"
             )
             if comm.rank == pair[0]:
@@ -103,8 +103,8 @@ def measure(comm: Any, world: Any, options: BenchOptions, tell: Tell) -> tuple[l
             elif comm.rank == pair[1]:
                 _return(comm, world, data, pair[0])
             _sleep_until_all_are_here(world)
-    found = {key: seconds for part in world.allgather(mine) for key, seconds in part.items()}
-    matrices = [Matrix(nbytes, {pair: found[nbytes, *pair] for pair in pairs}) for nbytes in sizes]
+    times = {key: seconds for part in world.allgather(mine) for key, seconds in part.items()}
+    matrices = [Matrix(nbytes, {pair: times[nbytes, *pair] for pair in pairs}) for nbytes in sizes]
     return matrices, sum(world.allgather(wrong))
 
 
@@ -132,11 +132,11 @@ def _serve(comm: Any, world: Any, data: Array, back: Array, peer: int, options: 
 
 def _return(comm: Any, world: Any, data: Array, peer: int) -> None:
     """Return messages to `peer` unchanged, until there is no further burst."""
-    came = np.empty_like(data)
+    received = np.empty_like(data)
     while trips := world.recv(source=peer):
         for _ in range(trips):
-            comm.recv(came, peer)
-            comm.send(came, peer)
+            comm.recv(received, peer)
+            comm.send(received, peer)
 
 
 def _sleep_until_all_are_here(world: Any) -> None:

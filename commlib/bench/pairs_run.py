@@ -38,8 +38,8 @@ def run(options: BenchOptions) -> bool:
     note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
     if warning := busy_text(facts):
         note(warning)
-    with show_progress("commlib bench pairs", silent=comm.rank != 0) as tell:
-        matrices, wrong = pairs.measure(comm, world, options, tell)
+    with show_progress("commlib bench pairs", silent=comm.rank != 0) as report:
+        matrices, wrong = pairs.measure(comm, world, options, report)
     if options.csv:
         _print(rows, "\n".join(pairs_report.csv_lines(matrices, facts["hosts"])))
     for matrix in matrices:

@@ -70,9 +70,9 @@ def gather_program_facts(world: Any, *, starts_itself: bool = False) -> dict[str
 
     starts_itself: whether the benchmark starts its own job, so it is not run by mpirun.
     """
-    found = gather_facts(world, one_node=True)
-    facts = {name: found[name] for name in _PUBLISHED}
-    given = found["environment"].items()
+    gathered = gather_facts(world, one_node=True)
+    facts = {name: gathered[name] for name in _PUBLISHED}
+    given = gathered["environment"].items()
     facts["environment"] = {name: value for name, value in given if not name.startswith(_OF_LAUNCHERS)}
     used = [name for name in ("tensorflow", "keras") if name in sys.modules]
     facts["versions"] |= {name: sys.modules[name].__version__ for name in used}
@@ -83,15 +83,15 @@ def gather_program_facts(world: Any, *, starts_itself: bool = False) -> dict[str
 
 def program_arguments() -> list[str]:
     """Return this program's arguments except for output files."""
-    kept, skipped = [], 0
+    arguments, skipped = [], 0
     for word in sys.argv[1:]:
         if skipped:
             skipped -= 1
         elif (name := word.partition("=")[0]) in _OUTPUTS:
             skipped = _OUTPUTS[name] if "=" not in word else 0
         else:
-            kept.append(word)
-    return kept
+            arguments.append(word)
+    return arguments
 
 
 def commit_of(checkout: Path) -> str:
@@ -125,13 +125,13 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu() -> str:

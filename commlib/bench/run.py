@@ -45,9 +45,9 @@ def run(options: BenchOptions) -> bool:
             if settings.format is not None:
                 report.write_as(find_format(settings.format, _heading(settings, facts, world)))
             rows: list[BenchRow] = []
-            for beside in zip(*(session.rows(report.progress) for session in sessions), strict=True):
-                rows += beside
-                report.row(*beside)
+            for case_rows in zip(*(session.rows(report.progress) for session in sessions), strict=True):
+                rows += case_rows
+                report.row(*case_rows)
             report.end()
         report.note(f"wrong elements: {mistakes(rows)}" if settings.check else "results were not checked (--no-check)")
         if settings.out is not None and comm.rank == 0:

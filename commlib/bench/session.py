@@ -19,15 +19,15 @@ from commlib.bench.rows import OURS, BenchRow, percentiles
 from commlib.errors import UsageError
 
 Make = Callable[[Case], Call]
-Tell = Callable[[Case, int], None]  # called with the case and the number of finished rounds
+CaseReport = Callable[[Case, int], None]  # called with the case and the number of finished rounds
 _CANNOT = (UsageError, UnsupportedPeerError, MPI.Exception, RuntimeError, TypeError, ValueError)  # raised by contenders
 
 
 def agree(world: Any, problem: str | None) -> None:
     """Raise Refused on all ranks if any of them has a problem. Collective."""
-    found = [text for text in world.allgather(problem) if text is not None]
-    if found:
-        raise BenchOptionsError(found[0])
+    problems = [text for text in world.allgather(problem) if text is not None]
+    if problems:
+        raise BenchOptionsError(problems[0])
 
 
 def _silent(case: Case, done: int) -> None:
@@ -124,24 +124,24 @@ class Session:
 
     def contenders(self, case: Case) -> dict[str, tuple[Case, Call]]:
         """Return the case and the call of each contender that supports this case. Collective."""
-        found = {}
+        result = {}
         for name, own in self.own_cases(case).items():
             if (name, case.dtype, case.op) not in self._unable:
                 try:
-                    found[name] = own, self.makers[name](own)
+                    result[name] = own, self.makers[name](own)
                 except UnsupportedPeerError:  # pieces of a small array
                     continue
-        return found
+        return result
 
-    def rows(self, tell: Tell = _silent) -> Iterator[BenchRow]:
+    def rows(self, report: CaseReport = _silent) -> Iterator[BenchRow]:
         """Measure row after row. Collective."""
         for dtype, op, nbytes in self.plan():
-            yield self.row(self.case(dtype, op, nbytes), tell)
+            yield self.row(self.case(dtype, op, nbytes), report)
             gc.collect()  # frees symmetric memory without references
 
-    def row(self, case: Case, tell: Tell = _silent) -> BenchRow:
+    def row(self, case: Case, report: CaseReport = _silent) -> BenchRow:
         """Measure one row. Check the results before the bursts, and again after them."""
-        tell(case, 0)
+        report(case, 0)
         contenders = self.contenders(case)
         timers = {name: self.memory.timer(name) for name in contenders}
         wrong = {name: self._wrong(own, call, timers[name]) for name, (own, call) in contenders.items()}
@@ -156,7 +156,7 @@ class Session:
         for number, figures in enumerate(rounds(bursts, self.settings.rounds), 1):
             for name, seconds in figures.items():
                 times[name].append(seconds)
-            tell(case, number)
+            report(case, number)
         for name, (own, call) in contenders.items():
             wrong[name] += self._wrong(own, call, timers[name])
         return BenchRow(
@@ -171,7 +171,7 @@ class Session:
             wrong=wrong if self.settings.check else None,
             bound_seconds=times.get("bound", []),
             in_place=case.in_place if case.nbytes else None,
-            percentiles={name: percentiles(found) for name, found in single.items() if found},
+            percentiles={name: percentiles(samples) for name, samples in single.items() if samples},
             events=self._events(timers),
         )
 
@@ -191,13 +191,13 @@ class Session:
         )
 
     def _events(self, timers: dict[str, Timer]) -> dict[str, list[float]]:
-        """Return what a GPU's events said of the last bursts, on the slowest rank, by contender. Collective."""
-        found = {}
+        """Return the times of the last bursts by a GPU's events, on the slowest rank, by contender. Collective."""
+        slowest = {}
         for name, timer in timers.items():
             last = getattr(timer, "events", [])[-self.settings.rounds :]
             if last and not (self.settings.fresh or self.settings.percentiles):
-                found[name] = [max(each) for each in zip(*self.world.allgather(last), strict=True)]
-        return found
+                slowest[name] = [max(each) for each in zip(*self.world.allgather(last), strict=True)]
+        return slowest
 
     def _wrong(self, case: Case, call: Call, timer: Timer) -> int:
         return wrong_elements(self.world, case, call, timer) if self.settings.check else 0

@@ -20,10 +20,10 @@ _VERSIONS = (
 
 def available_bytes() -> int:
     """Estimate the bytes that can be allocated before the kernel kills a process for lack of memory."""
-    found = [sys.maxsize]
+    limits = [sys.maxsize]
     with suppress(OSError, ValueError, KeyError):
         machine = _numbers(Path("/proc/meminfo"))
-        found.append(max(0, machine["MemAvailable:"] - machine["MemTotal:"] // 64) * 1024)
+        limits.append(max(0, machine["MemAvailable:"] - machine["MemTotal:"] // 64) * 1024)
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -31,8 +31,8 @@ def available_bytes() -> int:
                 if controller in controllers.split(","):
                     own = root / path.lstrip("/")
                     groups = [own, *own.parents]
-                    found += [left_in(group, limit, use) for group in groups if group.is_relative_to(root)]
-    return min(found)
+                    limits += [left_in(group, limit, use) for group in groups if group.is_relative_to(root)]
+    return min(limits)
 
 
 def left_in(group: Path, limit: str, use: str) -> int:

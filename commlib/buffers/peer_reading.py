@@ -34,7 +34,7 @@ def can_read(process: int, address: int, expected: int) -> bool:
         return False
     call.restype = ctypes.c_ssize_t
     call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    found = ctypes.c_int64()
-    local, remote = _Range(ctypes.addressof(found), 8), _Range(address, 8)
+    buffer = ctypes.c_int64()
+    local, remote = _Range(ctypes.addressof(buffer), 8), _Range(address, 8)
     read = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    return bool(read == 8 and found.value == expected)
+    return bool(read == 8 and buffer.value == expected)

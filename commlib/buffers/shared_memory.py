@@ -174,20 +174,20 @@ def sweep() -> None:
     """Remove this user's named files that killed processes have left."""
     for path in Path(FOLDER).glob("commlib-*-*"):
         with suppress(OSError, ValueError):
-            found = path.stat(follow_symlinks=False)
+            status = path.stat(follow_symlinks=False)
             process = int(path.name.split("-")[1])
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not may_own(process, found.st_ctime):
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not may_own(process, status.st_ctime):
                 _remove_unlocked(path)
 
 
-def may_own(process: int, made: float) -> bool:
-    """Return whether a running process `process` may have created a file at time `made`; numbers are reused."""
+def may_own(process: int, created: float) -> bool:
+    """Return whether a running process `process` may have created a file at time `created`; numbers are reused."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         age = float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except OSError:
         return False
-    return fields[0] not in ("Z", "X") and time.time() - age < made + 2
+    return fields[0] not in ("Z", "X") and time.time() - age < created + 2
 
 
 def _remove_unlocked(path: Path) -> None:

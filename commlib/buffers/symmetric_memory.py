@@ -1,7 +1,7 @@
 """Symmetric memory: arrays that every rank of a node maps, at the same offset in the same segment.
 
 All ranks allocate a segment collectively; it holds one array per rank. They release it, collectively, once the arrays
-of all ranks in it are gone. Ranks drop their arrays at different times, so they agree on it at the next allocation,
+of all ranks in it are freed. Ranks drop their arrays at different times, so they agree on it at the next allocation,
 which is collective anyway.
 """
 

@@ -133,8 +133,8 @@ class Checkpoint:
 
         It does not read the files, which may still be damaged.
         """
-        found = self._list_steps(folders.complete_steps)
-        return found[-1] if found else None
+        steps = self._list_steps(folders.complete_steps)
+        return steps[-1] if steps else None
 
     def resume(self) -> int:
         """Load the newest intact checkpoint, and return its step; 0 if there is no checkpoint. Collective.
@@ -178,15 +178,15 @@ class Checkpoint:
     def _list_steps(self, find: Callable[[Path], list[int]]) -> list[int]:
         """Return the steps that rank 0 finds in the folder. Collective."""
         comm = self._ranks()
-        found: list[int] = []
+        steps: list[int] = []
 
         def look() -> None:
             if comm.rank == 0:
                 folders.restore_replaced(self.folder)
-                found.extend(find(self.folder))
+                steps.extend(find(self.folder))
 
-        seen: list[int] = _on_all_ranks(comm, f"checkpoints in {self.folder}", look, lambda: found)[0]
-        return seen
+        shared: list[int] = _on_all_ranks(comm, f"checkpoints in {self.folder}", look, lambda: steps)[0]
+        return shared
 
     def _read(self, step: int, what: str) -> dict[str, Any]:
         """Return the parts of a checkpoint for this rank. Collective; errors are raised on all ranks."""
@@ -221,14 +221,14 @@ def find_writers(everyone: list[dict[str, str]]) -> dict[str, list[int | None]]:
     everyone: the digests of each rank's parts, by rank.
     """
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    found: dict[str, list[int | None]] = {}
+    writers: dict[str, list[int | None]] = {}
     for name in names:
         first: dict[str, int] = {}
         for rank, theirs in enumerate(everyone):
             if name in theirs:
                 first.setdefault(theirs[name], rank)
-        found[name] = [first[theirs[name]] if name in theirs else None for theirs in everyone]
-    return found
+        writers[name] = [first[theirs[name]] if name in theirs else None for theirs in everyone]
+    return writers
 
 
 def find_writer(index: dict[str, Any], name: str, rank: int, size: int) -> int | None:

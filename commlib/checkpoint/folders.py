@@ -56,10 +56,10 @@ def create_checkpoint(folder: Path, step: int) -> Iterator[None]:
         with suppress(FileNotFoundError), open(left / _LOCK, "r+b") as lock:
             _lock(lock, left.name)
         shutil.rmtree(left)
-    made = unfinished_path(folder, step)
-    made.mkdir()
-    with open(made / _LOCK, "w+b") as lock:
-        _lock(lock, made.name)
+    unfinished = unfinished_path(folder, step)
+    unfinished.mkdir()
+    with open(unfinished / _LOCK, "w+b") as lock:
+        _lock(lock, unfinished.name)
         try:
             yield
         finally:
@@ -71,10 +71,10 @@ def restore_replaced(folder: Path) -> None:
     """Restore a checkpoint that a killed job was replacing. Raises OSError."""
     for old in sorted(folder.glob(".step-*.old")) if folder.is_dir() else ():
         step = int(old.name.split("-")[1].split(".")[0])
-        to, made = checkpoint_path(folder, step), unfinished_path(folder, step)
+        to, unfinished = checkpoint_path(folder, step), unfinished_path(folder, step)
         if not to.exists():
-            is_whole = (made / INDEX).is_file()  # the index is written last
-            (made if is_whole else old).rename(to)
+            is_whole = (unfinished / INDEX).is_file()  # the index is written last
+            (unfinished if is_whole else old).rename(to)
             (to / _LOCK).unlink(missing_ok=True)
 
 
@@ -83,22 +83,22 @@ def finish(folder: Path, step: int, keep: int, damaged: Collection[int] = ()) ->
 
     damaged: steps of damaged checkpoints, which are neither counted nor removed.
     """
-    made, to = unfinished_path(folder, step), checkpoint_path(folder, step)
-    _flush_folder(made)
+    unfinished, to = unfinished_path(folder, step), checkpoint_path(folder, step)
+    _flush_folder(unfinished)
     if to.exists():
         old = folder / f".step-{step:09d}.old"
         to.rename(old)
-        made.rename(to)
+        unfinished.rename(to)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        made.rename(to)
+        unfinished.rename(to)
     (to / _LOCK).unlink()
     _flush_folder(folder)
     others = [one for one in complete_steps(folder) if one != step and one not in damaged]
     for old_step in others[: -(keep - 1) or None]:
-        gone = folder / f".step-{old_step:09d}.gone"  # hides it while it is removed
-        checkpoint_path(folder, old_step).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        discarded = folder / f".step-{old_step:09d}.gone"  # hides it while it is removed
+        checkpoint_path(folder, old_step).rename(discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _lock(file: BinaryIO, name: str) -> None:

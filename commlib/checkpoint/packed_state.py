@@ -79,10 +79,10 @@ def digest(state: Any, name: str) -> str:
     """Return a digest of a state's bits. `name` is its name in errors. Raises UsageError."""
     arrays: list[Array] = []
     layout = json.dumps(_layout(state, arrays, name))
-    found = hashlib.blake2b(layout.encode(), digest_size=16)
+    hasher = hashlib.blake2b(layout.encode(), digest_size=16)
     for array in arrays:
-        found.update(array.data)
-    return found.hexdigest()
+        hasher.update(array.data)
+    return hasher.hexdigest()
 
 
 def write(file: BinaryIO, state: Any, name: str) -> None:

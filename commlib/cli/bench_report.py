@@ -31,14 +31,14 @@ def bench_report(
     from commlib.bench.page import runs
 
     try:
-        found = [runs.read(path) for path in results]
+        bench_runs = [runs.read(path) for path in results]
     except BenchOptionsError as error:
         raise typer.BadParameter(str(error)) from None
     try:
         if format is None:
-            _write_page(found, out or Path("report.html"), png)
+            _write_page(bench_runs, out or Path("report.html"), png)
         else:
-            _write_lines(found, format, out)
+            _write_lines(bench_runs, format, out)
     except ModuleNotFoundError as error:
         if error.name not in ("jinja2", "matplotlib"):
             raise
@@ -47,23 +47,23 @@ def bench_report(
         raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from None
 
 
-def _write_page(found: list[Any], out: Path, png: Path | None) -> None:
+def _write_page(bench_runs: list[Any], out: Path, png: Path | None) -> None:
     from commlib.bench.page import charts, page
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page.render(found))
+    out.write_text(page.render(bench_runs))
     typer.echo(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
     if png is None:
         return
     png.mkdir(parents=True, exist_ok=True)
-    for run in found:
+    for run in bench_runs:
         for group in charts.groups(run):
             path = png / f"{run.name}-{group.stem}.png"
             charts.write_png(group, path)
             typer.echo(f"wrote {path}")
 
 
-def _write_lines(found: list[Any], format: str, out: Path | None) -> None:
+def _write_lines(bench_runs: list[Any], format: str, out: Path | None) -> None:
     from commlib.bench.formats import run_tables
     from commlib.bench.options import FORMATS
 
@@ -71,7 +71,7 @@ def _write_lines(found: list[Any], format: str, out: Path | None) -> None:
         raise typer.BadParameter(
             f"--format {format!r} is unknown; known are {', '.join(FORMATS)}{suggest(format, FORMATS)}"
         )
-    text = "\n".join(line for run in found for line in run_tables.lines(run, format))
+    text = "\n".join(line for run in bench_runs for line in run_tables.lines(run, format))
     if out is None:
         typer.echo(text)
         return

@@ -63,10 +63,10 @@ def hang(
 
 
 def _of_rank(rank: int, dumps: list[Dump], folder: HangFolder) -> Dump:
-    found = [dump for dump in dumps if dump.rank == rank]
-    if not found:
+    matching = [dump for dump in dumps if dump.rank == rank]
+    if not matching:
         raise UsageError(f"{folder.path}: rank {rank} has written nothing")
-    return found[0]
+    return matching[0]
 
 
 def _lines(dump: Dump) -> list[str]:

@@ -44,21 +44,21 @@ def info(
         job = collect_job(_so_far, seconds)
     if job is None:
         return
-    found = problems(job)
+    job_problems = problems(job)
     if as_json:
-        typer.echo(json.dumps(_data(job, found), indent=1))
+        typer.echo(json.dumps(_data(job, job_problems), indent=1))
     else:
         width = _width()
         typer.echo(job_text(job, width))
         if show_all:
             typer.echo("\nAll settings:\n")
             typer.echo("\n".join(wrap(text, width, indent=4) for text in _settings_texts()))
-        typer.echo("\n" + problems_text(found, width))
+        typer.echo("\n" + problems_text(job_problems, width))
     if job.first.no_mpi and not is_alone():
         exits.give_up("commlib info: without an MPI library this rank cannot join the others")
     if job.first.wrong_settings:
         raise typer.Exit(2)
-    if any(problem.level == ERROR for problem in found):
+    if any(problem.level == ERROR for problem in job_problems):
         raise typer.Exit(1)
 
 
@@ -69,11 +69,11 @@ def _width() -> int | None:
 
 def _so_far(job: JobFacts) -> str:
     """Return the report so far, printed if the process ends in MPI."""
-    width, found = _width(), problems(job)
-    return f"{job_text(job, width)}\n\n{problems_text(found, width) if found else HEADING}"
+    width, job_problems = _width(), problems(job)
+    return f"{job_text(job, width)}\n\n{problems_text(job_problems, width) if job_problems else HEADING}"
 
 
-def _data(job: JobFacts, found: list[Problem]) -> dict[str, Any]:
+def _data(job: JobFacts, job_problems: list[Problem]) -> dict[str, Any]:
     """Return all facts: those of the first rank, all ranks under `ranks`, and all settings by variable."""
     settings = _settings()
     return {
@@ -83,7 +83,7 @@ def _data(job: JobFacts, found: list[Problem]) -> dict[str, Any]:
         "gpus": job.gpus,
         "network": None if job.network is None else asdict(job.network),
         "ranks": [asdict(rank) for rank in job.ranks],
-        "problems": [asdict(problem) for problem in found],
+        "problems": [asdict(problem) for problem in job_problems],
     }
 
 

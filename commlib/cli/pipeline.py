@@ -29,7 +29,7 @@ class PipelineRequest:
     microbatches: int | None
     costs: str | None
 
-    def made(self, name: str) -> Schedule:
+    def schedule_of(self, name: str) -> Schedule:
         """Return a schedule by name, or from a CSV file, which defines all sizes itself. Raises UsageError."""
         if name.lower().endswith(".csv"):
             if given := [size for size in (self.ranks, self.stages, self.microbatches) if size is not None]:
@@ -45,10 +45,10 @@ class PipelineRequest:
                     f"schedule {plan.name} has {plan.chunks} stages on each rank: {self.stages} is not a multiple"
                 )
             ranks = RANKS if self.stages is None else self.stages // plan.chunks
-        made = make(plan.name, ranks, self.microbatches or MICROBATCHES, stages=self.stages)
-        if (count := sum(map(len, made.programs))) > MOST_ACTIONS:
-            raise UsageError(f"{made.title}: {count} actions are more than the {MOST_ACTIONS} that can be shown")
-        return made
+        schedule = make(plan.name, ranks, self.microbatches or MICROBATCHES, stages=self.stages)
+        if (count := sum(map(len, schedule.programs))) > MOST_ACTIONS:
+            raise UsageError(f"{schedule.title}: {count} actions are more than the {MOST_ACTIONS} that can be shown")
+        return schedule
 
     def costs_of(self, schedule: Schedule) -> Costs:
         """Return the costs "F,I,W" of all stages. Raises UsageError."""
@@ -61,19 +61,19 @@ class PipelineRequest:
         return Costs.even(schedule.stages, forward, inputs, weights)
 
 
-def pipeline_list(asked: PipelineRequest) -> list[dict[str, Any]]:
+def pipeline_list(request: PipelineRequest) -> list[dict[str, Any]]:
     """Return the description and numbers of each schedule, at the requested sizes."""
-    found = []
+    rows = []
     for name, plan in table.items():
-        schedule = asked.made(name)
-        timing = simulate(schedule, asked.costs_of(schedule))
-        found.append({"name": name, "description": plan.description, **_numbers(schedule, timing)})
-    return found
+        schedule = request.schedule_of(name)
+        timing = simulate(schedule, request.costs_of(schedule))
+        rows.append({"name": name, "description": plan.description, **_numbers(schedule, timing)})
+    return rows
 
 
-def list_text(asked: PipelineRequest, width: int | None) -> str:
+def list_text(request: PipelineRequest, width: int | None) -> str:
     """Return the table of all schedules."""
-    items = pipeline_list(asked)
+    items = pipeline_list(request)
     rows = [["schedule", "stages", "idle", "activations", "weights"]]
     for item in items:
         held = max(item["activations"]) * item["ranks"] / item["stages"]
@@ -83,19 +83,19 @@ def list_text(asked: PipelineRequest, width: int | None) -> str:
     titles = ["", *(item["description"].split("\n")[0] for item in items)]
     lines = (f"{line:<{indent}}{title}".rstrip() for line, title in zip(numbers, titles, strict=True))
     table_text = "\n".join(wrap(line, width, indent=indent) for line in lines)
-    sizes = f"{asked.ranks or RANKS} ranks, {asked.microbatches or MICROBATCHES} microbatches"
+    sizes = f"{request.ranks or RANKS} ranks, {request.microbatches or MICROBATCHES} microbatches"
     return (
-        f"{table_text}\n\nidle: share of the ranks' time, for {sizes}, F,I,W = {asked.costs or '1,1,1'}\n"
+        f"{table_text}\n\nidle: share of the ranks' time, for {sizes}, F,I,W = {request.costs or '1,1,1'}\n"
         "activations: the maximum that a rank holds, in microbatches of a rank's full part of the model\n"
         "weights: the maximum number of versions that a rank keeps\n\ncommlib show pipeline --schedule NAME draws one."
     )
 
 
-def pipeline_text(asked: PipelineRequest, name: str, width: int | None, *, with_legend: bool | None) -> str:
+def pipeline_text(request: PipelineRequest, name: str, width: int | None, *, with_legend: bool | None) -> str:
     """Return the picture of a schedule. with_legend: None for one line; True for a line for each symbol."""
-    schedule = asked.made(name)
+    schedule = request.schedule_of(name)
     verify(schedule)
-    costs = asked.costs_of(schedule) if asked.costs else None
+    costs = request.costs_of(schedule) if request.costs else None
     parts = []
     if schedule.name in table:
         parts.append(wrap(find(schedule.name).description, width))
@@ -108,18 +108,18 @@ def pipeline_text(asked: PipelineRequest, name: str, width: int | None, *, with_
     return "\n\n".join(part.rstrip() for part in parts)
 
 
-def pipeline_svg(asked: PipelineRequest, name: str) -> str:
+def pipeline_svg(request: PipelineRequest, name: str) -> str:
     """Return the picture as SVG."""
-    schedule = asked.made(name)
+    schedule = request.schedule_of(name)
     verify(schedule)
-    return svg(schedule, asked.costs_of(schedule) if asked.costs else None)
+    return svg(schedule, request.costs_of(schedule) if request.costs else None)
 
 
-def pipeline_data(asked: PipelineRequest, name: str) -> dict[str, Any]:
+def pipeline_data(request: PipelineRequest, name: str) -> dict[str, Any]:
     """Return the JSON data of a schedule: its numbers, and each rank's actions and times."""
-    schedule = asked.made(name)
+    schedule = request.schedule_of(name)
     lowered = verify(schedule)
-    timing = simulate(lowered, asked.costs_of(schedule))
+    timing = simulate(lowered, request.costs_of(schedule))
     programs = lowered.schedule.programs
     ranks = [
         [{"action": str(action), "start": start, "end": end} for action, (start, end) in zip(*rank, strict=True)]
@@ -129,9 +129,9 @@ def pipeline_data(asked: PipelineRequest, name: str) -> dict[str, Any]:
     return {"name": schedule.name, **_numbers(schedule, timing), "depths": depths, "programs": ranks}
 
 
-def pipeline_csv(asked: PipelineRequest, name: str) -> str:
+def pipeline_csv(request: PipelineRequest, name: str) -> str:
     """Return the schedule as CSV."""
-    return write(asked.made(name)).rstrip()
+    return write(request.schedule_of(name)).rstrip()
 
 
 def _numbers(schedule: Schedule, timing: Timing) -> dict[str, Any]:

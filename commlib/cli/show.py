@@ -126,8 +126,8 @@ def show(
             _refuse(drawing, "is not for --predict: give --nodes and --ranks-per-node")
             wanted = tuple(map(parse_bytes, sizes or ())) or SIZES
             machine = make_machine(load_machine(tuning) if tuning else None, **numbers)
-            made = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
-            _print(made.to_dict() if as_json else made.text(reader_width()))
+            prediction = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
+            _print(prediction.to_dict() if as_json else prediction.text(reader_width()))
             return
         _refuse(cluster, "is for --predict")
         if algorithm is None:
@@ -139,19 +139,21 @@ def show(
         raise typer.BadParameter(str(error)) from error
 
 
-def _pipeline(asked: PipelineRequest, svg: Path | None, as_csv: bool, as_json: bool, with_legend: bool | None) -> None:
-    width, name = reader_width(), asked.schedule
+def _pipeline(
+    request: PipelineRequest, svg: Path | None, as_csv: bool, as_json: bool, with_legend: bool | None
+) -> None:
+    width, name = reader_width(), request.schedule
     if name is None:
         _refuse({"--svg": svg, "--csv": as_csv or None}, "needs --schedule")
-        _print(pipeline_list(asked) if as_json else list_text(asked, width))
+        _print(pipeline_list(request) if as_json else list_text(request, width))
     elif svg is not None:
-        svg.write_text(pipeline_svg(asked, name), encoding="utf-8")
+        svg.write_text(pipeline_svg(request, name), encoding="utf-8")
         _print(f"wrote {svg}")
     elif as_csv or as_json:
-        _print(pipeline_csv(asked, name) if as_csv else pipeline_data(asked, name))
+        _print(pipeline_csv(request, name) if as_csv else pipeline_data(request, name))
     else:
         explained = True if with_legend is None and width is not None else with_legend
-        _print(pipeline_text(asked, name, width, with_legend=explained))
+        _print(pipeline_text(request, name, width, with_legend=explained))
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
@@ -165,8 +167,10 @@ def _print(what: Any) -> None:
 
 
 def _listed(verb: str) -> list[dict[str, Any]]:
-    found = (find(verb, name) for name in algorithms(verb))
-    return [{"name": a.name, "description": a.description, "rooted": a.rooted, "segmented": a.segmented} for a in found]
+    entries = (find(verb, name) for name in algorithms(verb))
+    return [
+        {"name": a.name, "description": a.description, "rooted": a.rooted, "segmented": a.segmented} for a in entries
+    ]
 
 
 def _list(verb: str) -> str:
@@ -183,7 +187,7 @@ def _draw(
         raise UsageError(f"'--ranks' is {ranks}; at most {MOST_COLUMNS} can be drawn")
     programs = [program(verb, algorithm, rank, ranks, root=root, segments=segments) for rank in range(ranks)]
     if as_json:
-        _print([asdict(made) for made in programs])
+        _print([asdict(each) for each in programs])
         return
     width, picture = reader_width(), render(programs)
     parts = [wrap(find(verb, algorithm).description, width), fold(picture, width)]

@@ -184,8 +184,8 @@ def _wait(number: str, folder: Path) -> None:
     from commlib.slurm.states import summary
 
     try:
-        with progress.show_changes(f"job {number}") as tell:
-            tasks = client.wait_for_job(number, tell)
+        with progress.show_changes(f"job {number}") as report:
+            tasks = client.wait_for_job(number, report)
     except KeyboardInterrupt:
         again = shlex.join(["commlib", "slurm", "wait", number, "--folder", str(folder)])
         typer.echo(f"job {number} continues: `{again}` waits for it, `scancel {number}` ends it", err=True)
@@ -193,17 +193,17 @@ def _wait(number: str, folder: Path) -> None:
     except CommlibError as error:
         typer.echo(f"commlib slurm: {error}", err=True)
         raise typer.Exit(1) from None
-    found = results.facts(folder, number, tasks)
+    facts = results.facts(folder, number, tasks)
     for task in tasks:
         path = results.output(folder, task)
         if len(tasks) == 1 and (lines := results.tail(path, SHOWN)):
             typer.echo("\n".join(lines))
         where = f"output in {path}" if path.exists() else "no output"
         typer.echo(f"job {task.id}: {summary([task])}, {task.run_time}, exit code {task.code}, {where}", err=True)
-    for name in found["results"]:
+    for name in facts["results"]:
         typer.echo(f"results in {name}", err=True)
     try:
-        results.keep(folder, found)
+        results.keep(folder, facts)
     except OSError as error:
         typer.echo(f"commlib slurm: cannot write {error.filename}: {error.strerror}", err=True)
-    raise typer.Exit(found["exit_code"])
+    raise typer.Exit(facts["exit_code"])

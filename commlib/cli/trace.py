@@ -72,8 +72,8 @@ def summary(
         _, stories, _, notes = _read(files)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
-    found = summarise(stories, notes)
-    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else summary_text(found, reader_width()))
+    result = summarise(stories, notes)
+    typer.echo(json.dumps(result.as_dict(), indent=1) if as_json else summary_text(result, reader_width()))
 
 
 def _read(files: Sequence[str]) -> tuple[list[Trace], list[RankActivity], Alignment, list[str]]:

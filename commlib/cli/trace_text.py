@@ -10,22 +10,30 @@ from commlib.trace.summary import StepFigures, Summary
 _VERBS, _PARTS = 8, 6  # the maximum number of each to show
 
 
-def summary_text(found: Summary, width: int | None) -> str:
+def summary_text(summary: Summary, width: int | None) -> str:
     """Return a summary as text."""
-    parts = [*(wrap(f"note: {note}", width, indent=6) for note in found.notes)]
+    parts = [*(wrap(f"note: {note}", width, indent=6) for note in summary.notes)]
     if parts:
         parts.append("")
-    parts += [_ranks(found, width), "", _waits(found, width), "", _verbs(found, width), "", _steps(found.steps, width)]
-    if found.advice:
-        parts += ["", "What to try:", *(wrap(f"- {text}", width, indent=2) for text in found.advice)]
-    if left_out := _left_out(found):
+    parts += [
+        _ranks(summary, width),
+        "",
+        _waits(summary, width),
+        "",
+        _verbs(summary, width),
+        "",
+        _steps(summary.steps, width),
+    ]
+    if summary.advice:
+        parts += ["", "What to try:", *(wrap(f"- {text}", width, indent=2) for text in summary.advice)]
+    if left_out := _left_out(summary):
         parts += ["", wrap(f"The advice leaves out {'; '.join(left_out)}.", width)]
     return "\n".join(parts)
 
 
-def _ranks(found: Summary, width: int | None) -> str:
+def _ranks(summary: Summary, width: int | None) -> str:
     rows = [("rank", "of", "communication", "hidden", "exposed", "lost waiting", "came last", "kept waiting")]
-    for rank in found.ranks:
+    for rank in summary.ranks:
         share = f"{rank.hidden / rank.communication:.0%}" if rank.communication else "-"
         rows.append((
             str(rank.rank),
@@ -40,8 +48,8 @@ def _ranks(found: Summary, width: int | None) -> str:
     return columns(rows, width=width)
 
 
-def _waits(found: Summary, width: int | None) -> str:
-    pairs = [(rank.rank, last, lost) for rank in found.ranks for last, lost in rank.lost_for.items()]
+def _waits(summary: Summary, width: int | None) -> str:
+    pairs = [(rank.rank, last, lost) for rank in summary.ranks for last, lost in rank.lost_for.items()]
     if not pairs:
         return "No rank lost time waiting for another one."
     longest = sorted(pairs, key=lambda pair: -pair[2])[:_PARTS]
@@ -50,9 +58,9 @@ def _waits(found: Summary, width: int | None) -> str:
     return wrap(f"Waited: {', '.join(texts)}{more}.", width)
 
 
-def _verbs(found: Summary, width: int | None) -> str:
+def _verbs(summary: Summary, width: int | None) -> str:
     rows = [("verb", "calls", "bytes", "time", "a call")]
-    for verb in found.verbs[:_VERBS]:
+    for verb in summary.verbs[:_VERBS]:
         each = seconds_text(verb.seconds / verb.calls)
         rows.append((verb.verb, str(verb.calls), bytes_text(verb.bytes), seconds_text(verb.seconds), each))
     return columns(rows, width=width)
@@ -79,13 +87,13 @@ def _steps(steps: StepFigures, width: int | None) -> str:
     return "\n".join([wrap(head, width), *lines])
 
 
-def _left_out(found: Summary) -> list[str]:
-    left, texts = found.left_out, []
+def _left_out(summary: Summary) -> list[str]:
+    left, texts = summary.left_out, []
     if left.steps:
         steps = "step 1" if left.steps == 1 else f"steps 1 to {left.steps}"
         texts.append(f"start-up until the end of {steps} ({seconds_text(left.start_up)})")
     if left.after:
-        texts.append(f"{seconds_text(left.after)} after step {found.steps.count}")
+        texts.append(f"{seconds_text(left.after)} after step {summary.steps.count}")
     if left.small:
         texts.append(f"what is less than {LEAST_OF_A_STEP:.0%} of a step: {', '.join(left.small)}")
     return texts

@@ -93,12 +93,14 @@ def _device(comm: Communicator, kind: str) -> Device:
 
     nodes, rank = comm.topology.nodes, comm.rank
     try:
-        found: Device = select_device(kind, "tune", nodes[comm.topology.node(rank)].index(rank), comm.all_gather_object)
+        selected: Device = select_device(
+            kind, "tune", nodes[comm.topology.node(rank)].index(rank), comm.all_gather_object
+        )
     except UsageError as error:
         if rank == 0:
             typer.echo(f"commlib tune: {error}", err=True)
         raise typer.Exit(2) from None
-    return found
+    return selected
 
 
 def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
@@ -198,7 +200,7 @@ def _way_rows(entry: Entry) -> list[list[str]]:
 
 def _entry_rows(entry: Entry, chooser: Chooser) -> list[list[str]]:
     on_node = entry.nodes == 1
-    ask = partial(
+    choose = partial(
         chooser.choose,
         entry.verb,
         entry.ranks_per_node if on_node else entry.nodes,
@@ -208,8 +210,8 @@ def _entry_rows(entry: Entry, chooser: Chooser) -> list[list[str]]:
     rows = [[entry.verb, "fastest", "took", "predicted", "by the model", "predicted"]]
     for up_to in dict.fromkeys(time.up_to for time in entry.times):
         winner, nbytes = entry.competitors(up_to)[0], up_to // 2  # the measured size
-        same = ask(nbytes, among=(winner.algorithm,)) if winner.algorithm in algorithms(entry.verb) else None
-        choice = ask(nbytes)
+        same = choose(nbytes, among=(winner.algorithm,)) if winner.algorithm in algorithms(entry.verb) else None
+        choice = choose(nbytes)
         predicted = seconds_text(same.seconds) if same else "-"
         measured = [bytes_text(nbytes), winner.algorithm, seconds_text(winner.seconds), predicted]
         rows.append([*measured, choice.algorithm, seconds_text(choice.seconds)])

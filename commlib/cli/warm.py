@@ -80,11 +80,11 @@ def _warm(name: str, rare: bool, jobs: int) -> bool:
         show_progress("commlib warm", silent=is_silent) as progress,
     ):
         count, what = pool.submit(warming.count, rare).result()
-        for number, (task, kept_as, problem) in enumerate(pool.map(partial(warming.compile_one, rare), range(count))):
+        for number, (task, file_name, problem) in enumerate(pool.map(partial(warming.compile_one, rare), range(count))):
             progress((number + 1) / count, task)
-            if kept_as not in there:
-                compiled.add(kept_as)
-            if problem or not (place / kept_as).is_file():
+            if file_name not in there:
+                compiled.add(file_name)
+            if problem or not (place / file_name).is_file():
                 problems.append(f"{task}: {problem or 'it could not be written'}")
     if not is_silent:
         typer.echo(

@@ -95,14 +95,14 @@ class Calls:
             return None
         target = device.wrap(out, "all_reduce", "out", written=True)
         source = target if out is x else device.wrap(x, "all_reduce")
-        found = self.all_reduces.get(((source.dtype, source.size, op, algorithm), device.name))
-        if found is None:
+        call = self.all_reduces.get(((source.dtype, source.size, op, algorithm), device.name))
+        if call is None:
             return None
         if source is not target and (
             source.dtype != target.dtype or source.shape != target.shape or overlap(source, target)
         ):
             return None
-        return found, source.reshape(-1), target.reshape(-1)
+        return call, source.reshape(-1), target.reshape(-1)
 
     def new_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> CompiledCall:
         """Compile an all-reduce and add it to the table. Callers have looked `key` up in `all_reduces` before."""

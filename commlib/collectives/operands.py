@@ -43,9 +43,9 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any 
         if device is HOST:
             array = np.empty(shape, dtype)
             return Result(array, array.reshape(-1), array)
-        made = device.empty(shape, dtype)
-        target = device.wrap(made, verb, "out")
-        return Result(target, target.reshape(-1), made)
+        created = device.empty(shape, dtype)
+        target = device.wrap(created, verb, "out")
+        return Result(target, target.reshape(-1), created)
     target = as_writable(out, verb, "out")
     if device_of(target) is not device:
         raise UsageError(
@@ -68,8 +68,8 @@ def allocate_like(x: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     On a device the memory belongs to the stream of `x`, and the current stream waits until it may write it.
     """
     if type(x) is not DeviceArray:
-        made = np.empty(shape, x.dtype)
-        return made, made
+        array = np.empty(shape, x.dtype)
+        return array, array
     device = x.device
     with device.using(x.stream):
         given = device.empty(shape, x.dtype)

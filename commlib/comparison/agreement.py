@@ -40,10 +40,10 @@ def run_together(comm: GatherRanks, run: Callable[[], _T]) -> _T:
         everyone = comm.all_gather_object("" if raised is None else _error_text(raised))
     except MismatchError as error:  # a rank without an error had other calls to make first
         raise error if raised is None else raised from None
-    text = next((said for said in everyone if said), "")
+    text = next((message for message in everyone if message), "")
     if not text:
         return result
-    ranks = [rank for rank, said in enumerate(everyone) if said == text]
+    ranks = [rank for rank, message in enumerate(everyone) if message == text]
     if raised is not None and (len(ranks) == comm.size or not isinstance(raised, UsageError)):
         raise raised
     raise UsageError(f"{text} (on ranks {ranks} of {comm.size})") from raised
@@ -84,9 +84,9 @@ class LayerAgreement:
         return when in self._compared
 
     def __deepcopy__(self, memo: Any) -> LayerAgreement:
-        found = object.__new__(LayerAgreement)
-        vars(found).update(vars(self), _compared=set(self._compared))
-        return found
+        clone = object.__new__(LayerAgreement)
+        vars(clone).update(vars(self), _compared=set(self._compared))
+        return clone
 
 
 def agree_on_call(
@@ -141,13 +141,13 @@ def lines_of(layer: str, options: Mapping[str, Any]) -> list[str]:
 
 def _lines_of(code: CodeType) -> list[str]:
     """Return the contents of a function's code as lines, independent of its location."""
-    found = [code.co_code.hex(), *code.co_names]
+    lines = [code.co_code.hex(), *code.co_names]
     for one in code.co_consts:
         if isinstance(one, CodeType):
-            found += _lines_of(one)
+            lines += _lines_of(one)
         else:
-            found.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
-    return found
+            lines.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
+    return lines
 
 
 def digest_of(lines: Sequence[str]) -> int:

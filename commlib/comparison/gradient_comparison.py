@@ -50,8 +50,8 @@ def worst_of(squares: Array, dtypes: Sequence[str], has_codec: bool = False) -> 
     low, high = norms.min(0), norms.max(0)
     tolerance = max(tolerance_of(dtype, has_codec=has_codec) for dtype in dtypes)
     # Gradients that are zero except for rounding have large relative differences: bound the denominator.
-    apart = (high - low) / np.maximum(high, max(high.max() / 100, np.finfo(np.float64).tiny))
-    worst = int(apart.argmax())
-    if apart[worst] <= tolerance:
+    differences = (high - low) / np.maximum(high, max(high.max() / 100, np.finfo(np.float64).tiny))
+    worst = int(differences.argmax())
+    if differences[worst] <= tolerance:
         return None
     return worst, int(norms[:, worst].argmin()), int(norms[:, worst].argmax())

@@ -82,5 +82,5 @@ def own_settings(attributes: Mapping[str, Any], *, every: bool = False) -> dict[
     Integers, flags and texts may be the rank or a text to print. every: return these, too.
     """
     public = {name: value for name, value in attributes.items() if not name.startswith("_")}
-    told = {name for name, value in public.items() if type(value) is float or is_function(value)}
-    return {name: value for name, value in public.items() if name in told or (every and is_plain(value))}
+    compared = {name for name, value in public.items() if type(value) is float or is_function(value)}
+    return {name: value for name, value in public.items() if name in compared or (every and is_plain(value))}

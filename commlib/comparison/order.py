@@ -6,7 +6,7 @@ import warnings
 
 from commlib.communicator import Communicator
 
-_LAYOUT, _JOINED, _WARNED = "layout of sequences", "sequences joined by rank", "order of sequences told"
+_LAYOUT, _JOINED, _WARNED = "layout of sequences", "sequences joined by rank", "warned of the order of sequences"
 
 
 def note_layout(comm: Communicator, layout: str) -> None:
@@ -22,10 +22,10 @@ def note_joined(comm: Communicator) -> None:
 
 
 def _warn_once(comm: Communicator) -> None:
-    kept = comm.kept
-    if kept.get(_LAYOUT) != "balanced" or _JOINED not in kept or _WARNED in kept or comm.size == 1:
+    cache = comm.kept
+    if cache.get(_LAYOUT) != "balanced" or _JOINED not in cache or _WARNED in cache or comm.size == 1:
         return
-    kept[_WARNED] = True
+    cache[_WARNED] = True
     if comm.rank == 0:
         warnings.warn(
             f"plan: sequences are sharded over {comm.name} in the layout 'balanced', but layers with sequence= gather "

@@ -63,9 +63,9 @@ def renumber(lines: Sequence[str]) -> list[str]:
     """
     first = dict[str, int]()
 
-    def counted(found: re.Match[str]) -> str:
-        number = int(found[2] or 0)
-        return f"{found[1]}_{number - first.setdefault(found[1], number)}"
+    def counted(match: re.Match[str]) -> str:
+        number = int(match[2] or 0)
+        return f"{match[1]}_{number - first.setdefault(match[1], number)}"
 
     return [re.sub(r"\b([A-Za-z]\w*?)(?:_(\d+))?(?!\w)", counted, line) for line in lines]
 
@@ -84,7 +84,7 @@ def check_missing(
         (comm.rank, mine, gave_up, late)
     )
     this = f"this is rank {comm.rank} of {comm.size}"
-    if away := [rank for rank, _, gone, _ in everyone if gone]:
+    if away := [rank for rank, _, stopped, _ in everyone if stopped]:
         if gave_up or mine is None:
             return False
         raise MismatchError(

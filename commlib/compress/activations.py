@@ -96,17 +96,17 @@ def all_to_all_v(
         part, room = flat[start * row : (start + rows) * row], message[at + _LENGTH :]
         lengths.append(_LENGTH + _round_up(codec.encode(part, room, seed=seed + peer)))
         start, at = start + rows, at + lengths[-1]
-    came, received = comm.all_to_all_v(message[:at], lengths)
-    arrived, ends = as_contiguous(came, "all_to_all_v"), np.cumsum(received).tolist()
+    payload, received = comm.all_to_all_v(message[:at], lengths)
+    arrived, ends = as_contiguous(payload, "all_to_all_v"), np.cumsum(received).tolist()
     parts = [arrived[end - int(nbytes) : end] for end, nbytes in zip(ends, received, strict=True)]
     heads = memory.on_host(*(part[:_LENGTH] for part in parts))
     counts = np.array([head.view("<i8")[0] for head in heads], np.int64)
-    made = memory.device.empty((int(counts.sum()), *array.shape[1:]), array.dtype)
-    target, at = memory.device.wrap(made, "all_to_all_v"), 0
+    result = memory.device.empty((int(counts.sum()), *array.shape[1:]), array.dtype)
+    target, at = memory.device.wrap(result, "all_to_all_v"), 0
     for part, rows in zip(parts, counts.tolist(), strict=True):
         decode(codec, part[_LENGTH:], target[at : at + rows])
         at += rows
-    return made, counts
+    return result, counts
 
 
 def _check_fixed(codec: Codec, verb: str) -> None:
@@ -136,9 +136,9 @@ def _as_float32(array: Any, verb: str) -> Any:
 
 def _zeros(like: Any, nbytes: int) -> Any:
     """Return a new byte array of zeros on the device of `like`."""
-    made = empty_like(like, nbytes, np.uint8)
-    device_of(like).kernels.fill(made, 0)
-    return made
+    array = empty_like(like, nbytes, np.uint8)
+    device_of(like).kernels.fill(array, 0)
+    return array
 
 
 def _round_up(length: int) -> int:

@@ -76,24 +76,24 @@ class SlowLink:
 
 def parts_within(parts: Sequence[BucketPart], first: int, end: int) -> list[BucketPart]:
     """Return the parts within a share, with offsets from its first element. The name of a piece includes its cut."""
-    found = []
+    result = []
     for part in parts:
         start, stop = max(part.start, first), min(part.stop, end)
         if start >= stop:
             continue
         if stop - start == part.count:
-            found.append(BucketPart(part.name, start - first, part.shape))
+            result.append(BucketPart(part.name, start - first, part.shape))
         else:
             name = f"{part.name}[{start - part.start}:{stop - part.start}]"
-            found.append(BucketPart(name, start - first, (stop - start,)))
-    return found
+            result.append(BucketPart(name, start - first, (stop - start,)))
+    return result
 
 
 def split_piece(name: str) -> tuple[str, str]:
     """Return the parameter name and the piece of a part's name. The piece is "" for a full parameter."""
-    found = re.fullmatch(r"(.*?)(\[\d+:\d+\])?", name, re.DOTALL)
-    assert found is not None
-    return found[1], found[2] or ""
+    match = re.fullmatch(r"(.*?)(\[\d+:\d+\])?", name, re.DOTALL)
+    assert match is not None
+    return match[1], match[2] or ""
 
 
 class CompressedBucket:

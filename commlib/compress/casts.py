@@ -55,14 +55,14 @@ def make_casts(
 ) -> tuple[type[TensorCast], type[TensorCast], type[TensorCast]]:
     """Return a framework's NoneCompressor, FP16Compressor and BF16Compressor, defined in `module`."""
 
-    def made(name: str, doc: str, wire: Any = None, wire_name: str = "") -> type[TensorCast]:
+    def make_cast(name: str, doc: str, wire: Any = None, wire_name: str = "") -> type[TensorCast]:
         attributes = {"wire": wire, "wire_name": wire_name, "name_of": staticmethod(name_of), "to": staticmethod(to)}
         return type(name, (TensorCast,), {**attributes, "__module__": module, "__doc__": doc})
 
     return (
-        made("NoneCompressor", "Sends tensors unchanged."),
-        made("FP16Compressor", "Sends wider floating-point tensors as float16.", float16, "float16"),
-        made("BF16Compressor", "Sends wider floats as bfloat16: the range of float32.", bfloat16, "bfloat16"),
+        make_cast("NoneCompressor", "Sends tensors unchanged."),
+        make_cast("FP16Compressor", "Sends wider floating-point tensors as float16.", float16, "float16"),
+        make_cast("BF16Compressor", "Sends wider floats as bfloat16: the range of float32.", bfloat16, "bfloat16"),
     )
 
 

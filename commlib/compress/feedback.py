@@ -70,11 +70,11 @@ def gather_state(parts: Sequence[BucketPart], what: str, values: Array, start: i
     """
     state: State = {}
     for part in parts:
-        found = np.zeros(part.count, np.float32)
+        gathered = np.zeros(part.count, np.float32)
         first, last = max(part.start, start), min(part.stop, start + len(values))
         if first < last:
-            found[first - part.start : last - part.start] = values[first - start : last - start]
-        state[part.name] = {what: found.reshape(part.shape)}
+            gathered[first - part.start : last - part.start] = values[first - start : last - start]
+        state[part.name] = {what: gathered.reshape(part.shape)}
     return state
 
 
@@ -100,8 +100,8 @@ def add_counter(parts: Sequence[BucketPart], what: str, count: int, state: State
 
 def counter(parts: Sequence[BucketPart], what: str, state: Mapping[str, Mapping[str, Array]], otherwise: int) -> int:
     """Return the highest counter of the parts, the inverse of `add_counter`."""
-    found = [int(state[part.name][what]) for part in parts if what in state.get(part.name, {})]
-    return max(found, default=otherwise)
+    counts = [int(state[part.name][what]) for part in parts if what in state.get(part.name, {})]
+    return max(counts, default=otherwise)
 
 
 def is_finite(values: Any) -> bool:

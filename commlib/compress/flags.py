@@ -16,7 +16,7 @@ def pack_flags(flags: Array) -> Array:
 
 def count_flags(payloads: Iterable[Array], count: int) -> Array:
     """Return for each of `count` flags the number of `pack_flags` payloads in which it is set (float32)."""
-    found = np.zeros(count, np.float32)
+    counts = np.zeros(count, np.float32)
     for bits in payloads:
-        found += np.unpackbits(bits, count=count)
-    return found
+        counts += np.unpackbits(bits, count=count)
+    return counts

@@ -69,13 +69,13 @@ class GradientCompression:
             return np.asarray(whole.all_reduce(values, "max"))
 
         # Ranks without a rail measure nothing, and only get the result.
-        found = np.zeros(2 + 2 * len(auto.codecs))
+        measurements = np.zeros(2 + 2 * len(auto.codecs))
         if comm is not None:
             memory = Memory(device, comm.watch)
-            found[:2] = measure_link(comm, memory)
-            found[2:] = [seconds for codec in auto.codecs for seconds in measure_cost(codec, memory)]
-        found = slowest(found)
-        scheme, why = decide(auto, count, self.link.hosts, found.tolist())
+            measurements[:2] = measure_link(comm, memory)
+            measurements[2:] = [seconds for codec in auto.codecs for seconds in measure_cost(codec, memory)]
+        measurements = slowest(measurements)
+        scheme, why = decide(auto, count, self.link.hosts, measurements.tolist())
         return scheme, why if device is HOST else f"{why}, on {device.name}"
 
     def reduction(self, key: str, array: Any, parts: Sequence[BucketPart], flags: int, op: str) -> CompressedBucket:

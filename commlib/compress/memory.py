@@ -45,10 +45,10 @@ class Memory:
         """Return a new 1-D array of zeros. They are complete, so any stream may use the array."""
         if self.device is HOST:
             return np.zeros(count, dtype)
-        made = self.empty(count, dtype)
-        self.kernels.fill(made, 0)
+        array = self.empty(count, dtype)
+        self.kernels.fill(array, 0)
         self.wait()
-        return made
+        return array
 
     def wait(self) -> None:
         """Wait until the work queued on the current stream is done."""
@@ -70,9 +70,9 @@ class Memory:
         """Return host values (contiguous, 1-D) as an array on the device. The copy is queued."""
         if self.device is HOST:
             return values
-        made = self.empty(len(values), values.dtype)
-        self.put(made, values)
-        return made
+        array = self.empty(len(values), values.dtype)
+        self.put(array, values)
+        return array
 
     def put(self, target: Any, values: Array) -> None:
         """Queue a copy of host values to an array of the same length and dtype."""

@@ -103,8 +103,8 @@ def _make(maker: Callable[..., Any], text: str, options: Mapping[str, str]) -> A
     """Call `maker` with options given as text. Raises UsageError for an unknown option or a bad value."""
     kind: Any = maker.func if isinstance(maker, partial) else maker
     assert is_dataclass(kind)
-    taken = len(maker.args) if isinstance(maker, partial) else 0
-    known = {field.name: field for field in fields(kind)[taken:] if field.init}
+    bound = len(maker.args) if isinstance(maker, partial) else 0
+    known = {field.name: field for field in fields(kind)[bound:] if field.init}
     values = {}
     for key, value in options.items():
         if key not in known:

@@ -158,7 +158,7 @@ class Settings:
 
 
 def from_text(setting: Field[Any], text: str) -> Any:
-    """Parse a setting's value from text. The ValueError for a bad text says what is expected."""
+    """Parse a setting's value from text. The ValueError for a bad text states the expected values."""
     kind, choices = str(setting.type), setting.metadata["choices"]
     word = text.lower()
     if kind == "bool":
@@ -229,7 +229,7 @@ def unknown_settings(unknown: Sequence[str], known: Sequence[str], where: str = 
     """Return an error that lists the unknown settings, each with the nearest known name if any. where: a file."""
     by_end = {name.removeprefix("COMMLIB_"): name for name in known}  # the same beginning makes all names similar
     near = {name: nearest(name.removeprefix("COMMLIB_"), by_end) for name in unknown}
-    texts = [f"{name} (did you mean {by_end[found]}?)" if found else name for name, found in near.items()]
+    texts = [f"{name} (did you mean {by_end[match]}?)" if match else name for name, match in near.items()]
     before = f"{where}: " if where else ""
     return UsageError(f"{before}unknown setting {', '.join(texts)}; known are {', '.join(known)}")
 
@@ -264,9 +264,9 @@ def compare(everyone: Sequence[tuple[str, Mapping[str, str]]], origins: Sequence
         values = [settings[name] for _, settings in everyone]
         if len(set(values)) == 1:
             continue
-        found = [origin.get(name.removeprefix("COMMLIB_").lower(), "default") for origin in origins]
-        if set(found) - {"environment"}:
-            values = [f"{value} ({origin})" for value, origin in zip(values, found, strict=True)]
+        sources = [origin.get(name.removeprefix("COMMLIB_").lower(), "default") for origin in origins]
+        if set(sources) - {"environment"}:
+            values = [f"{value} ({origin})" for value, origin in zip(values, sources, strict=True)]
         lines.append(f"  {name}: " + "; ".join(f"{v} on {ranks_text(on)}" for v, on in _by_value(values).items()))
     if lines:
         raise MismatchError(

@@ -23,6 +23,6 @@ _SIGNS = (
 
 def legend(picture: str, width: int | None = None) -> str:
     """Return a line for each kind of symbol in a picture drawn by `commlib.schedule.render`."""
-    found = [(sign, meaning) for pattern, sign, meaning in _SIGNS if re.search(pattern, picture)]
-    widest = max(len(sign) for sign, _ in found)
-    return wrap("\n".join(f"{sign:<{widest}}  {meaning}" for sign, meaning in found), width, indent=widest + 2)
+    entries = [(sign, meaning) for pattern, sign, meaning in _SIGNS if re.search(pattern, picture)]
+    widest = max(len(sign) for sign, _ in entries)
+    return wrap("\n".join(f"{sign:<{widest}}  {meaning}" for sign, meaning in entries), width, indent=widest + 2)

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import typer
 
-Tell = Callable[[float, str], None]
+ProgressReport = Callable[[float, str], None]
 SECONDS = 2.0  # minimum between two lines
 
 
 @contextmanager
-def show_progress(title: str, seconds: float | None = None, *, silent: bool = False) -> Iterator[Tell]:
+def show_progress(title: str, seconds: float | None = None, *, silent: bool = False) -> Iterator[ProgressReport]:
     """Yield a function to call with (fraction done, current task). seconds: the total duration, if known."""
     if silent:
         yield lambda done, what: None
@@ -31,7 +31,7 @@ def show_progress(title: str, seconds: float | None = None, *, silent: bool = Fa
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Tell]:
+def _bar(title: str) -> Iterator[ProgressReport]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -41,7 +41,7 @@ def _bar(title: str) -> Iterator[Tell]:
 
 
 @contextmanager
-def _lines(title: str, seconds: float | None) -> Iterator[Tell]:
+def _lines(title: str, seconds: float | None) -> Iterator[ProgressReport]:
     began = time.monotonic()
     limit = "" if seconds is None else f" of {seconds:g}"
     printed_at, pending = float("-inf"), ""

@@ -12,9 +12,9 @@ NARROWEST = 20  # columns; nothing is readable below this
 
 def reader_width() -> int | None:
     """Return the reader's number of columns, from COLUMNS or the terminal; None in a file or a pipe."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return max(NARROWEST, int(asked))
+    value = os.environ.get("COLUMNS", "")
+    if value.isdigit() and int(value) > 0:
+        return max(NARROWEST, int(value))
     if not sys.stdout.isatty():
         return None
     try:
@@ -37,14 +37,14 @@ def wrap(text: str, width: int | None, *, indent: int = 0) -> str:
 def blocks(widths: Sequence[int], gap: int, width: int | None) -> list[range]:
     """Return the columns of each block, if every block starts with the first column; at least one other in each."""
     first, *others = widths
-    found, used = [], 0
+    ranges, used = [], 0
     start = 1
     for index, one in enumerate(others, 1):
         if width is not None and index > start and first + used + gap + one > width:
-            found.append(range(start, index))
+            ranges.append(range(start, index))
             start, used = index, 0
         used += gap + one
-    return [*found, range(start, len(widths))]
+    return [*ranges, range(start, len(widths))]
 
 
 def fold(picture: str, width: int | None) -> str:

@@ -37,13 +37,13 @@ class SequenceLayout:
         """Return a rank's positions, ascending, in the order of its shard. Ranges are not empty, and not adjacent."""
         chunks = [rank] if self.order == "contiguous" else [rank, 2 * self.size - 1 - rank]
         cuts = even(self.length, self.size * len(chunks))
-        found: list[range] = []
+        result: list[range] = []
         for start, stop in map(cuts.slice_of, chunks):
-            if found and found[-1].stop == start:
-                found[-1] = range(found[-1].start, stop)
+            if result and result[-1].stop == start:
+                result[-1] = range(result[-1].start, stop)
             elif start < stop:
-                found.append(range(start, stop))
-        return tuple(found)
+                result.append(range(start, stop))
+        return tuple(result)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -60,8 +60,8 @@ class SequenceLayout:
         """The ranges of the concatenated shards that give the full sequence: the inverse of `by_rank`."""
         places = self.by_rank
         starts = accumulate(map(len, places), initial=0)
-        found = zip(places, starts, strict=False)
-        return tuple(range(at, at + len(place)) for place, at in sorted(found, key=lambda pair: pair[0].start))
+        pairs = zip(places, starts, strict=False)
+        return tuple(range(at, at + len(place)) for place, at in sorted(pairs, key=lambda pair: pair[0].start))
 
 
 def document_bounds(documents: Iterable[int] | None, length: int) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ class AttentionBlocks(Protocol[T]):
         """Return the result over no keys: zeros, and a largest score of minus infinity. It may be written to."""
         ...
 
-    def merge(self, found: tuple[T, T], span: tuple[int, int], more: tuple[T, T]) -> tuple[T, T]:
-        """Add further keys to the rows of `found` in `span`, and return it."""
+    def merge(self, result: tuple[T, T], span: tuple[int, int], more: tuple[T, T]) -> tuple[T, T]:
+        """Add further keys to the rows of `result` in `span`, and return it."""
         ...
 
     def zeros(self, x: T) -> T:
@@ -82,15 +82,15 @@ class ContextRing:
 
     def forward(self, blocks: AttentionBlocks[T], q: T, kv: T) -> tuple[T, T]:
         """Return this rank's results and their stats. Collective. Queries that see no key get zeros."""
-        found = blocks.nothing(q)
+        result = blocks.nothing(q)
         for number, step in enumerate(self.steps):
             following = self._keys_of_next(blocks, number, kv)
             for block in step.blocks:
                 more = blocks.attend(blocks.rows(q, block.queries), blocks.rows(kv, block.keys), block, step.source)
-                found = blocks.merge(found, block.queries, more)
+                result = blocks.merge(result, block.queries, more)
             if following is not None:
                 kv = following()
-        return found
+        return result
 
     def backward(self, blocks: AttentionBlocks[T], gradient: T, q: T, kv: T, out: T, stats: T) -> tuple[T, T]:
         """Return the gradients of q, and of this rank's kv over all ranks' queries. Collective."""
@@ -151,6 +151,6 @@ def _channel(comm: Communicator, peer: int, x: DeviceArray, tag: int) -> DeviceC
 
 
 def _receive(channel: DeviceChannel, shape: tuple[int, ...], dtype: Any) -> Any:
-    made = channel.recv()
-    channel.release(made)  # the array stays valid
-    return channel.device.wrap(made, "ring").view(dtype).reshape(shape)
+    array = channel.recv()
+    channel.release(array)  # the array stays valid
+    return channel.device.wrap(array, "ring").view(dtype).reshape(shape)

@@ -91,28 +91,28 @@ def pairs(layout: SequenceLayout, causal: bool, bounds: tuple[int, ...]) -> tupl
 
 
 def _pieces(layout: SequenceLayout, rank: int, bounds: tuple[int, ...]) -> list[_ShardPiece]:
-    found, at = [], 0
+    pieces, at = [], 0
     for positions in layout.ranges(rank):
         start = positions.start
         while start < positions.stop:
             document = bisect_right(bounds, start) - 1
             stop = min(positions.stop, bounds[document + 1])
-            found.append(_ShardPiece(document, range(start, stop), at))
+            pieces.append(_ShardPiece(document, range(start, stop), at))
             at, start = at + stop - start, stop
-    return found
+    return pieces
 
 
 def _blocks(queries: list[_ShardPiece], keys: list[_ShardPiece], window: Window) -> tuple[Block, ...]:
     of_document: dict[int, list[_ShardPiece]] = {}
     for piece in keys:
         of_document.setdefault(piece.document, []).append(piece)
-    found = [
+    blocks = [
         _block(mine, theirs, *part, window)
         for mine in queries
         for theirs in of_document.get(mine.document, ())
         for part in window.parts(mine.positions, theirs.positions)
     ]
-    return tuple(_join_queries(_join_keys(found)))
+    return tuple(_join_queries(_join_keys(blocks)))
 
 
 def _block(mine: _ShardPiece, theirs: _ShardPiece, queries: range, keys: range, is_full: bool, window: Window) -> Block:

@@ -52,13 +52,13 @@ class SequenceSpec:
 
     def layout(self, counts: Sequence[int]) -> SequenceLayout:
         """Return the layout of the sequence. counts: tokens of each rank. Raises UsageError if they do not fit."""
-        found = SequenceLayout(sum(counts) if self.length is None else self.length, len(counts), self.order)
-        if tuple(counts) != found.counts:
+        result = SequenceLayout(sum(counts) if self.length is None else self.length, len(counts), self.order)
+        if tuple(counts) != result.counts:
             raise UsageError(
-                f"{self.what}: ranks 0, 1, ... have {tuple(counts)} tokens, but of {found.length} the layout "
-                f"{self.order!r} gives them {found.counts}: shard sequences with shard_sequence or a SequenceLoader"
+                f"{self.what}: ranks 0, 1, ... have {tuple(counts)} tokens, but of {result.length} the layout "
+                f"{self.order!r} gives them {result.counts}: shard sequences with shard_sequence or a SequenceLoader"
             )
-        return found
+        return result
 
     def bounds(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Return the starts of documents, and the end of the last one. Raises UsageError."""
@@ -133,8 +133,8 @@ def next_tokens(tokens: Array, bounds: Sequence[int], dim: int, ignore: int) -> 
 
     Call it on full sequences, before they are sharded. Unsigned integers become int64.
     """
-    found = np.full(tokens.shape, ignore, np.int64 if tokens.dtype.kind == "u" else tokens.dtype)
-    rows = np.moveaxis(found, dim, 0)
+    result = np.full(tokens.shape, ignore, np.int64 if tokens.dtype.kind == "u" else tokens.dtype)
+    rows = np.moveaxis(result, dim, 0)
     rows[:-1] = np.moveaxis(tokens, dim, 0)[1:]
     rows[[stop - 1 for stop in bounds[1:]]] = ignore
-    return found
+    return result

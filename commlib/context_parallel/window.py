@@ -46,20 +46,20 @@ class Window(NamedTuple):
             yield from self._parts(range(start, min(start + rows, queries.stop)), keys)
 
     def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
-        rows, seen = self._visible(queries, keys)
+        rows, visible = self._visible(queries, keys)
         if not rows:
             return
-        first = seen.start if self.left is None else max(seen.start, rows.stop - 1 - self.left)
-        last = seen.stop if self.right is None else min(seen.stop, rows.start + self.right + 1)
+        first = visible.start if self.left is None else max(visible.start, rows.stop - 1 - self.left)
+        last = visible.stop if self.right is None else min(visible.stop, rows.start + self.right + 1)
         if first >= last:  # no key is seen by all queries
-            yield rows, seen, False
+            yield rows, visible, False
             return
-        if self.right == 0 and seen.stop == rows.stop and last == rows.start + 1:
+        if self.right == 0 and visible.stop == rows.stop and last == rows.start + 1:
             last = rows.start  # the rest is causal, with equal positions
         for part, whole in (
-            (range(seen.start, first), False),
+            (range(visible.start, first), False),
             (range(first, last), True),
-            (range(last, seen.stop), False),
+            (range(last, visible.stop), False),
         ):
             if part:
                 yield (*self._visible(rows, part), whole)

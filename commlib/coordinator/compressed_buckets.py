@@ -57,20 +57,20 @@ class CompressedBuckets:
     def make(self, request: OpRequest) -> GradientCompression:
         """Return the compression of a family's buckets. Collective."""
         device = device_named(str(request.option("device")), str(request))
-        made = GradientCompression(
+        compression = GradientCompression(
             self._comm,
             scheme_of(str(request.option("scheme"))),
             within_node=bool(request.option("within_node")),
             count=int(request.option("count")),
             device=device,
         )
-        self._families[request.name] = made, device
-        return made
+        self._families[request.name] = compression, device
+        return compression
 
     def reduction(self, name: str) -> CompressedBucket | None:
         """Return the reduction of a bucket; None before the bucket was first reduced."""
-        made = self._made.get(name)
-        return None if made is None else made[1]
+        entry = self._made.get(name)
+        return None if entry is None else entry[1]
 
     def run(self, request: OpRequest, array: Any, ready: Sequence[DeviceEvent] = ()) -> None:
         """Reduce a bucket in its array. A rank that has joined passes None and adds zeros. Collective.
@@ -113,6 +113,6 @@ class CompressedBuckets:
 def _zeros(device: Device, count: int) -> Any:
     if device is HOST:
         return np.zeros(count, np.float32)
-    made = device.wrap(device.empty((count,), np.float32), "a bucket")
-    device.kernels.fill(made, 0)
-    return made
+    zeros = device.wrap(device.empty((count,), np.float32), "a bucket")
+    device.kernels.fill(zeros, 0)
+    return zeros

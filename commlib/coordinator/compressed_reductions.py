@@ -64,12 +64,12 @@ class CompressedReductions:
     def compression(self, request: OpRequest) -> GradientCompression:
         """Return the compression of a request; `scheme` is None without compression. Collective on the first call."""
         text, within = str(request.option("compression")), bool(request.option("within_node", 0))
-        found = self._compressions.get((text, within))
-        if found is None:
+        result = self._compressions.get((text, within))
+        if result is None:
             count = sum(map(_count, request.tensors))
-            found = GradientCompression(self._comm, scheme_of(text), within_node=within, count=count)
-            self._compressions[text, within] = found
-        return found
+            result = GradientCompression(self._comm, scheme_of(text), within_node=within, count=count)
+            self._compressions[text, within] = result
+        return result
 
     def run(self, request: OpRequest, sources: Sequence[Array] | None, targets: Sequence[Array]) -> None:
         """Reduce the tensors of all ranks; `sources` is None on a rank that has joined. Collective."""

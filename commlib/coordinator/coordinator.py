@@ -141,14 +141,14 @@ class Coordinator:
             if self._recording.recorder is not None:
                 self._records.queue(pending)
             if self._driver.napping or not blocking:
-                self._driver.tell()
+                self._driver.notify()
         return pending
 
     def restart(self) -> PendingOp:
         """Give up all operations that are not agreed on, on all ranks. It completes when all ranks have called it.
 
         Until then, submitted operations end with a MismatchError, unless all ranks submit them in the same cycle. Joins
-        are given up, too. Raises as `submit` does.
+        are cancelled, too. Raises as `submit` does.
         """
         return self.submit(RESTART)
 
@@ -302,10 +302,10 @@ class Coordinator:
     def _give_up(self, jobs: Sequence[LaunchedOp]) -> list[PendingOp]:
         """Remove all pending operations; return them and those of the jobs."""
         running = [job.pending for job in jobs if job.pending is not None]
-        found = dict.fromkeys([*running, *self._pending.values(), *self._unnamed.waiting()])
+        operations = dict.fromkeys([*running, *self._pending.values(), *self._unnamed.waiting()])
         self._pending.clear()
         self._unnamed.clear()
-        return list(found)
+        return list(operations)
 
     # Shutdown
 

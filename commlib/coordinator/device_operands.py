@@ -116,10 +116,10 @@ class Staging:
 
     def station(self, device: Device) -> StagingQueue:
         """Return the staging queue of the group for a device."""
-        found = self._stations.get(device)
-        if found is None:
-            found = self._stations[device] = StagingQueue(self._group, device)
-        return found
+        queue = self._stations.get(device)
+        if queue is None:
+            queue = self._stations[device] = StagingQueue(self._group, device)
+        return queue
 
     def close(self) -> None:
         """Wait, for a few seconds at most, until the devices have finished the queued work."""
@@ -141,15 +141,15 @@ class Staging:
             copies = {id(x): self._copy(x, id(x) in read, text) for x in (*pending.inputs, *pending.outputs)}
             inputs, outputs = ([copies[id(x)] for x in arrays] for arrays in (pending.inputs, pending.outputs))
             here = _HostCopies(inputs, outputs, pending.extra, pending.record)
-            made = job._replace(pending=here)
-            changed[id(made)] = job, {id(copies[id(x)]): x for x in pending.outputs}
-            ours.append(made)
+            host_job = job._replace(pending=here)
+            changed[id(host_job)] = job, {id(copies[id(x)]): x for x in pending.outputs}
+            ours.append(host_job)
 
         def finish(job: Any, value: Any, error: BaseException | None) -> None:
-            if (found := changed.get(id(job))) is None:
+            if (change := changed.get(id(job))) is None:
                 done(job, value, error)
                 return
-            original, outputs = found
+            original, outputs = change
             if error is None:
                 value = self._return_results(original, value, outputs)
             done(original, value, error)
@@ -179,10 +179,10 @@ class Staging:
     def _make_result(self, value: Array, like: DeviceArray, text: str) -> Any:
         device = like.device
         with device.using(like.stream):  # the array's memory belongs to this stream, which orders its reuse
-            made = device.empty(value.shape, value.dtype)
-            target = device.wrap(made, text)
+            result = device.empty(value.shape, value.dtype)
+            target = device.wrap(result, text)
         self._deliver(target, value, text)
-        return made
+        return result
 
     def _deliver(self, target: DeviceArray, value: Array, text: str) -> None:
         if value.nbytes:

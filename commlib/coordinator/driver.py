@@ -31,7 +31,7 @@ class Driver:
     """Runs the cycles of one coordinator.
 
     lock: protects the pending operations; each method states whether its caller holds it. pending: all pending
-    operations. negotiation: knows whether this rank has new requests. group: detects that another rank has begun a
+    operations. negotiation: shows whether this rank has new requests. group: detects that another rank has begun a
     cycle. run: runs one cycle, and sets `midway` during it. fail: ends all pending operations when this rank is out of
     step.
     """
@@ -51,7 +51,7 @@ class Driver:
         self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
         """Held by the thread that runs cycles."""
-        self._holder: object = None  # last owner of `driving`, set before acquiring: an owner that leaves knows itself
+        self._holder: object = None  # last owner of `driving`, set before acquiring: a leaving owner recognizes itself
         self.thread: threading.Thread | None = None
         self.closed = False
         self.midway = False
@@ -61,7 +61,7 @@ class Driver:
         """Whether the thread that runs cycles has no new requests."""
         self._woken = False  # the thread was notified, and has not woken up yet
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Notify the thread that runs cycles of new requests, or start the background thread. The lock is held."""
         if self.napping:
             self._changed.notify_all()

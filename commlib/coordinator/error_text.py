@@ -65,7 +65,7 @@ class ErrorText:
         return MismatchError(f"{text}. Nothing was sent; the group stays usable")
 
     def restarted(self, request: OpRequest, by: Sequence[int]) -> CommlibError:
-        """Return the error of an operation that was given up because the ranks `by` have restarted."""
+        """Return the error of an operation that was cancelled because the ranks `by` have restarted."""
         verb = "have" if len(by) > 1 else "has"
         who = f"{format_ranks(list(by))} {verb} gone back to the last commit (hvd.elastic.run)"
         todo = "Let this error reach hvd.elastic.run on this rank, too: operations fail until then"
@@ -142,16 +142,16 @@ class ErrorText:
         parts += self._name_submitters(waiting)
         if running:
             return "".join(f"; {part}" for part in parts)
-        told = {rank: names for rank in late or () if (names := self._list_submitted(rank))}
+        submitted = {rank: names for rank in late or () if (names := self._list_submitted(rank))}
         parts += [
             f"rank {rank} has submitted {quote_names(names)}, but made no progress since"
-            for rank, names in told.items()
+            for rank, names in submitted.items()
         ]
         if self.last is None:
             parts.append("no operation of all ranks has run yet")
         else:
             parts.append(f"the last operation of all ranks was {self.last}, {time.monotonic() - self.when:.0f} s ago")
-        silent = [rank for rank in late or () if rank not in told]
+        silent = [rank for rank in late or () if rank not in submitted]
         if silent or late == []:
             have = "has" if len(silent) == 1 else "have"
             who = format_ranks(silent) if silent else "the late ranks"
@@ -165,13 +165,13 @@ class ErrorText:
     def _name_submitters(self, waiting: Sequence[OpRequest]) -> Iterable[str]:
         """Yield the other ranks that have submitted the first operation that this rank waits for, if known."""
         if waiting:
-            told = self._user_ranks(self._negotiation.told.get(waiting[0].name, ()))
-            if others := [rank for rank in told if rank != self.rank]:
+            submitters = self._user_ranks(self._negotiation.announced.get(waiting[0].name, ()))
+            if others := [rank for rank in submitters if rank != self.rank]:
                 yield f"{waiting[0].name!r} was submitted by {format_ranks(others)} too"
 
     def _list_submitted(self, rank: int) -> list[str]:
         own = self._members.index(rank)  # its number in the group
-        return [name for name, by in self._negotiation.told.items() if own in by]
+        return [name for name, by in self._negotiation.announced.items() if own in by]
 
     def _user_ranks(self, numbers: Iterable[int]) -> list[int]:
         return [self._members[number] for number in numbers]

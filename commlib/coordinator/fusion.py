@@ -69,14 +69,14 @@ class Fusion:
         if known is not None and known[0] is request:
             return known[1]
         options = options_of(request)
-        found = []
+        parts = []
         for dtype, shape in request.tensors:
             kind = self._kinds.setdefault((dtype, *options), FusionKey(dtype, *options))
-            found.append((kind, math.prod(length or 0 for length in shape)))
+            parts.append((kind, math.prod(length or 0 for length in shape)))
         if len(self._parts) >= _MOST_KEPT:
             self._parts.clear()
-        self._parts[request.name] = request, found
-        return found
+        self._parts[request.name] = request, parts
+        return parts
 
     def _reduce_kind(self, kind: FusionKey, items: Sequence[Item]) -> None:
         itemsize = NUMPY[kind.dtype].itemsize

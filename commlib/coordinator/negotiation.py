@@ -11,7 +11,7 @@ A rank that has joined has no data left. It counts as having announced every ope
 
 A rank that restarts returns to a point from which all ranks can start again. From its announcement until all ranks have
 restarted, nothing carries over to the next cycle: an operation that some rank does not submit in the same cycle is
-given up on every rank.
+cancelled on every rank.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Negotiation:
         self._cache = ResponseCache(capacity)
         self._launches: dict[int, Launch] = {}  # by bit, cached because they are many
         self._waiting: dict[str, OpRequest] = {}  # this rank's requests without a response
-        self._to_tell: dict[str, OpRequest] = {}  # those to announce in full
+        self._unannounced: dict[str, OpRequest] = {}  # those to announce in full
         self._bits = 0  # those to announce by bit
         self._has_new_bits = False
-        self._told: dict[str, dict[int, OpRequest]] = {}  # by name and rank
+        self._announced: dict[str, dict[int, OpRequest]] = {}  # by name and rank
         self._joined: list[int] = []  # in the order in which they joined
         self._restarting: set[int] = set()
 
@@ -108,14 +108,14 @@ class Negotiation:
         return self._waiting
 
     @property
-    def told(self) -> Mapping[str, Mapping[int, OpRequest]]:
+    def announced(self) -> Mapping[str, Mapping[int, OpRequest]]:
         """Fully announced requests that have no response yet, by name and rank of the group."""
-        return self._told
+        return self._announced
 
     @property
     def has_unannounced(self) -> bool:
         """Whether this rank has requests that it has not announced."""
-        return self._has_new_bits or bool(self._to_tell)
+        return self._has_new_bits or bool(self._unannounced)
 
     def submit(self, request: OpRequest) -> None:
         """Submit an operation. Raises ValueError if one of this name is pending on this rank."""
@@ -125,7 +125,7 @@ class Negotiation:
         self._waiting[name] = request
         bit = self._cache.bit(request)
         if bit is None:
-            self._to_tell[name] = request
+            self._unannounced[name] = request
         else:
             self._bits |= 1 << bit
             self._has_new_bits = True
@@ -140,7 +140,7 @@ class Negotiation:
     def withdraw(self, request: OpRequest) -> None:
         """Withdraw a request that was submitted and not yet announced."""
         if self._waiting.pop(request.name, None) is not None:
-            self._to_tell.pop(request.name, None)
+            self._unannounced.pop(request.name, None)
             bit = self._cache.bit(request)
             if bit is not None:
                 self._bits &= ~(1 << bit)
@@ -150,8 +150,8 @@ class Negotiation:
 
         A rank that has joined announces all bits.
         """
-        requests = tuple(self._to_tell.values())
-        self._to_tell.clear()
+        requests = tuple(self._unannounced.values())
+        self._unannounced.clear()
         self._has_new_bits = False
         bits = self._cache.all_bits if self._rank in self._joined else self._bits
         return Announcement(bits, self._cache.highest, requests)
@@ -205,37 +205,37 @@ class Negotiation:
                     self._joined.append(rank)
                     some_joined = True
                     continue
-                self._told.setdefault(request.name, {})[rank] = request
+                self._announced.setdefault(request.name, {})[rank] = request
                 changed[request.name] = None
         for name in changed:
             if name in self._cache:  # some rank submits another request under this name
                 self._forget(name)
         # A rank that joins may be the last one that others waited for.
-        return list(self._told) if some_joined else list(changed)
+        return list(self._announced) if some_joined else list(changed)
 
     def _restart(self) -> Restart:
         """Drop all requests, except this rank's restart if it is not complete, and all joins."""
         name, by = RESTART.name, tuple(self._members[rank] for rank in sorted(self._restarting))
         complete = len(by) == self._size
-        asked, untold = name in self._waiting and not complete, name in self._to_tell
-        for kept in (self._waiting, self._to_tell, self._told, self._joined):
-            kept.clear()
+        is_waiting, is_unannounced = name in self._waiting and not complete, name in self._unannounced
+        for table in (self._waiting, self._unannounced, self._announced, self._joined):
+            table.clear()
         self._bits, self._has_new_bits = 0, False
-        if asked:
+        if is_waiting:
             self._waiting[name] = RESTART
-        if untold:
-            self._to_tell[name] = RESTART
+        if is_unannounced:
+            self._unannounced[name] = RESTART
         if complete:
             self._restarting.clear()
         return Restart(RESTART, by, complete)
 
     def _response(self, name: str) -> Response | None:
-        told = self._told[name]
-        if len(told) + sum(rank not in told for rank in self._joined) < self._size:
+        requests = self._announced[name]
+        if len(requests) + sum(rank not in requests for rank in self._joined) < self._size:
             return None
-        del self._told[name]
-        request = next(iter(told.values()))
-        if difference := describe_difference({self._members[rank]: request for rank, request in told.items()}):
+        del self._announced[name]
+        request = next(iter(requests.values()))
+        if difference := describe_difference({self._members[rank]: request for rank, request in requests.items()}):
             return self._failed(Failure(request, f"the ranks disagree: {difference}"))
         if request.repeats:
             if self._cache.is_full:
@@ -262,8 +262,8 @@ class Negotiation:
         if not late:
             return None  # the last rank has just announced it
         request = self._waiting.pop(name, OpRequest("operation", name))
-        self._to_tell.pop(name, None)
-        self._told.pop(name, None)
+        self._unannounced.pop(name, None)
+        self._announced.pop(name, None)
         if name == RESTART.name:
             self._restarting.clear()
         if name in self._cache:
@@ -287,5 +287,5 @@ class Negotiation:
         """Free a name's bit. If this rank has announced the request only by bit, it must announce it in full."""
         bit = self._cache.remove(name)
         self._bits &= ~(1 << bit)
-        if name in self._waiting and self._rank not in self._told.get(name, {}):
-            self._to_tell[name] = self._waiting[name]
+        if name in self._waiting and self._rank not in self._announced.get(name, {}):
+            self._unannounced[name] = self._waiting[name]

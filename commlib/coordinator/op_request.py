@@ -43,25 +43,25 @@ def fields_of(request: OpRequest) -> dict[str, str]:
     }
 
 
-def describe_difference(said: Mapping[int, OpRequest]) -> str:
+def describe_difference(requests: Mapping[int, OpRequest]) -> str:
     """Return the differences between the requests of several ranks under one name, or "" if they are equal.
 
     Example: "shape is (2,) on rank 0 but (3,) on ranks 1, 2".
     """
-    everyone = {rank: fields_of(request) for rank, request in sorted(said.items())}
+    everyone = {rank: fields_of(request) for rank, request in sorted(requests.items())}
     keys = dict.fromkeys(key for fields in everyone.values() for key in fields)
-    found = []
+    differences = []
     for key in keys:
         by_value: dict[str, list[int]] = {}
         for rank, fields in everyone.items():
             by_value.setdefault(fields.get(key, "not given"), []).append(rank)
         if len(by_value) > 1:
-            found.append(
+            differences.append(
                 f"{key} is " + " but ".join(f"{value} on {format_ranks(who)}" for value, who in by_value.items())
             )
             if key == "verb":
                 break  # other properties of different verbs cannot be compared
-    return "; ".join(found)
+    return "; ".join(differences)
 
 
 def format_ranks(numbers: list[int]) -> str:

@@ -117,13 +117,13 @@ class StallInspector:
         `waiting` is in the order of submission.
         """
         now = monotonic()
-        found = {}
+        result = {}
         for name, pending in waiting.items():
             waited = now - pending.since
             if 0 < self.timeout < waited:
-                found[name] = True
+                result[name] = True
             elif waited > self.warning and not pending.warned:
-                found[name] = False
+                result[name] = False
             elif waited < min(self.warning, self.timeout or self.warning):
                 break  # later ones are younger
-        return found
+        return result

@@ -34,9 +34,9 @@ class UnnamedOps:
         """Hold an operation until its name is free."""
         self._later[pending.request.name].append(pending)
 
-    def due(self, taken: Container[str]) -> Iterator[PendingOp]:
+    def due(self, used: Container[str]) -> Iterator[PendingOp]:
         """Yield the held operations whose names are free now, one for each name."""
-        for name in [name for name in self._later if name not in taken]:
+        for name in [name for name in self._later if name not in used]:
             yield self._later[name][0]
             self._later[name].popleft()  # removed after it has its name, so it is always in exactly one place
             if not self._later[name]:

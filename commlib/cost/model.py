@@ -143,8 +143,8 @@ def best(verb: str, algorithm: str, size: int, nbytes: float, link: LinkCost, ga
     """Return the best number of segments, and the seconds predicted for it."""
     segments = best_segments(verb, algorithm, size, nbytes, link, gamma)
     seconds = predict(verb, algorithm, size, nbytes, link, gamma, segments=segments)
-    asks = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > AT_ONCE
-    return segments, seconds * _ASKING if asks else seconds
+    needs_request = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > AT_ONCE
+    return segments, seconds * _ASKING if needs_request else seconds
 
 
 def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: LinkCost, gamma: float) -> int:

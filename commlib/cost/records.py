@@ -84,10 +84,10 @@ def mapping(data: Any, where: str) -> dict[str, Any]:
 
 def items(data: dict[str, Any], name: str, where: str) -> list[Any]:
     """Return the list under a name of an object. Raises UsageError if there is none."""
-    found = data.get(name)
-    if not isinstance(found, list):
-        raise UsageError(f"{where}: expected a list {name!r}, got {found!r:.60}")
-    return found
+    entries = data.get(name)
+    if not isinstance(entries, list):
+        raise UsageError(f"{where}: expected a list {name!r}, got {entries!r:.60}")
+    return entries
 
 
 def _number(data: dict[str, Any], name: str, where: str, *, least: float, most: float, kind: type[T]) -> T:

@@ -91,10 +91,10 @@ class ArrayValues:
 
     def take(self, index: int) -> None:
         """Make the reduced slot the result, or a copy of it if the caller kept an earlier result."""
-        lent = self._slots.lent[index]
+        value = self._slots.lent[index]
         if index in self._slots.copied:
-            lent = _copy_slot(lent)
-        self._results[index] = lent
+            value = _copy_slot(value)
+        self._results[index] = value
 
     def forget(self) -> None:
         """Drop the input arrays."""
@@ -171,9 +171,9 @@ def _divide_rows(rows: Any, divisor: int) -> Any:
     return (rows / divisor).astype(rows.dtype)
 
 
-def _copy_slot(lent: Any) -> Any:
-    if type(lent) is DeviceArray:
-        return lent.copy()
-    copy = aligned_empty(lent.shape, lent.dtype)
-    copy[...] = lent
+def _copy_slot(array: Any) -> Any:
+    if type(array) is DeviceArray:
+        return array.copy()
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[...] = array
     return copy

@@ -127,12 +127,12 @@ class BucketReducer:
 
     def write(self, parameter: int, address: int) -> None:
         """Copy the contiguous gradient at `address`, in its slot's dtype, into the slot of `parameter`."""
-        found = self._places.get(parameter)
-        if found is None:
+        entry = self._places.get(parameter)
+        if entry is None:
             index, slot = self._of[parameter]
             self._memory[index].write(slot.offset, slot.count, address)
             return
-        target, nbytes = found
+        target, nbytes = entry
         self._copy(target, address, nbytes)
 
     def move(self, index: int, *, aside: bool) -> None:

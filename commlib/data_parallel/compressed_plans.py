@@ -46,6 +46,6 @@ class CompressedPlans:
         if bucket.dtype != "float32" or bucket.axis or not parts:
             return self._plain(bucket, array)
         key = f"bucket {bucket.index}"
-        made: BucketPlan = self._compression.reduction(key, array, parts, bucket.flags, bucket.reduction)
-        self._made[bucket] = made
-        return made
+        plan: BucketPlan = self._compression.reduction(key, array, parts, bucket.flags, bucket.reduction)
+        self._made[bucket] = plan
+        return plan

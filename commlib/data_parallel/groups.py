@@ -27,7 +27,7 @@ def read_groups(groups: Any, key: Callable[[Any], Hashable]) -> Groups:
     if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
         raise UsageError("groups must be a non-negative number or a list of lists of parameters")
     seen: set[Hashable] = set()
-    found = []
+    result = []
     for place, group in enumerate(groups):
         members = []
         for member in group:
@@ -41,8 +41,8 @@ def read_groups(groups: Any, key: Callable[[Any], Hashable]) -> Groups:
                 raise UsageError(f"a parameter may appear only once in groups, but group {place} repeats one")
             seen.add(known_by)
             members.append(known_by)
-        found.append(tuple(members))
-    return tuple(found)
+        result.append(tuple(members))
+    return tuple(result)
 
 
 def place_groups(
@@ -58,11 +58,11 @@ def place_groups(
         bounds = [len(keys) * number // count for number in range(count + 1)] if count else [0]
         return [list(range(start, end)) for start, end in itertools.pairwise(bounds)]
     numbers = {key: number for number, key in enumerate(keys)}
-    found = []
+    result = []
     for place, group in enumerate(groups):
         members = [numbers[key] for key in group if key in numbers]
         if known is not None and not all(key in numbers or key in known for key in group):
             raise UsageError(f"group {place} contains a tensor that is not a parameter of the optimizer")
         if members:
-            found.append(members)
-    return found
+            result.append(members)
+    return result

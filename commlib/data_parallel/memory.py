@@ -32,8 +32,8 @@ class BucketMemory:
         if self.device is HOST:
             self.symmetric = empty((bucket.count,), bucket.dtype)
         else:
-            made = empty((bucket.count,), bucket.dtype, device=self.device)
-            self.symmetric = self.device.wrap(made, "a bucket")
+            array = empty((bucket.count,), bucket.dtype, device=self.device)
+            self.symmetric = self.device.wrap(array, "a bucket")
         self.array = self.symmetric
         self._flags: Array | None = None
 

@@ -127,8 +127,8 @@ class Gradient:
     @property
     def place(self) -> Device:
         """This process's device of that type. Raises UsageError if there is none."""
-        found: Device = device_named(self.device, self.name)
-        return found
+        result: Device = device_named(self.device, self.name)
+        return result
 
     @property
     def itemsize(self) -> int:

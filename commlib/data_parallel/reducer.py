@@ -374,8 +374,8 @@ class GradientReducer:
 
     def combine(self, value: float | None) -> float | None:
         """Return the mean (or sum) over ranks of a number, such as a loss; None if no rank has one. Collective."""
-        found = [theirs for theirs in self.ranks.all_gather_object(value) if theirs is not None]
-        return sum(found) / (self.ranks.size if self.options.op == "mean" else 1) if found else None
+        values = [theirs for theirs in self.ranks.all_gather_object(value) if theirs is not None]
+        return sum(values) / (self.ranks.size if self.options.op == "mean" else 1) if values else None
 
     def stepped(self) -> None:
         """Record that an optimizer stepped."""
@@ -547,9 +547,9 @@ def _gains(ranks: ReducerRanks, options: Options, gradients: Sequence[Gradient])
     """Return the gains other than 1, by gradient: the factor of a reduction for a value equal on all ranks."""
     if ranks.size == 1:
         return {}
-    found = {}
+    gains = {}
     for index, gradient in enumerate(gradients):
         gain = gradient.scale * (ranks.along(gradient.axis).size if options.op == "sum" else 1)
         if gain != 1:
-            found[index] = gain
-    return found
+            gains[index] = gain
+    return gains

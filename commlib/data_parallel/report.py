@@ -116,14 +116,14 @@ class Reporting:
     @property
     def report(self) -> StepReport | None:
         """Costs of communication in the last step; None before the first step."""
-        found: StepReport | None = self.reducer.report
-        return found
+        result: StepReport | None = self.reducer.report
+        return result
 
     @property
     def statistics(self) -> Statistics:
         """Totals of the reductions so far, and their cost."""
-        found: Statistics = Statistics() if self.reducer is None else self.reducer.statistics
-        return found
+        result: Statistics = Statistics() if self.reducer is None else self.reducer.statistics
+        return result
 
     @property
     def exposed_seconds(self) -> float:
@@ -133,5 +133,5 @@ class Reporting:
     @property
     def compression_choice(self) -> str:
         """The compression of gradients, and the reason for its choice."""
-        found: str = self.reducer.compression_choice
-        return found
+        result: str = self.reducer.compression_choice
+        return result

@@ -49,28 +49,28 @@ class Shards:
         """Return the pieces of parameters that this rank owns, in order."""
         comm, length = self._comms[bucket], len(self._own[bucket])
         begin = comm.rank * length
-        found = []
+        result = []
         for slot in self._buckets[bucket].slots:
             start, stop = max(slot.offset, begin), min(slot.offset + slot.count, begin + length)
             if start < stop:
-                found.append(ShardPiece(slot.parameter, start - slot.offset, start - begin, stop - begin))
-        return found
+                result.append(ShardPiece(slot.parameter, start - slot.offset, start - begin, stop - begin))
+        return result
 
     def gradients(self, bucket: int) -> Array:
         """Return this rank's part of the reduced gradients of a bucket."""
-        found: Array = self._gradients[bucket]
-        return found
+        result: Array = self._gradients[bucket]
+        return result
 
     def own(self, bucket: int) -> Array:
         """Return this rank's part of a bucket's parameters. Write to it before the parameters are gathered."""
-        found: Array = self._own[bucket]
-        return found
+        result: Array = self._own[bucket]
+        return result
 
     def parameter(self, index: int) -> Array:
         """Return all elements of a parameter from the last gather: a 1-D view that the next gather overwrites."""
         bucket, start, stop = self._of[index]
-        found: Array = self._whole[bucket][start:stop]
-        return found
+        result: Array = self._whole[bucket][start:stop]
+        return result
 
     def bucket_of(self, index: int) -> int:
         """Return the bucket of a parameter."""

@@ -2,7 +2,7 @@
 
 A gradient that was reduced in its slot needs no copy: the framework gets an array over the slot. A framework that keeps
 this gradient expects it to stay the same. Before slots are written again, reference counts therefore show which arrays
-are still in use. A bucket with arrays in use leaves its memory to them until the last reference is gone.
+are still in use. A bucket with arrays in use leaves its memory to them until the last reference is dropped.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Slots:
         expects it to change, because autograd adds to it in place.
         """
         for bucket, arrays in list(self._left.items()):
-            if not any(_find_kept(arrays)):
+            if not any(_find_in_use(arrays)):
                 del self._left[bucket]
                 self._move(bucket, moved, aside=False)
-        kept = _find_kept(self.lent)
-        if not any(kept):
+        in_use = _find_in_use(self.lent)
+        if not any(in_use):
             return
         for bucket, members in enumerate(self._members):
-            surprised = [number for number in members if kept[number] and not adds_up(number)]
+            surprised = [number for number in members if in_use[number] and not adds_up(number)]
             if surprised:
                 self.copied.update(surprised)
                 if not self._engine.is_private(bucket):
@@ -73,6 +73,6 @@ class Slots:
                 self.lent[number] = view
 
 
-def _find_kept(arrays: list[Array]) -> list[bool]:
+def _find_in_use(arrays: list[Array]) -> list[bool]:
     """Return for each array whether a gradient made from it, or another object on its memory, still exists."""
     return [count > _IDLE for count in map(getrefcount, arrays)]

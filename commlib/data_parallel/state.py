@@ -56,6 +56,6 @@ def load_compression(reducer: GradientReducer, saved: dict[str, Any], convert: C
     )
     course = saved.get("course")  # states of earlier versions have none
     if course is not None and reducer.compression.scheme is not None:
-        found = ResumePoint.load(course)
-        if found.scheme == reducer.compression.scheme.name:
-            reducer.resume(found)
+        resume_point = ResumePoint.load(course)
+        if resume_point.scheme == reducer.compression.scheme.name:
+            reducer.resume(resume_point)

@@ -85,9 +85,9 @@ class UnbucketedGradients:
         that `has_joined` contributes nothing, and its gradients do not change. Raises MismatchError on every rank if a
         gradient is sparse on some ranks and dense on others.
         """
-        found = self._learn(used) if someone_found else set()
+        new_sparse = self._learn(used) if someone_found else set()
         self._reduce_rows(
-            [index for index in sorted(self._sparse) if index in found or used(index)], statistics, has_joined
+            [index for index in sorted(self._sparse) if index in new_sparse or used(index)], statistics, has_joined
         )
         if self._everything and not has_joined:  # by name: ranks that have joined take part anyway
             self._reduce_packed(
@@ -95,7 +95,7 @@ class UnbucketedGradients:
             )
         if not has_joined:
             self._make_sparse_again(used)
-        return bool(found)
+        return bool(new_sparse)
 
     def _reduce_rows(self, indices: Sequence[int], statistics: Statistics, has_joined: bool) -> None:
         of_device = defaultdict[str, list[int]](list)  # one exchange moves arrays of one device
@@ -154,16 +154,16 @@ class UnbucketedGradients:
         if self._options.sparse_as_dense:
             self._sparse_again |= everyone
             return set()
-        found = set(everyone)
-        self._check_reduced_together(sorted(found), "pass sparse_as_dense=True")
-        self._sparse |= found
-        for index in sorted(found):
+        new_sparse = set(everyone)
+        self._check_reduced_together(sorted(new_sparse), "pass sparse_as_dense=True")
+        self._sparse |= new_sparse
+        for index in sorted(new_sparse):
             if used(index):
                 raise MismatchError(
                     f"the gradient of {self._gradients[index].name} is sparse on some ranks and dense on others: "
                     "pass sparse_as_dense=True"
                 )
-        return found
+        return new_sparse
 
     def _check_reduced_together(self, indices: Iterable[int], remedy: str) -> None:
         """Raise UsageError, on every rank, for gradients that are reduced over only some of the ranks."""

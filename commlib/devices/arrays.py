@@ -19,8 +19,8 @@ def device_of(x: Any) -> Any:
         return HOST
     if type(x) is DeviceArray:
         return x.device
-    found = lookup(x)
-    return HOST if found is None else found
+    device = lookup(x)
+    return HOST if device is None else device
 
 
 def name_of_device(array: Any) -> str:
@@ -32,8 +32,8 @@ def as_view(x: Any, verb: str, what: str = "x") -> Any:
     """Return a user's array without a copy. A host array may be non-contiguous. Raises UsageError."""
     if type(x) is DeviceArray:
         return x
-    found = None if isinstance(x, np.ndarray) else lookup(x)
-    return as_host(x, verb, what) if found is None else found.wrap(x, verb, what)
+    device = None if isinstance(x, np.ndarray) else lookup(x)
+    return as_host(x, verb, what) if device is None else device.wrap(x, verb, what)
 
 
 def device_named(name: str, verb: str) -> Any:
@@ -54,8 +54,8 @@ def as_writable(x: Any, verb: str, what: str = "x") -> Any:
     """Return a user's array to write to, without a copy. Raises UsageError if it is read-only."""
     if type(x) is DeviceArray:
         return x
-    found = None if isinstance(x, np.ndarray) else lookup(x)
-    return writable(as_host(x, verb, what), verb, what) if found is None else found.wrap(x, verb, what, written=True)
+    device = None if isinstance(x, np.ndarray) else lookup(x)
+    return writable(as_host(x, verb, what), verb, what) if device is None else device.wrap(x, verb, what, written=True)
 
 
 def address(array: Any) -> int:

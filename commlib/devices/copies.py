@@ -33,6 +33,6 @@ def copy_to_device(array: Any, device: Device) -> Any:
         return array
     block = device.staging(array.nbytes).view(array.dtype).reshape(array.shape)
     block[...] = array
-    made = device.wrap(device.empty(array.shape, array.dtype), "a copy")
-    device.copy(made, block)
-    return made
+    target = device.wrap(device.empty(array.shape, array.dtype), "a copy")
+    device.copy(target, block)
+    return target

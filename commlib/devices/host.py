@@ -86,7 +86,7 @@ class HostDevice:
     def reach(self, memory: SharedMemory) -> SharedMemory:
         return memory
 
-    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
+    def signals(self, memory: SharedMemory, written: Sequence[int], awaited: Sequence[int]) -> Signals:
         raise TransportError("the host has no streams: its ranks synchronize on a board")
 
 

@@ -187,10 +187,10 @@ class Device(Protocol):
         """Open the memory of a handle from `export`. Raises TransportError if this device cannot address it."""
         ...
 
-    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
+    def signals(self, memory: SharedMemory, written: Sequence[int], awaited: Sequence[int]) -> Signals:
         """Return signals over flags in shared host memory, which they keep alive.
 
-        tell: the addresses that this rank writes; hear: those that it waits for. Raises TransportError if the device's
-        streams do not support this.
+        written: addresses that this rank writes; awaited: addresses that it waits for. Raises TransportError if the
+        device's streams do not support this.
         """
         ...

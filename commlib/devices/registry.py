@@ -47,10 +47,10 @@ def refusal(name: str) -> str:
 
 def streams() -> dict[str, Any]:
     """Return this thread's current stream on each device that this process has used, by the device's name."""
-    found = {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}
+    result = {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}
     if "commlib.devices.cuda.process" in sys.modules and (gpu := _cuda().find_used()) is not None:
-        found[gpu.name] = gpu.current()
-    return found
+        result[gpu.name] = gpu.current()
+    return result
 
 
 @cache

@@ -16,14 +16,14 @@ def select_device(kind: str, purpose: str, local_rank: int, gather: Callable[[An
     purpose: what needs it, for the error. gather: all-gathers picklable values. Raises UsageError on all ranks if any
     has no such device; the text names these ranks.
     """
-    found, refusal = None, ""
+    device, refusal = None, ""
     try:
         if kind == "cuda":
             from commlib.devices.cuda import process
 
             if process.find_used() is None:
                 process.choose(local_rank)
-        found = device_named(kind, purpose)
+        device = device_named(kind, purpose)
     except UsageError as error:
         refusal = str(error)
     refusals = gather(refusal)
@@ -32,4 +32,4 @@ def select_device(kind: str, purpose: str, local_rank: int, gather: Callable[[An
         for text in dict.fromkeys(filter(None, refusals)):
             texts.append(f"{ranks_text([rank for rank, other in enumerate(refusals) if other == text])}: {text}")
         raise UsageError("; ".join(texts))
-    return found
+    return device

@@ -16,13 +16,13 @@ MOST_OF_A_KIND = 3  # problems to show
 
 def problems(job: JobFacts) -> list[Problem]:
     """Return all problems, errors first; at most a few of one kind, as on many hosts."""
-    found: list[Problem] = []
+    result: list[Problem] = []
     for one in CHECKS:
         kind = list(one(job))
-        found += kind[:MOST_OF_A_KIND]
+        result += kind[:MOST_OF_A_KIND]
         if len(kind) > MOST_OF_A_KIND:
-            found.append(Problem(kind[-1].level, f"{len(kind) - MOST_OF_A_KIND} more like the last", ""))
-    return sorted(found, key=lambda problem: LEVELS.index(problem.level))
+            result.append(Problem(kind[-1].level, f"{len(kind) - MOST_OF_A_KIND} more like the last", ""))
+    return sorted(result, key=lambda problem: LEVELS.index(problem.level))
 
 
 def failures(job: JobFacts) -> Iterator[Problem]:

@@ -36,11 +36,11 @@ def collect_process(seconds: float = SECONDS) -> JobFacts:
     """Return the facts of this process. MPI is started in a separate process, with this time limit."""
     own = replace(read_rank(), slurm=read_slurm())
     try:
-        found = mpi_library.find_mpi()
+        mpi = mpi_library.find_mpi()
     except TransportError as error:
         return JobFacts((replace(own, no_mpi=str(error)),), NO_GPU)
     tried = mpi_library.try_alone(seconds)
-    started = found if tried.mpi is None else replace(tried.mpi, library=found.library, file=found.file)
+    started = mpi if tried.mpi is None else replace(tried.mpi, library=mpi.library, file=mpi.file)
     own = replace(own, mpi=started, peer_reads=tried.peer_reads)
     return JobFacts((own,), _gpus(), failures=(tried.failure,) if tried.failure else ())
 
@@ -59,14 +59,14 @@ def collect_job(so_far: Callable[[JobFacts], str], seconds: float = SECONDS) -> 
     with Watch(so_far(JobFacts((own,))) if speaks else "") as watch:
         watch.step("load an MPI library", seconds)
         try:
-            found = mpi_library.find_mpi()
+            mpi = mpi_library.find_mpi()
         except TransportError as error:
             if not speaks:
                 raise _refusal(own, error) from None
             return JobFacts((replace(own, no_mpi=str(error)),), NO_GPU)
-        own = replace(own, mpi=found)
+        own = replace(own, mpi=mpi)
         try:
-            check_before_start(found.library)
+            check_before_start(mpi.library)
             watch.step("start MPI", seconds)
             own = replace(own, mpi=mpi_library.start_mpi())
             check_launcher(mpi_start.started_mpi())
@@ -110,17 +110,17 @@ def _measure() -> tuple[NetworkFacts | None, str, bool]:
 
     try:
         comm = commlib.init()
-        found = measure(comm), "", bool(comm.group.transport.accepts("cuda"))
+        result = measure(comm), "", bool(comm.group.transport.accepts("cuda"))
         commlib.shutdown()
     except CommlibError as error:
         return None, str(error), False
-    return found
+    return result
 
 
 def _gpus() -> str:
     """Return whether MPI accepts memory of a GPU, if there may be one. A separate process starts MPI and tries it."""
     if not cuda_aware_mpi.may_have_gpu():
         return NO_GPU
-    found = cuda_probe.probe()
-    claim = found.claim or "MPI could not be asked"
-    return f"{claim}; MPI {'accepted GPU memory' if not found.failure else f'failed on GPU memory: {found.failure}'}"
+    answer = cuda_probe.probe()
+    claim = answer.claim or "MPI could not be asked"
+    return f"{claim}; MPI {'accepted GPU memory' if not answer.failure else f'failed on GPU memory: {answer.failure}'}"

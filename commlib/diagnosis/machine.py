@@ -85,13 +85,13 @@ def _memory_group(root: Path) -> tuple[int | None, int | None]:
             continue
         # In a container the group's own folder may be the mount point: then the first of these paths do not exist.
         folder = base / group.strip("/")
-        found = [
+        limits = [
             (value, _number(place / used))
             for place in (folder, *folder.parents)
             if place.is_relative_to(base) and (value := _number(place / limit)) is not None and value < _NO_LIMIT
         ]
-        if found:
-            return min(found, key=lambda pair: pair[0])
+        if limits:
+            return min(limits, key=lambda pair: pair[0])
     return None, None
 
 

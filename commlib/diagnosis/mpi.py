@@ -59,7 +59,7 @@ def start_mpi() -> MpiFacts:
     threads = {getattr(MPI, f"THREAD_{level}"): level for level in _LEVELS}
     answer = ask_loaded(MPI)
     called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `ask_loaded` calls it
-    says = {True: "yes", False: "no", None: "unknown"}[answer.says]
+    label = {True: "yes", False: "no", None: "unknown"}[answer.says]
     return MpiFacts(
         library=library,
         file=file,
@@ -68,7 +68,7 @@ def start_mpi() -> MpiFacts:
         prefix=_prefix(file),
         standard="{}.{}".format(*MPI.Get_version()),
         threads=threads[MPI.Query_thread()],
-        cuda=f"{says} ({answer.how.removeprefix(f'{called}: ')})",
+        cuda=f"{label} ({answer.how.removeprefix(f'{called}: ')})",
         seconds=seconds,
     )
 
@@ -94,12 +94,12 @@ def try_neighbour(MPI: Any) -> bool | None:
     comm, probe, here = MPI.COMM_WORLD, Probe(), os.uname().nodename
     entries = comm.allgather((here, os.getpid(), probe.place))
     mine = [entry for entry in entries if entry[0] == here]
-    found = None
+    result = None
     if len(mine) > 1:
         _, process, place = mine[(mine.index((here, os.getpid(), probe.place)) + 1) % len(mine)]
-        found = can_read(process, *place)
+        result = can_read(process, *place)
     comm.Barrier()  # every probe lives until its peer has read it
-    return found
+    return result
 
 
 def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, command: tuple[str, ...] = ()) -> MpiTrial:

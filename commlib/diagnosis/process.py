@@ -38,9 +38,9 @@ _NOISE = (
 
 def read_rank(environment: Mapping[str, str] = os.environ) -> RankFacts:
     """Return the facts of this process, without MPI. Starts no process."""
-    found, wrong = Settings(Config(), {}), ""
+    settings, wrong = Settings(Config(), {}), ""
     try:
-        found = find_settings(environment)
+        settings = find_settings(environment)
     except UsageError as error:
         wrong = str(error)
     start = read_start(environment)
@@ -55,8 +55,8 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> RankFacts:
         limits=read_limits(),
         cache=str(user_cache(environment)),
         environment=control_variables(environment),
-        settings={variable(name): value_text(getattr(found.config, name)) for name in found.origins},
-        origins={variable(name): origin for name, origin in found.origins.items()},
+        settings={variable(name): value_text(getattr(settings.config, name)) for name in settings.origins},
+        origins={variable(name): origin for name, origin in settings.origins.items()},
         start=start,
         wrong_settings=wrong,
     )
@@ -64,12 +64,12 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> RankFacts:
 
 def read_start(environment: Mapping[str, str]) -> LaunchFacts | None:
     """Return the launcher's description of this process; None without a launcher."""
-    found = find_launcher(environment)
-    if found is None:
+    match = find_launcher(environment)
+    if match is None:
         return None
-    launcher = found.launcher
+    launcher = match.launcher
     return LaunchFacts(
-        launcher.command, launcher.protocol, found.rank, found.size, found.local_rank, found.local_size, found.node
+        launcher.command, launcher.protocol, match.rank, match.size, match.local_rank, match.local_size, match.node
     )
 
 

@@ -164,11 +164,11 @@ def _peers(job: JobFacts) -> str:
 def _network(job: JobFacts) -> Iterator[tuple[str, str]]:
     if job.network is None:
         return
-    found = job.network
-    named: Mapping[str, MeasuredLink | None] = {"on a node": found.node, "between": found.between}
+    network = job.network
+    named: Mapping[str, MeasuredLink | None] = {"on a node": network.node, "between": network.between}
     parts = [f"{name} {_link(link)}" for name, link in named.items() if link is not None]
     yield "network", "; ".join(parts)
-    every = ", ".join(f"{bytes_text(nbytes)}B in {seconds_text(spent)}" for nbytes, spent in found.all_reduce.items())
+    every = ", ".join(f"{bytes_text(nbytes)}B in {seconds_text(spent)}" for nbytes, spent in network.all_reduce.items())
     yield "", f"all-reduce of {len(job.ranks)} ranks: {every}"
 
 

@@ -186,17 +186,17 @@ def execute(
     """
     landing = _ReceiveBuffers()
     running: dict[int, _Block] = {}
-    begun = ended = 0
+    started = ended = 0
     try:
         while ended < len(blocks):
-            if begun < len(blocks) and begun < ended + WINDOW:
-                before(begun)
-                on_posted = posted and partial(posted, begun)
-                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, on_posted, on_wait)
-                running[begun] = block
+            if started < len(blocks) and started < ended + WINDOW:
+                before(started)
+                on_posted = posted and partial(posted, started)
+                block = _Block(program, blocks[started], transport, tag + started, reduce_op, on_posted, on_wait)
+                running[started] = block
                 if not block.advance(landing):
-                    del running[begun]
-                begun += 1
+                    del running[started]
+                started += 1
             elif ended not in running:
                 after(ended)
                 ended += 1

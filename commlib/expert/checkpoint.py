@@ -49,13 +49,13 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
         kinds = {name: array.dtype.name for name, array in named.items()}
         arrays: dict[str, Any] = {name: _bits(array) for name, array in named.items()}
         arrays[_KINDS] = np.frombuffer(json.dumps(kinds).encode(), np.uint8)
-        beside = pathlib.Path(f"{os.fspath(path)}.new")
+        new_path = pathlib.Path(f"{os.fspath(path)}.new")
         try:
-            with open(beside, "wb") as file:
+            with open(new_path, "wb") as file:
                 np.savez(file, **arrays)
-            os.replace(beside, path)  # keep the previous file until the new one is complete
+            os.replace(new_path, path)  # keep the previous file until the new one is complete
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            new_path.unlink(missing_ok=True)
             raise UsageError(f"save_experts: cannot write {path}: {error}") from error
 
     _on_all(ranks, writing)
@@ -64,12 +64,12 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
 def read(path: Path) -> list[dict[str, Array]]:
     """Return the layers in a file. Raises UsageError if it is not a file of `write`."""
     try:
-        with np.load(path) as found:
-            kinds = json.loads(bytes(found[_KINDS]))
+        with np.load(path) as archive:
+            kinds = json.loads(bytes(archive[_KINDS]))
             layers: list[dict[str, Array]] = [{} for _ in {name.partition("/")[0] for name in kinds}]
             for name, kind in kinds.items():
                 place, _, own = name.partition("/")
-                layers[int(place)][own] = found[name].view(NUMPY[kind])
+                layers[int(place)][own] = archive[name].view(NUMPY[kind])
     except (OSError, KeyError, ValueError) as error:
         raise UsageError(f"load_experts: {path} is not a file written by save_experts: {error}") from error
     return layers
@@ -94,17 +94,17 @@ def optimizer_names(layer: Layer, name: str) -> set[str]:
     return {key.removeprefix(f"{name}/") for key in layer if key.startswith(f"{name}/")} - {STEP}
 
 
-def check_states(layers: Sequence[Layer], kept: Sequence[Mapping[str, Collection[str]]], optimizer: str) -> None:
+def check_states(layers: Sequence[Layer], saved: Sequence[Mapping[str, Collection[str]]], optimizer: str) -> None:
     """Raise UsageError unless the layers read have the optimizer state that this optimizer keeps.
 
-    kept: names of optimizer state, such as "first", for each name of each layer. optimizer: its class, for errors.
+    saved: names of optimizer state, such as "first", for each name of each layer. optimizer: its class, for errors.
     """
-    for place, (layer, names) in enumerate(zip(layers, kept, strict=True)):
+    for place, (layer, names) in enumerate(zip(layers, saved, strict=True)):
         for name, wanted in names.items():
-            found = {_one(key) for key in optimizer_names(layer, name)}
-            if found != (own := {_one(key) for key in wanted}):
+            stored = {_one(key) for key in optimizer_names(layer, name)}
+            if stored != (own := {_one(key) for key in wanted}):
                 raise UsageError(
-                    f"load_experts: layer {place}: the optimizer state of {name} in the file is {_join_names(found)}, "
+                    f"load_experts: layer {place}: the optimizer state of {name} in the file is {_join_names(stored)}, "
                     f"but {optimizer} keeps {_join_names(own)}. Give the optimizer that was saved, with the same "
                     "settings, or no optimizer, to start from fresh state"
                 )
@@ -130,8 +130,8 @@ def momentum(layer: Layer, name: str, form: str, rate: float) -> Array:
             f"load_experts: {name}: momentum of another framework is converted with the learning rate, which is 0 now. "
             "Give the optimizer the rate of its next step"
         )
-    found: Array = layer[f"{name}/{UPDATE}"] / -rate if form == MOMENTUM else layer[f"{name}/{MOMENTUM}"] * -rate
-    return found
+    result: Array = layer[f"{name}/{UPDATE}"] / -rate if form == MOMENTUM else layer[f"{name}/{MOMENTUM}"] * -rate
+    return result
 
 
 def save_together(ranks: ExpertRanks, path: Path, find: Callable[[], Sequence[ArrayMakers]]) -> None:
@@ -140,20 +140,20 @@ def save_together(ranks: ExpertRanks, path: Path, find: Callable[[], Sequence[Ar
     Raises an error of one rank on all ranks, and MismatchError unless all ranks have the same names in each layer,
     because every layer is assembled from the shards of all ranks.
     """
-    found = _on_all(ranks, find)
-    lines = [f"layer {place}: {name}" for place, layer in enumerate(found) for name in layer]
+    layers = _on_all(ranks, find)
+    lines = [f"layer {place}: {name}" for place, layer in enumerate(layers) for name in layer]
     for comm in (ranks.data, None if ranks.tensor is None else ranks.tensor.comm):
         if comm is not None:
             check_agreement(comm, "save_experts", lines)
-    write(ranks, path, [{name: make() for name, make in layer.items()} for layer in found])
+    write(ranks, path, [{name: make() for name, make in layer.items()} for layer in layers])
 
 
-def load_together(ranks: ExpertRanks, path: Path, found: Callable[[list[dict[str, Array]]], _T]) -> _T:
-    """Read a file, and return the result of `found` for its layers. Raises an error of one rank on all. Collective.
+def load_together(ranks: ExpertRanks, path: Path, convert: Callable[[list[dict[str, Array]]], _T]) -> _T:
+    """Read a file, and return the result of `convert` for its layers. Raises an error of one rank on all. Collective.
 
     Change nothing before this has returned on all ranks.
     """
-    return _on_all(ranks, lambda: found(read(path)))
+    return _on_all(ranks, lambda: convert(read(path)))
 
 
 def _on_all(ranks: ExpertRanks, run: Callable[[], _T]) -> _T:

@@ -42,13 +42,13 @@ def split_tokens(assigned: Assignments, parts: int) -> list[TokenChunk]:
     tokens, starts, counts = assigned.tokens, assigned.starts, assigned.counts
     layout = even(len(starts) - 1, parts)
     experts_of = np.repeat(np.arange(len(counts)), counts)
-    found = []
+    chunks = []
     for part in range(parts):
         first, last = layout.slice_of(part)
         places = np.flatnonzero((tokens >= first) & (tokens < last))
         number = np.zeros(len(tokens), np.int32)
         number[places] = np.arange(len(places), dtype=np.int32)
-        found.append(
+        chunks.append(
             TokenChunk(
                 first,
                 last,
@@ -59,7 +59,7 @@ def split_tokens(assigned: Assignments, parts: int) -> list[TokenChunk]:
                 number[assigned.slots[starts[first] : starts[last]]],
             )
         )
-    return found
+    return chunks
 
 
 class ChunkedDispatch:

@@ -5,8 +5,8 @@ sent. Rows of a rank's own tokens are not sent. Sums are made in the order and w
 `SharedMemoryDispatcher`, on any path and any number of nodes, so the results are bitwise equal (unless there is a
 codec).
 
-All work is queued on the current stream, and no call here waits for it. Results are memory of the stream from which
-rows came. That stream differs from the current one if exchanges run on a side stream (`beside`).
+All work is queued on the current stream, and no call here waits for it. Results are memory of the stream that owns
+the rows. That stream differs from the current one if exchanges run on a side stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceDispatcher:
         rows = _check_device(x, what)
         self._counting.own[2:] = assigned.counts
         self._compare_calls(self._counting, what, "dispatch", rows)
-        passage, row_gates, counts = self._passages.make(rows, self._counting.told.copy(), assigned, gates)
+        passage, row_gates, counts = self._passages.make(rows, self._counting.counts.copy(), assigned, gates)
         return passage, self._send_tokens(passage, rows), row_gates, counts
 
     def combine_back(self, what: str, passage: Any, x: Any) -> Any:
@@ -75,26 +75,26 @@ class DeviceDispatcher:
 
     def _send_tokens(self, passage: DeviceDispatchPlan, x: DeviceArray) -> DeviceArray:
         """Send rows of tokens; return the received rows and this rank's own, in the order of the local experts."""
-        came = self._moves.move(_message(x, None, passage.sent), passage.sends, passage.takes)
-        rows = stream_alloc(x, (len(passage.came), x.shape[1]), x.dtype)
-        _take(x, came, None, passage.came, rows)
+        received = self._moves.move(_message(x, None, passage.sent), passage.sends, passage.takes)
+        rows = stream_alloc(x, (len(passage.received), x.shape[1]), x.dtype)
+        _take(x, received, None, passage.received, rows)
         return rows
 
     def _send_sums(self, passage: DeviceDispatchPlan, rows: DeviceArray, gates: DeviceArray | None) -> DeviceArray:
         """Send rows back, weighted by gates if given; return the sum for each token of this rank."""
-        came = self._moves.move(_message(rows, gates, passage.returned), passage.takes, passage.sends)
+        received = self._moves.move(_message(rows, gates, passage.returned), passage.takes, passage.sends)
         sums = stream_alloc(rows, (len(passage.starts) - 1, rows.shape[1]), rows.dtype)
         places = passage.starts, passage.members
-        rows.device.kernels.sum_rows(_flat(rows), _flat(came), gates, *places, rows.shape[1], _flat(sums))
+        rows.device.kernels.sum_rows(_flat(rows), _flat(received), gates, *places, rows.shape[1], _flat(sums))
         return sums
 
     def _send_numbers(self, passage: DeviceDispatchPlan, numbers: DeviceArray) -> DeviceArray:
         """Send the number of each row back; return the number of each assignment."""
         rows = numbers.reshape(len(numbers), 1)
-        came = self._moves.exchange(_message(rows, None, passage.returned), passage.takes, passage.sends)
-        found = stream_alloc(numbers, (len(passage.found), 1), numbers.dtype)
-        _take(rows, came, None, passage.found, found)
-        return _flat(found)
+        received = self._moves.exchange(_message(rows, None, passage.returned), passage.takes, passage.sends)
+        result = stream_alloc(numbers, (len(passage.positions), 1), numbers.dtype)
+        _take(rows, received, None, passage.positions, result)
+        return _flat(result)
 
 
 def _check_device(x: Any, what: str) -> DeviceArray:
@@ -109,9 +109,9 @@ def _check_device(x: Any, what: str) -> DeviceArray:
 
 def _message(rows: DeviceArray, factors: DeviceArray | None, places: DeviceArray) -> DeviceArray:
     """Return rows of this rank by their indices, weighted by factors if given."""
-    found = rows.empty((len(places), rows.shape[1]), rows.dtype)
-    _take(rows, None, factors, places, found)
-    return found
+    message = rows.empty((len(places), rows.shape[1]), rows.dtype)
+    _take(rows, None, factors, places, message)
+    return message
 
 
 def _take(

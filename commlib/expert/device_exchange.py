@@ -25,8 +25,8 @@ class DeviceExchange:
         """Send sends[i] rows to rank i, not encoded; return the rows received, takes[i] of them from rank i."""
         if self._comm.size == 1:
             return rows
-        came, _ = self._comm.all_to_all_v(rows, sends, takes=takes)
-        return rows.device.wrap(came, "experts")  # type: ignore[no-any-return]
+        received, _ = self._comm.all_to_all_v(rows, sends, takes=takes)
+        return rows.device.wrap(received, "experts")  # type: ignore[no-any-return]
 
     def move(self, rows: DeviceArray, sends: list[int], takes: list[int]) -> DeviceArray:
         """Exchange rows like `exchange`; with a codec, encode the rows for each rank separately."""
@@ -41,12 +41,12 @@ class DeviceExchange:
             if count:
                 payload = encode(codec, rows[start : start + count])
                 message[at : at + len(payload)] = payload
-        came = self.exchange(message, lengths, wanted)
-        found = rows.empty((sum(takes), width), rows.dtype)
+        received = self.exchange(message, lengths, wanted)
+        result = rows.empty((sum(takes), width), rows.dtype)
         for count, start, at, length in zip(takes, _starts(takes), _starts(wanted), payloads, strict=True):
             if count:
-                decode(codec, came[at : at + length], found[start : start + count])
-        return found
+                decode(codec, received[at : at + length], result[start : start + count])
+        return result
 
 
 def _payload_room(codec: Codec, count: int) -> int:

@@ -27,9 +27,9 @@ class DeviceDispatchPlan:
     """
 
     sent: DeviceArray
-    came: DeviceArray
+    received: DeviceArray
     returned: DeviceArray
-    found: DeviceArray
+    positions: DeviceArray
     members: DeviceArray
     starts: DeviceArray
     sends: list[int]
@@ -59,19 +59,21 @@ class DevicePlanBuilder:
         going, coming, here = int(sends.sum()), int(takes.sum()), int(local.sum())
         ends = list(accumulate((going, here, coming, number, number, len(assigned.starts), here), initial=0))
         block = x.device.staging(4 * ends[-1]).view(np.int32)
-        sent, came, returned, found, members, starts, row_gates = _cut(block, ends)
+        sent, received, returned, positions, members, starts, row_gates = _cut(block, ends)
         tokens, slots = assigned.tokens, assigned.slots
-        write_places(counts, order, owners, rank, tokens, slots, sent, came, returned, found, members)
+        write_places(counts, order, owners, rank, tokens, slots, sent, received, returned, positions, members)
         starts[:] = assigned.starts
-        heard = told = np.empty(going, np.float32)
-        take_moved_rows(counts, order, owners, rank, gates, told)
+        received_gates = sent_gates = np.empty(going, np.float32)
+        take_moved_rows(counts, order, owners, rank, gates, sent_gates)
         if comm.size > 1:
-            heard, _ = comm.all_to_all_v(told, sends.tolist(), takes=takes.tolist())
-        order_numbers(found, returned, gates, heard, row_gates.view(np.float32))
+            received_gates, _ = comm.all_to_all_v(sent_gates, sends.tolist(), takes=takes.tolist())
+        order_numbers(positions, returned, gates, received_gates, row_gates.view(np.float32))
         there = stream_alloc(x, (ends[-1],), np.int32)
         x.device.copy(there, block)
-        sent, came, returned, found, members, starts, row_gates = _cut(there, ends)
-        passage = DeviceDispatchPlan(sent, came, returned, found, members, starts, sends.tolist(), takes.tolist())
+        sent, received, returned, positions, members, starts, row_gates = _cut(there, ends)
+        passage = DeviceDispatchPlan(
+            sent, received, returned, positions, members, starts, sends.tolist(), takes.tolist()
+        )
         return passage, row_gates.view(np.float32), local.astype(np.int32)
 
 
@@ -85,17 +87,17 @@ _ARRAYS = 6
 def pack_device_plan(passage: DeviceDispatchPlan) -> DeviceArray:
     """Return a plan as bytes (uint8) on its device, for frameworks whose graphs carry only tensors.
 
-    sent | came | returned | found | members | starts | sends, takes, and the lengths of the arrays before them   (all
-    int32)
+    sent | received | returned | positions | members | starts | sends, takes, and the lengths of the arrays before
+    them (all int32)
 
     Queued on the current stream.
     """
-    arrays = [passage.sent, passage.came, passage.returned, passage.found, passage.members, passage.starts]
-    told = [*passage.sends, *passage.takes, *map(len, arrays)]
+    arrays = [passage.sent, passage.received, passage.returned, passage.positions, passage.members, passage.starts]
+    header = [*passage.sends, *passage.takes, *map(len, arrays)]
     device, number = arrays[0].device, sum(map(len, arrays))
-    here = device.staging(4 * len(told)).view(np.int32)
-    here[:] = told
-    block = arrays[0].empty((number + len(told),), np.int32)
+    here = device.staging(4 * len(header)).view(np.int32)
+    here[:] = header
+    block = arrays[0].empty((number + len(header),), np.int32)
     if number:
         device.kernels.pack([array for array in arrays if len(array)], block[:number].view(np.uint8))
     device.copy(block[number:], here)
@@ -109,14 +111,16 @@ def unpack_device_plan(block: DeviceArray, ranks: int, on_wait: Callable[[], Non
     """
     numbers = block.view(np.int32)
     count = 2 * ranks + _ARRAYS
-    told = copy_to_host(numbers[len(numbers) - count :], on_wait).tolist()
-    ends = pairwise(accumulate(told[2 * ranks :], initial=0))
-    sent, came, returned, found, members, starts = (numbers[start:stop] for start, stop in ends)
-    return DeviceDispatchPlan(sent, came, returned, found, members, starts, told[:ranks], told[ranks : 2 * ranks])
+    header = copy_to_host(numbers[len(numbers) - count :], on_wait).tolist()
+    ends = pairwise(accumulate(header[2 * ranks :], initial=0))
+    sent, received, returned, positions, members, starts = (numbers[start:stop] for start, stop in ends)
+    return DeviceDispatchPlan(
+        sent, received, returned, positions, members, starts, header[:ranks], header[ranks : 2 * ranks]
+    )
 
 
 def stream_alloc(x: DeviceArray, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-    """Allocate memory on the stream from which `x` came; the current stream may write it.
+    """Allocate memory on the stream that owns `x`; the current stream may write it.
 
     A device reuses memory in the order of the stream that allocated it. Memory of another stream could be reused while
     the caller's stream still reads it.
@@ -125,6 +129,6 @@ def stream_alloc(x: DeviceArray, shape: tuple[int, ...], dtype: Any) -> DeviceAr
     if x.stream is None or x.stream == here:
         return x.empty(shape, dtype)
     with device.using(x.stream):
-        made = x.empty(shape, dtype)
+        array = x.empty(shape, dtype)
     here.wait(x.stream.record())  # the previous user of this memory may still be using it
-    return made
+    return array

@@ -39,13 +39,13 @@ from commlib.sharding.axis import ParallelAxis
 class _Dispatchers:
     comm: Communicator
     regions: TokenBuffers | None
-    made: dict[tuple[ExpertPlacement, str], MemoryDispatcher] = field(default_factory=dict)
-    beside: dict[Device, SideStream] = field(default_factory=dict)
+    dispatchers: dict[tuple[ExpertPlacement, str], MemoryDispatcher] = field(default_factory=dict)
+    side_streams: dict[Device, SideStream] = field(default_factory=dict)
 
     def comms(self) -> Iterator[Communicator]:
         """Yield all communicators on which ranks may wait."""
         yield self.comm
-        for exchange in self.made.values():
+        for exchange in self.dispatchers.values():
             yield from exchange.comms
 
 
@@ -61,7 +61,7 @@ def dispatcher_over(axis: ParallelAxis, placement: ExpertPlacement, codec: Codec
         axis.exchanges = None
     ways = _dispatchers_of(axis)
     key = placement, "" if codec is None else codec.name
-    if key not in ways.made:
+    if key not in ways.dispatchers:
         comm = ways.comm
         there = partial(DeviceDispatcher, comm, placement, codec=None if comm.group.shares_memory else codec)
         host: Dispatcher
@@ -71,8 +71,8 @@ def dispatcher_over(axis: ParallelAxis, placement: ExpertPlacement, codec: Codec
             host = SharedMemoryDispatcher(comm, placement, axis.empty, regions=ways.regions)
         else:
             host = CostDispatcher(comm, placement, axis.empty, codec=codec)
-        ways.made[key] = MemoryDispatcher(comm, host, there)
-    return ways.made[key]
+        ways.dispatchers[key] = MemoryDispatcher(comm, host, there)
+    return ways.dispatchers[key]
 
 
 def leave(axis: ParallelAxis, text: str) -> None:
@@ -84,9 +84,9 @@ def leave(axis: ParallelAxis, text: str) -> None:
 def side_stream_on(axis: ParallelAxis, device: Device) -> SideStream:
     """Return the side stream for exchanges over an axis on a device."""
     ways = _dispatchers_of(axis)
-    if device not in ways.beside:
-        ways.beside[device] = SideStream(device)
-    return ways.beside[device]
+    if device not in ways.side_streams:
+        ways.side_streams[device] = SideStream(device)
+    return ways.side_streams[device]
 
 
 def _dispatchers_of(axis: ParallelAxis) -> _Dispatchers:
@@ -96,8 +96,8 @@ def _dispatchers_of(axis: ParallelAxis) -> _Dispatchers:
             comm = axis.comm.split(0, name=f"{axis.comm.name}.experts")  # type: ignore[assignment]  # all are in it
             regions = TokenBuffers(comm) if comm.group.shares_memory else None
         axis.exchanges = _Dispatchers(comm, regions)
-    found: _Dispatchers = axis.exchanges
-    return found
+    result: _Dispatchers = axis.exchanges
+    return result
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -208,12 +208,12 @@ class CostDispatcher:
 
     def _choose(self, tokens: int, assignments: int, row_bytes: int) -> Dispatcher:
         comm, nodes = self._comm, self._comm.topology.nodes
-        made = (comm, self.placement, self._empty)
+        arguments = (comm, self.placement, self._empty)
         if len({len(ranks) for ranks in nodes}) > 1 or not comm.is_hierarchical:
-            return MessageDispatcher(*made, codec=self._codec)
-        told = comm.all_reduce(np.array([tokens, assignments], np.int64))
-        each, top_k = int(told[0]) / comm.size, max(1, round(int(told[1]) / max(1, int(told[0]))))
+            return MessageDispatcher(*arguments, codec=self._codec)
+        totals = comm.all_reduce(np.array([tokens, assignments], np.int64))
+        each, top_k = int(totals[0]) / comm.size, max(1, round(int(totals[1]) / max(1, int(totals[0]))))
         shape = len(nodes), len(nodes[0]), each, float(row_bytes), top_k, comm.runtime.chooser.machine
         if hierarchical_seconds(*shape) < direct_seconds(*shape):
-            return HierarchicalDispatcher(*made, codec=self._codec)
-        return MessageDispatcher(*made, codec=self._codec)
+            return HierarchicalDispatcher(*arguments, codec=self._codec)
+        return MessageDispatcher(*arguments, codec=self._codec)

@@ -48,9 +48,9 @@ def drop(
         if together is None:
             before[1:] = np.cumsum(mine, 0)[:-1]
         else:
-            told = together.all_gather(np.array([*mine.reshape(-1), tokens], np.int64)).reshape(together.size, -1)
-            tokens = int(told[:, -1].sum())
-            every = told[:, :-1].reshape(together.size, k, experts.count)
+            gathered = together.all_gather(np.array([*mine.reshape(-1), tokens], np.int64)).reshape(together.size, -1)
+            tokens = int(gathered[:, -1].sum())
+            every = gathered[:, :-1].reshape(together.size, k, experts.count)
             before[1:] = np.cumsum(every.sum(0), 0)[:-1]
             before += every[: together.rank].sum(0)
         capacity = experts.capacity(tokens, training=training)
@@ -62,21 +62,21 @@ def drop(
     else:
         offset = 0
         if together is not None:
-            told = together.all_gather(np.array([len(chosen), seed], np.int64)).reshape(-1, 2)
-            offset, seed = int(told[: together.rank, 0].sum()), int(told[0, 1])
+            gathered = together.all_gather(np.array([len(chosen), seed], np.int64)).reshape(-1, 2)
+            offset, seed = int(gathered[: together.rank, 0].sum()), int(gathered[0, 1])
         priority = _by_chance(seed, (offset + rows) * k + columns)
     if together is None:
         capacity = experts.capacity(tokens, training=training)
-        kept = _highest(wanted, priority, capacity)
+        mask = _highest(wanted, priority, capacity)
     else:
         everyone = together.all_gather_object((tokens, wanted, priority))
         capacity = experts.capacity(sum(one[0] for one in everyone), training=training)
         experts_of, priorities = (np.concatenate([one[at] for one in everyone]) for at in (1, 2))
         every = _highest(experts_of, priorities, capacity)
         start = sum(len(one[1]) for one in everyone[: together.rank])
-        kept = every[start : start + len(wanted)]
-    chosen[rows[~kept], columns[~kept]] = -1
-    return int((~kept).sum())
+        mask = every[start : start + len(wanted)]
+    chosen[rows[~mask], columns[~mask]] = -1
+    return int((~mask).sum())
 
 
 def choose_by_experts(experts: Experts, scores: Array, mask: Array, training: bool, comm: Communicator | None) -> Array:
@@ -86,16 +86,16 @@ def choose_by_experts(experts: Experts, scores: Array, mask: Array, training: bo
     own = scores[there]
     every, start = own, 0
     if together is not None:
-        told = together.all_gather_v(np.ascontiguousarray(own))
+        gathered = together.all_gather_v(np.ascontiguousarray(own))
         counts = together.all_gather(np.array([len(own)], np.int64))
-        every, start = told, int(counts[: together.rank].sum())
+        every, start = gathered, int(counts[: together.rank].sum())
     capacity = experts.capacity(len(every), training=training)
     assert capacity is not None
-    taken = np.zeros((len(every), experts.count), np.bool_)
+    selected = np.zeros((len(every), experts.count), np.bool_)
     for expert in range(experts.count):  # of equal scores, the first ones
-        taken[np.argsort(-every[:, expert], kind="stable")[:capacity], expert] = True
+        selected[np.argsort(-every[:, expert], kind="stable")[:capacity], expert] = True
     chosen = np.full((len(scores), experts.count), -1, np.int32)
-    chosen[there] = np.where(taken[start : start + len(own)], np.arange(experts.count, dtype=np.int32), -1)
+    chosen[there] = np.where(selected[start : start + len(own)], np.arange(experts.count, dtype=np.int32), -1)
     return chosen
 
 
@@ -105,9 +105,9 @@ def _highest(wanted: Array, priority: Array, capacity: int | None) -> Array:
         return np.ones(len(wanted), np.bool_)
     order = np.lexsort((np.arange(len(wanted)), -priority, wanted))
     place = np.arange(len(wanted)) - np.searchsorted(wanted[order], wanted[order])
-    kept: Array = np.empty(len(wanted), np.bool_)
-    kept[order] = place < capacity
-    return kept
+    mask: Array = np.empty(len(wanted), np.bool_)
+    mask[order] = place < capacity
+    return mask
 
 
 def _by_chance(seed: int, numbers: Array) -> Array:
@@ -116,5 +116,5 @@ def _by_chance(seed: int, numbers: Array) -> Array:
         state = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: Array = (state >> np.uint64(11)).astype(np.float64)
-    return found
+    result: Array = (state >> np.uint64(11)).astype(np.float64)
+    return result

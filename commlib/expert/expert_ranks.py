@@ -60,8 +60,8 @@ class ExpertRanks:
         key = "experts", _parts(group, experts) if isinstance(group, Mesh) else 0, empty
         if key not in group.kept:
             group.kept[key] = cls._make(group, key[1], empty)
-        found: ExpertRanks = group.kept[key]
-        return found
+        result: ExpertRanks = group.kept[key]
+        return result
 
     def agree(self, kind: str, name: str, options: Mapping[str, Any]) -> LayerAgreement:
         """Return the agreement on a layer among the expert axis, after comparing it among all ranks that share it.
@@ -75,10 +75,10 @@ class ExpertRanks:
 
     def first(self, given: _T) -> _T:
         """Return the first rank's value, on all ranks that train together or shard an expert. Collective."""
-        found: _T = self.data.all_gather_object(given)[0]
+        result: _T = self.data.all_gather_object(given)[0]
         if self.tensor is not None:
-            found = self.tensor.comm.all_gather_object(found)[0]
-        return found
+            result = self.tensor.comm.all_gather_object(result)[0]
+        return result
 
     @classmethod
     def _make(cls, ranks: Mesh | Communicator, parts: int, empty: Empty) -> ExpertRanks:
@@ -87,10 +87,10 @@ class ExpertRanks:
         mesh = ranks.refactor({"dp": {"edp": -1, "ep": parts}}) if parts else ranks
         copies = tuple(axis for axis in mesh.axes if axis not in (*_NOT_DATA, "ep"))
         replicas = mesh[copies] if copies and mesh.shape.size(*copies) > 1 else None
-        found = ParallelAxis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)]
+        groups = ParallelAxis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)]
         if "tp" not in mesh.axes or mesh.shape.size("tp") == 1:
-            return cls(*found)
-        return cls(*found, ParallelAxis(mesh["tp"], empty=empty), ParallelAxis(mesh["ep", "tp"], empty=empty))
+            return cls(*groups)
+        return cls(*groups, ParallelAxis(mesh["tp"], empty=empty), ParallelAxis(mesh["ep", "tp"], empty=empty))
 
 
 def _parts(mesh: Mesh, experts: int) -> int:

@@ -61,9 +61,9 @@ class HierarchicalDispatcher:
         first, copies, numbers = self._rail.send(what, assigned, x, gates)
         p = unpack_plan(first)
         handed_on = _NodeAssignments(p.copy_of, p.local.astype(np.int64), p.copy_starts, p.by_copy)
-        second, rows, came, counts = self._node.dispatch(what, handed_on, copies, numbers)
+        second, rows, node_numbers, counts = self._node.dispatch(what, handed_on, copies, numbers)
         passage = np.concatenate([np.array([len(first)], np.int32), first, second])
-        return passage, rows, came, counts
+        return passage, rows, node_numbers, counts
 
     def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
         self._rail.name(f"{what}, combine, backward")
@@ -78,8 +78,8 @@ class HierarchicalDispatcher:
     def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
         self._rail.name(f"{what}, dispatch, backward")
         p, second = _split_plan(passage)
-        copies, told = self._node.dispatch_back(what, second, rows, numbers)
-        return self._rail.send_back(p, copies, told, self._empty)
+        copies, node_numbers = self._node.dispatch_back(what, second, rows, numbers)
+        return self._rail.send_back(p, copies, node_numbers, self._empty)
 
 
 def _split_plan(passage: DispatchPlan) -> tuple[CopyPlan, DispatchPlan]:

@@ -159,14 +159,14 @@ def find_replaceable(comm: GatherRanks, what: str, own: Mapping[str, ValueDigest
         return []
     everyone: list[dict[str, ValueDigest]] = comm.all_gather_object(dict(own))
     names = list(dict.fromkeys(name for one in everyone for name in one))
-    apart = [name for name in names if len({one.get(name) for one in everyone}) > 1]
-    taken = [
+    differing = [name for name in names if len({one.get(name) for one in everyone}) > 1]
+    replaceable = [
         name
-        for name in apart
+        for name in differing
         if len({one[name].kind if name in one else None for one in everyone}) == 1
         and all(one[name].is_writable for one in everyone)
     ]
-    left = [name for name in apart if name not in taken]
+    left = [name for name in differing if name not in replaceable]
     if left and comm.rank == 0:
         name = left[0]
         rank = next(rank for rank, one in enumerate(everyone) if one.get(name) != everyone[0].get(name))
@@ -180,4 +180,4 @@ def find_replaceable(comm: GatherRanks, what: str, own: Mapping[str, ValueDigest
             "it the same value on all ranks, e.g. with one seed, or make it a weight, which is broadcast from rank 0",
             stacklevel=3,
         )
-    return taken
+    return replaceable

@@ -66,7 +66,7 @@ class Mixture:
         if not self._is_compared:
             self._is_compared = True
             check_same_tokens(self.name, self.ranks.tensor, logits)
-        found = route(
+        routing = route(
             self.experts,
             logits,
             training=training,
@@ -77,15 +77,15 @@ class Mixture:
             comm=self.ranks.data,
         )
         if again:
-            return found
-        self.was_even = is_even(found)
+            return routing
+        self.was_even = is_even(routing)
         if training:
-            self.load += found.load
-        self.counted.add(found, len(logits) if mask is None else int(mask.sum()))
+            self.load += routing.load
+        self.counted.add(routing, len(logits) if mask is None else int(mask.sum()))
         recorder = self._journal.recorder
         if recorder is not None:
-            recorder.count(f"load of {self.name}", self._journal.name, found.load.tolist())
-        return found
+            recorder.count(f"load of {self.name}", self._journal.name, routing.load.tolist())
+        return routing
 
     def _join(self) -> None:
         self.ranks.axis.comm.kept.setdefault(MIXTURES, weakref.WeakSet()).add(self)
@@ -101,15 +101,15 @@ class Mixture:
 
     def __deepcopy__(self, memo: Any) -> Mixture:
         """Return the mixture of a copied layer: it shares the dispatcher, and starts new statistics."""
-        found = copy.copy(self)
-        found.counted, found.load = RoutingCounter(self.experts.count), np.zeros_like(self.load)
-        found._join()
-        return found
+        clone = copy.copy(self)
+        clone.counted, clone.load = RoutingCounter(self.experts.count), np.zeros_like(self.load)
+        clone._join()
+        return clone
 
     def stats(self) -> ExpertStats:
         """Return the statistics of experts since the last call, over the tokens of all ranks. Collective."""
-        (found,) = gather_stats([self.counted], self.ranks.data)
-        return found
+        (result,) = gather_stats([self.counted], self.ranks.data)
+        return result
 
     def better_placement(self, least: float) -> tuple[ExpertPlacement, float, float]:
         """Return a better placement of experts, and the imbalance of ranks now and with it.
@@ -119,9 +119,9 @@ class Mixture:
         `least`.
         """
         load = [max(share, 0.0) for share in self.stats().load]
-        found = plan(load, self.placement)
-        before, after = imbalance(load, self.placement), imbalance(load, found)
-        return (found if before >= least * after else self.placement), before, after
+        better = plan(load, self.placement)
+        before, after = imbalance(load, self.placement), imbalance(load, better)
+        return (better if before >= least * after else self.placement), before, after
 
     def place(self, placement: ExpertPlacement) -> None:
         """Send tokens by another placement from now on, after experts have moved. Collective."""
@@ -168,14 +168,14 @@ class Mixture:
 
 def stats_of(mixtures: Iterable[Mixture]) -> dict[str, ExpertStats]:
     """Return the statistics of layers since the last call, by name. Collective, one message for all layers."""
-    found = list(mixtures)
-    data = {id(one.ranks.data): one.ranks.data for one in found}
-    told: dict[str, ExpertStats] = {}
+    layers = list(mixtures)
+    data = {id(one.ranks.data): one.ranks.data for one in layers}
+    result: dict[str, ExpertStats] = {}
     for key, comm in data.items():
-        own = [one for one in found if id(one.ranks.data) == key]
+        own = [one for one in layers if id(one.ranks.data) == key]
         for one, stats in zip(own, gather_stats([each.counted for each in own], comm), strict=True):
-            told[one.name_among(told)] = stats
-    return told
+            result[one.name_among(result)] = stats
+    return result
 
 
 def check_same_tokens(name: str, tensor: ParallelAxis | None, logits: Array) -> None:
@@ -188,9 +188,9 @@ def check_same_tokens(name: str, tensor: ParallelAxis | None, logits: Array) -> 
     if tensor is None or tensor.size == 1:
         return
     comm, number = tensor.comm, len(logits)
-    told = comm.all_gather(np.array([[number, print_of(logits), float(np.abs(logits).sum())]], np.float64))
-    counts, prints, sizes = told.T
-    if not np.isfinite(told).all():
+    gathered = comm.all_gather(np.array([[number, print_of(logits), float(np.abs(logits).sum())]], np.float64))
+    counts, prints, sizes = gathered.T
+    if not np.isfinite(gathered).all():
         return
     counts_differ = bool((counts != counts[0]).any())
     if not counts_differ and np.abs(prints - prints[0]).max() <= tolerance_of("float32") * max(sizes.max(), 1e-30):

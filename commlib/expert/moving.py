@@ -21,15 +21,15 @@ def rebalance(
     move: moves the experts of the mixture with this number to a placement. Returns, by name, the ratio of the busiest
     rank's load to the mean, before and after.
     """
-    found: dict[str, tuple[float, float]] = {}
+    changes: dict[str, tuple[float, float]] = {}
     for number, mixture in enumerate(mixtures):
         placement, before, after = mixture.better_placement(least)
         if placement == mixture.placement:
             after = before
         else:
             move(number, placement)
-        found[mixture.name_among(found)] = before, after
-    return found
+        changes[mixture.name_among(changes)] = before, after
+    return changes
 
 
 def no_copy(model: str, mixture: str) -> UsageError:
@@ -54,11 +54,11 @@ def move_experts(
     coming = [[e for e in then if old.owners[e] == peer and peer != rank] for peer in range(comm.size)]
     nbytes = sum(array[:1].nbytes if len(array) else 0 for array in arrays)
     rows = [_bytes(arrays, here.index(expert)) for experts in leaving for expert in experts]
-    sent = np.concatenate(rows) if rows else np.empty(0, np.uint8)
+    message = np.concatenate(rows) if rows else np.empty(0, np.uint8)
     sends, takes = ([len(experts) * nbytes for experts in each] for each in (leaving, coming))
-    came, _ = comm.all_to_all_v(sent, sends, takes=takes)
+    received, _ = comm.all_to_all_v(message, sends, takes=takes)
     order = [expert for experts in coming for expert in experts]
-    found = []
+    stacks = []
     at = 0
     for array in arrays:
         stack = np.empty((len(then), *array.shape[1:]), array.dtype)
@@ -66,12 +66,12 @@ def move_experts(
         for place, expert in enumerate(then):
             if expert in order:
                 first = order.index(expert) * nbytes + at
-                stack[place : place + 1].reshape(-1).view(np.uint8)[:] = came[first : first + length]
+                stack[place : place + 1].reshape(-1).view(np.uint8)[:] = received[first : first + length]
             else:
                 stack[place] = array[here.index(expert)]
         at += length
-        found.append(stack)
-    return found
+        stacks.append(stack)
+    return stacks
 
 
 def _bytes(arrays: Sequence[Array], place: int) -> Array:

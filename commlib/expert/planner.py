@@ -1,7 +1,7 @@
 """Planner: swap experts between ranks until loads are balanced. [pure]
 
 Two experts of two ranks are swapped as long as a swap relieves the busiest rank. Every rank keeps its number of
-experts, and few experts move. Source: the expert swaps that users of large mixtures ask for; see also LPT scheduling
+experts, and few experts move. Source: the expert swaps that users of large mixtures request; see also LPT scheduling
 (Graham 1969).
 """
 
@@ -35,7 +35,7 @@ def _best_swap(load: Sequence[float], owners: Sequence[int], ranks: int) -> tupl
     """Return the two experts whose swap relieves the busiest rank most, or None."""
     of_ranks = _rank_loads(load, owners, ranks)
     busiest = max(range(ranks), key=lambda rank: of_ranks[rank])
-    best, found = of_ranks[busiest], None
+    best, swap = of_ranks[busiest], None
     for one, owner in enumerate(owners):
         if owner != busiest:
             continue
@@ -45,12 +45,12 @@ def _best_swap(load: Sequence[float], owners: Sequence[int], ranks: int) -> tupl
                 continue
             worst = max(of_ranks[busiest] - moved, of_ranks[peer] + moved)
             if worst < best * (1 - _ROUNDING):  # otherwise two experts could be swapped forever
-                best, found = worst, (one, other)
-    return found
+                best, swap = worst, (one, other)
+    return swap
 
 
 def _rank_loads(load: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
-    found = [0.0] * ranks
+    loads = [0.0] * ranks
     for share, owner in zip(load, owners, strict=True):
-        found[owner] += share
-    return found
+        loads[owner] += share
+    return loads

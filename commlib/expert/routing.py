@@ -51,26 +51,26 @@ class Routing:
 
         Choices, drops and counts are treated as constants.
         """
-        kept = self.kept
-        out = np.empty_like(kept.scores)
+        saved = self.kept
+        out = np.empty_like(saved.scores)
         experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
         # An infinite loss gives an infinite gradient, which loss scalers look for.
         with np.errstate(over="ignore", invalid="ignore"):
-            of_shares, of_weights = kept.of_shares * of_balance, of_z * kept.weights
+            of_shares, of_weights = saved.of_shares * of_balance, of_z * saved.weights
         gradient(
-            kept.clean,
-            kept.scores,
-            kept.mask,
-            kept.kind,
+            saved.clean,
+            saved.scores,
+            saved.mask,
+            saved.kind,
             experts_of,
             self.starts,
             self.slots,
-            kept.sums,
-            kept.normalises,
-            kept.scale,
+            saved.sums,
+            saved.normalises,
+            saved.scale,
             of_gates,
             of_shares,
-            kept.length,
+            saved.length,
             of_weights,
             out,
         )
@@ -167,14 +167,14 @@ def route(
         dropped = dropping.drop(experts, scores, chosen, load, int(lengths.sum()), training, seed, comm)
     number = int(load.sum()) - dropped
     block = np.empty(2 * number + tokens + 1, np.int32)
-    found, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
+    assigned, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
     gates, counts, sums = np.empty(number, np.float32), np.empty(experts.count, np.int64), np.empty(tokens)
-    assign(scores, chosen, experts.normalises, experts.scale, found, gates, counts, starts, slots, sums)
+    assign(scores, chosen, experts.normalises, experts.scale, assigned, gates, counts, starts, slots, sums)
     balance, of_shares, weights = _balance(
         experts, chosen_in, shares, lengths, bool(sequence), comm if training else None
     )
     entropy, z = float(sums_of[:, 0].sum()) / max(int(lengths.sum()), 1), float(weights @ sums_of[:, 1])
-    kept = _SavedValues(
+    saved = _SavedValues(
         clean,
         scores,
         given,
@@ -186,13 +186,13 @@ def route(
         length,
         weights,
     )
-    return Routing(found, gates, counts, starts, slots, load, dropped, entropy, balance, z, kept)
+    return Routing(assigned, gates, counts, starts, slots, load, dropped, entropy, balance, z, saved)
 
 
 def update_bias(experts: Experts, bias: Array, load: Array) -> Array:
     """Return the bias after a step with this load: experts below the mean get more, the others less."""
-    found: Array = (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
-    return found
+    result: Array = (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
+    return result
 
 
 def _balance(
@@ -212,8 +212,8 @@ def _balance(
     else:
         counts, tokens, ranks = chosen.sum(0), int(lengths.sum()), 1
         if over == "global" and comm is not None and experts.has_losses:
-            told: Any = comm.all_reduce(np.array([*counts, tokens], np.int64))
-            counts, tokens, ranks = told[:-1], int(told[-1]), comm.size
+            totals: Any = comm.all_reduce(np.array([*counts, tokens], np.int64))
+            counts, tokens, ranks = totals[:-1], int(totals[-1]), comm.size
         weights = np.full(len(lengths), ranks / max(tokens, 1))
         often = counts / max(tokens, 1)
     if experts.balance == "none":

@@ -19,7 +19,7 @@ def scale_gradients(gradient: Any, rows: Any, gates: Any) -> Any:
         products = np.empty_like(gates)
         multiply_rows(gradient, rows, gates, gradient, products)
         return products
-    width, found = gradient.shape[1], gradient.empty((len(gates),), np.float32)
+    width, result = gradient.shape[1], gradient.empty((len(gates),), np.float32)
     flat, others = gradient.reshape(-1), rows.reshape(-1)
-    gradient.device.kernels.multiply_rows(flat, others, gates, width, flat, found)
-    return found
+    gradient.device.kernels.multiply_rows(flat, others, gates, width, flat, result)
+    return result

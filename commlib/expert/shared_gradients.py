@@ -49,37 +49,37 @@ def check_step(what: str, gradients: Sequence[Gradient], warned: set[str], print
     for comm, is_axis in _comms(gradients):
         whole = [one for one in gradients if one[1] is None]
         stacks = [one for one in gradients if is_axis and one[1] is not None and one[1].axis.comm is comm]
-        apart = float(any(not one.was_even for one in comm.kept.get(MIXTURES, ())))
-        own = [apart, *(squares for _, _, squares, _ in (*whole, *stacks)), *prints]
+        uneven = float(any(not one.was_even for one in comm.kept.get(MIXTURES, ())))
+        own = [uneven, *(squares for _, _, squares, _ in (*whole, *stacks)), *prints]
         everyone = comm.all_gather(np.array([own], np.float64))
         if not np.isfinite(everyone).all():
             continue
-        are_apart, everyone = everyone[:, 0], everyone[:, 1:]
+        uneven_ranks, everyone = everyone[:, 0], everyone[:, 1:]
         squares, of_stacks, values = np.split(everyone, [len(whole), len(whole) + len(stacks)], 1)
         if comm.name not in warned and (
             _compare_gradients(what, comm, whole, squares) or _compare_values(what, comm, whole, values)
         ):
             warned.add(comm.name)
-        if are_apart.any():
+        if uneven_ranks.any():
             _check_mixed(what, comm, stacks, of_stacks)
 
 
 def _comms(gradients: Sequence[Gradient]) -> Iterator[tuple[Communicator, bool]]:
     """Yield the communicators of expert axes (True) and of replicas (False), each once."""
-    found: dict[int, tuple[Communicator, bool]] = {}
+    comms: dict[int, tuple[Communicator, bool]] = {}
     for _, shard, _, _ in gradients:
         if shard is not None and shard.is_local:
-            found.setdefault(id(shard.axis.comm), (shard.axis.comm, True))
+            comms.setdefault(id(shard.axis.comm), (shard.axis.comm, True))
             if shard.replicas is not None:
-                found.setdefault(id(shard.replicas), (shard.replicas, False))
-    yield from (pair for pair in found.values() if pair[0].size > 1)
+                comms.setdefault(id(shard.replicas), (shard.replicas, False))
+    yield from (pair for pair in comms.values() if pair[0].size > 1)
 
 
 def _compare_gradients(what: str, comm: Communicator, whole: Sequence[Gradient], squares: Array) -> bool:
     """Warn if gradients of a shared weight differ, and return whether they do. Averaging weights may be intended."""
-    if (found := worst_of(squares, [dtype for *_, dtype in whole])) is None:
+    if (worst := worst_of(squares, [dtype for *_, dtype in whole])) is None:
         return False
-    place, low, high = found
+    place, low, high = worst
     norms = np.sqrt(squares[:, place])
     warnings.warn(
         f"{what} on rank {comm.rank} of {comm.name}: ranks step with different gradients of a weight that they share "
@@ -95,13 +95,13 @@ def _compare_gradients(what: str, comm: Communicator, whole: Sequence[Gradient],
 def _compare_values(what: str, comm: Communicator, whole: Sequence[Gradient], prints: Array) -> bool:
     """Warn of a shared weight with different values on ranks, and return whether there is one."""
     for (name, _, _, dtype), values in zip(whole, prints.T, strict=False):  # may be empty
-        apart = np.abs(values - values[0])
-        if apart.max() > tolerance_of(dtype) * np.abs(values).max():
+        differences = np.abs(values - values[0])
+        if differences.max() > tolerance_of(dtype) * np.abs(values).max():
             warnings.warn(
                 f"{what} on rank {comm.rank} of {comm.name}: ranks have different values of a weight that they share "
-                f"outside their experts: {name} differs between rank 0 and rank {int(apart.argmax())}, and stays so. "
-                "Give all ranks one seed, or broadcast (broadcast_parameters, broadcast_variables), before the first "
-                "step; expertize takes the values of rank 0",
+                f"outside their experts: {name} differs between rank 0 and rank {int(differences.argmax())}, and stays "
+                "so. Give all ranks one seed, or broadcast (broadcast_parameters, broadcast_variables), before the "
+                "first step; expertize takes the values of rank 0",
                 stacklevel=2,
             )
             return True

@@ -68,8 +68,8 @@ class SharedMemoryDispatcher:
         self.regions.name(f"{what}, dispatch")
         call = what, "dispatch", x.shape[1], x.dtype
         self._counting.own[2:] = assigned.counts
-        self.regions.meet(self._counting, _digest(*call), call)
-        passage = make_plan(assigned, self._counting.told, self._order, self._owners, self._rank, self._local)
+        self.regions.synchronize(self._counting, _digest(*call), call)
+        passage = make_plan(assigned, self._counting.counts, self._order, self._owners, self._rank, self._local)
         rows, numbers = self._put(call, passage, x, gates)
         return passage, rows, numbers, local_counts(passage)
 
@@ -95,10 +95,10 @@ class SharedMemoryDispatcher:
             ctypes.memmove(at + _pad(rows.nbytes), address_of(numbers), numbers.nbytes)
 
         call = what, "dispatch, backward", rows.shape[1], rows.dtype
-        sums, told = self._read_sums(call, passage, rows, _NO_GATES, write)
-        found = np.empty(assignments_of(passage), np.float32)
-        take_numbers(passage, self._owners, self._rank, item, self.regions.bases, told, numbers, found)
-        return sums, found
+        sums, chosen_regions = self._read_sums(call, passage, rows, _NO_GATES, write)
+        result = np.empty(assignments_of(passage), np.float32)
+        take_numbers(passage, self._owners, self._rank, item, self.regions.bases, chosen_regions, numbers, result)
+        return sums, result
 
     def _put(self, call: Any, passage: DispatchPlan, x: Array, numbers: Array | None) -> tuple[Array, Array]:
         """Write rows, and numbers, to the ranks of their experts; return those that others have written here."""
@@ -107,18 +107,18 @@ class SharedMemoryDispatcher:
         short = bytes_needed(passage, item, has_numbers, regions.sizes, regions.next, self._needs)
         chosen = regions.next
         if short:
-            made = regions.grow(short)
+            new_region = regions.grow(short)
             for other, need in enumerate(self._needs.tolist()):
                 if chosen[other] == NONE or regions.sizes[chosen[other]] < need:
-                    chosen[other] = made
-        came = regions.written(int(chosen[rank]), int(self._needs[rank]))
+                    chosen[other] = new_region
+        region = regions.written(int(chosen[rank]), int(self._needs[rank]))
         numbers_at = 0 if numbers is None else address_of(numbers)
         put_rows(passage, self._owners, address_of(x), item, numbers_at, regions.bases, chosen)
         written = (*call, "written")
-        regions.meet(self._written, _digest(*written), written)
+        regions.synchronize(self._written, _digest(*written), written)
         mine = rows_here(passage, rank)
-        rows = came[: mine * item].view(x.dtype).reshape(mine, x.shape[1])
-        return rows, came[_pad(mine * item) :].view(np.float32)
+        rows = region[: mine * item].view(x.dtype).reshape(mine, x.shape[1])
+        return rows, region[_pad(mine * item) :].view(np.float32)
 
     def _read_sums(
         self, call: Any, passage: DispatchPlan, rows: Array, gates: Array, write: Callable[[int], None]
@@ -137,23 +137,23 @@ class SharedMemoryDispatcher:
             write(int(regions.bases[at, rank]))
         meeting = self._published
         meeting.own[2] = at
-        regions.meet(meeting, _digest(*call), call)
-        told = meeting.told[:, 0].copy()
-        if min(told.tolist()) == NONE:  # all ranks see the same values
-            told[told == NONE] = regions.grow(int(needs.max()))
+        regions.synchronize(meeting, _digest(*call), call)
+        chosen_regions = meeting.counts[:, 0].copy()
+        if min(chosen_regions.tolist()) == NONE:  # all ranks see the same values
+            chosen_regions[chosen_regions == NONE] = regions.grow(int(needs.max()))
             if at == NONE:
-                at = int(told[rank])
+                at = int(chosen_regions[rank])
                 write(int(regions.bases[at, rank]))
             regions.hold(at)
             late = (*call, "late")
-            regions.meet(self._written, _digest(*late), late)
+            regions.synchronize(self._written, _digest(*late), late)
         number = assignments_of(passage)
         addresses, factors = np.empty(number, np.int64), np.empty(number, np.float32)
         own = address_of(rows)
-        find_rows(passage, self._owners, rank, item, regions.bases, told, own, gates, addresses, factors)
+        find_rows(passage, self._owners, rank, item, regions.bases, chosen_regions, own, gates, addresses, factors)
         sums: Array = self._empty((tokens_of(passage), rows.shape[1]), rows.dtype)
         sum_rows(sums, *list_by_token(passage), addresses, factors)
-        return sums, told
+        return sums, chosen_regions
 
 
 def _pad(nbytes: int) -> int:

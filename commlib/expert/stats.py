@@ -65,12 +65,12 @@ class RoutingCounter:
 def gather_stats(counted: Sequence[RoutingCounter], comm: Communicator) -> list[ExpertStats]:
     """Return the statistics of layers over all ranks since the last call. Collective, one small message."""
     together: Array = comm.all_reduce(np.concatenate([one.numbers for one in counted]))
-    found = []
+    result = []
     for one in counted:
         mine, together = together[: len(one.numbers)], together[len(one.numbers) :]
-        found.append(_stats(mine))
+        result.append(_stats(mine))
         one.numbers[:] = 0
-    return found
+    return result
 
 
 def _stats(numbers: Array) -> ExpertStats:

@@ -1,7 +1,7 @@
 """Token buffers: memory of a node's ranks into which tokens are written for each other, reused once it is free.
 
 A region is symmetric memory of all ranks. A rank may write into another rank's region only while it is free. So ranks
-*meet* (a small all-gather) between any two exchanges, and each announces its next free region. A region lent as an
+meet in a small all-gather between any two exchanges, and each announces its next free region. A region lent as an
 array is not free while the array exists. A region published at a meeting, for others to read, is free after the next
 meeting.
 """
@@ -29,14 +29,17 @@ _LEAST = 1 << 12
 
 
 class CountExchange:
-    """A small all-gather of `count` numbers (int64) of each rank, after two internal ones: see `TokenBuffers.meet`."""
+    """A small all-gather of `count` numbers (int64) of each rank, after two internal ones.
 
-    __slots__ = ("every", "gather", "own", "told")
+    See `TokenBuffers.synchronize`.
+    """
+
+    __slots__ = ("counts", "every", "gather", "own")
 
     def __init__(self, comm: Communicator, count: int) -> None:
         self.own, self.every = np.zeros(2 + count, np.int64), np.zeros((comm.size, 2 + count), np.int64)
         self.gather = comm.plan_all_gather(self.own, out=self.every.reshape(-1))
-        self.told = self.every[:, 2:]
+        self.counts = self.every[:, 2:]
 
 
 class TokenBuffers:
@@ -62,7 +65,7 @@ class TokenBuffers:
         """Set the purpose, a layer and step, that the group reports for calls that wait from now on."""
         self._comm.group.purpose = purpose
 
-    def meet(self, meeting: CountExchange, digest: int, what: tuple[object, ...]) -> None:
+    def synchronize(self, meeting: CountExchange, digest: int, what: tuple[object, ...]) -> None:
         """All-gather the numbers of `meeting.own`, from the third on. Collective.
 
         what, and a digest of it: the exchange, which must be the same on all ranks; otherwise all raise MismatchError.
@@ -115,13 +118,13 @@ class TokenBuffers:
             if small is not None and 2 * small.nbytes < wanted and self._is_free(at):
                 self._memory[at] = None
         memory = self._comm.empty(-(-wanted // step) * step, np.uint8)
-        found = self._comm.group.symmetric_on(HOST).find(address_of(memory), memory.nbytes)
-        assert found is not None
+        location = self._comm.group.symmetric_on(HOST).find(address_of(memory), memory.nbytes)
+        assert location is not None
         self._memory.append(memory)
         self._owners.append(None)
         self._free_at.append(0)
         self.sizes = np.append(self.sizes, memory.nbytes)
-        self.bases = np.vstack([self.bases, np.array(found[1], np.int64)])
+        self.bases = np.vstack([self.bases, np.array(location[1], np.int64)])
         return len(self._memory) - 1
 
     @property

@@ -7,10 +7,10 @@ copy. The plan holds, as int32, the data needed on both sides:
     by_token      [sent] the same copies token by token, and the start of each token's copies [tokens + 1]
     order         [assignments] this rank's assignments in the order in which they are sent: by rank, expert, token
     copy_of       [rows] the copy of each row, in the order of the experts' rows
-    told          [rows] the position of each row among the assignments received
+    row_positions [rows] the position of each row among the assignments received
     by_copy       [rows] the rows copy by copy, and the start of each copy's rows [received + 1]
     sends, takes  [ranks] number of copies sent to each rank, and received from it
-    tells, hears  [ranks] number of assignments sent and received
+    send_counts, receive_counts  [ranks] number of assignments sent and received
     local         [experts here] rows of each
 """
 
@@ -43,13 +43,13 @@ class CopyPlan(NamedTuple):
     token_starts: Array
     order: Array
     copy_of: Array
-    told: Array
+    row_positions: Array
     by_copy: Array
     copy_starts: Array
     sends: Array
     takes: Array
-    tells: Array
-    hears: Array
+    send_counts: Array
+    receive_counts: Array
     local: Array
 
 
@@ -83,35 +83,35 @@ class TokenCopies:
         every = self._exchange_counts(call, [*counts, *sends])
         by_token = np.argsort(copied, kind="stable")
         order = _segments(np.cumsum([0, *counts]), self._order)
-        tells = np.bincount(self._owners, weights=counts, minlength=size).astype(np.int64)
-        firsts = np.repeat(np.cumsum([0, *sends])[:-1], tells)  # each assignment's rank: its first copy
+        send_counts = np.bincount(self._owners, weights=counts, minlength=size).astype(np.int64)
+        firsts = np.repeat(np.cumsum([0, *sends])[:-1], send_counts)  # each assignment's rank: its first copy
         # The copies and assignments received.
         takes, here = every[:, experts + self._comm.rank], every[:, self._own]
-        hears = here.sum(1)
-        came = self._exchange(
-            x[copied], sends, takes, (which[order] - firsts).astype(np.int32), gates[order], tells, hears
+        receive_counts = here.sum(1)
+        received = self._exchange(
+            x[copied], sends, takes, (which[order] - firsts).astype(np.int32), gates[order], send_counts, receive_counts
         )
-        copies, numbers, heard = came
-        heard += np.repeat(np.cumsum([0, *takes])[:-1], hears).astype(np.int32)
+        copies, numbers, indices = received
+        indices += np.repeat(np.cumsum([0, *takes])[:-1], receive_counts).astype(np.int32)
         expert_of = np.repeat(np.tile(np.arange(len(self._own)), size), here.reshape(-1))
-        told = np.argsort(expert_of, kind="stable")
-        copy_of = heard[told]
+        positions = np.argsort(expert_of, kind="stable")
+        copy_of = indices[positions]
         passage = pack_plan(
             copied=copied,
             by_token=by_token,
             token_starts=_starts(copied, len(x)),
             order=order,
             copy_of=copy_of,
-            told=told,
+            row_positions=positions,
             by_copy=np.argsort(copy_of, kind="stable"),
             copy_starts=_starts(copy_of, int(takes.sum())),
             sends=sends,
             takes=takes,
-            tells=tells,
-            hears=hears,
+            send_counts=send_counts,
+            receive_counts=receive_counts,
             local=here.sum(0),
         )
-        return passage, copies, numbers[told]
+        return passage, copies, numbers[positions]
 
     def send_again(self, p: CopyPlan, x: Array) -> Array:
         """Send other rows for the same tokens; return the received copies."""
@@ -120,16 +120,18 @@ class TokenCopies:
     def send_back(self, p: CopyPlan, copies: Array, numbers: Array | None, empty: Empty) -> tuple[Array, Any]:
         """Send a row for each copy back, and a number for each row; return sums by token, and numbers by assignment."""
         if numbers is None:
-            came, found = self._exchange(copies, p.takes, p.sends)[0], None
+            received, result = self._exchange(copies, p.takes, p.sends)[0], None
         else:
-            told = np.empty_like(numbers)
-            told[p.told] = numbers
-            came, heard, _ = self._exchange(copies, p.takes, p.sends, None, told, p.hears, p.tells)
-            found = np.empty_like(heard)
-            found[p.order] = heard
+            sent_numbers = np.empty_like(numbers)
+            sent_numbers[p.row_positions] = numbers
+            received, returned, _ = self._exchange(
+                copies, p.takes, p.sends, None, sent_numbers, p.receive_counts, p.send_counts
+            )
+            result = np.empty_like(returned)
+            result[p.order] = returned
         sums: Array = empty((len(p.token_starts) - 1, copies.shape[1]), copies.dtype)
-        add_up(sums, p.token_starts, p.by_token, came, np.ones(len(came), np.float32))
-        return sums, found
+        add_up(sums, p.token_starts, p.by_token, received, np.ones(len(received), np.float32))
+        return sums, result
 
     def _exchange_counts(self, call: tuple[object, ...], numbers: Sequence[int]) -> Array:
         meeting = self._counting
@@ -137,7 +139,7 @@ class TokenCopies:
         meeting.gather()
         if (meeting.every[:, 0] != meeting.own[0]).any():
             check_agreement(self._comm, "experts", lines(call))
-        return meeting.told.copy()
+        return meeting.counts.copy()
 
     def _exchange(
         self,
@@ -146,42 +148,44 @@ class TokenCopies:
         takes: Array,
         indices: Array | None = None,
         numbers: Array | None = None,
-        tells: Array | None = None,
-        hears: Array | None = None,
+        send_counts: Array | None = None,
+        receive_counts: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Send rows, and an index and a number for each assignment; return those received."""
         size = self._comm.size
         width, item = rows.shape[1], rows.itemsize * rows.shape[1]
-        messages, splits, at, told = list[Array](), list[int](), 0, 0
+        messages, splits, at, number_at = list[Array](), list[int](), 0, 0
         for peer in range(size):
-            count, more = int(sends[peer]), 0 if tells is None else int(tells[peer])
+            count, more = int(sends[peer]), 0 if send_counts is None else int(send_counts[peer])
             message = [self._encode(rows[at : at + count])]
             if indices is not None:
-                message.append(indices[told : told + more].view(np.uint8))
+                message.append(indices[number_at : number_at + more].view(np.uint8))
             if numbers is not None:
-                message.append(numbers[told : told + more].view(np.uint8))
+                message.append(numbers[number_at : number_at + more].view(np.uint8))
             messages += message
             splits.append(sum(map(len, message)))
-            at, told = at + count, told + more
+            at, number_at = at + count, number_at + more
         extra = 4 * ((indices is not None) + (numbers is not None))
-        heard = [0] * size if hears is None else hears.tolist()
-        wanted = [self._payload(count, item, width) + extra * n for count, n in zip(takes.tolist(), heard, strict=True)]
-        came, _ = self._comm.all_to_all_v(np.concatenate(messages), splits, takes=wanted)
+        more_in = [0] * size if receive_counts is None else receive_counts.tolist()
+        wanted = [
+            self._payload(count, item, width) + extra * n for count, n in zip(takes.tolist(), more_in, strict=True)
+        ]
+        received, _ = self._comm.all_to_all_v(np.concatenate(messages), splits, takes=wanted)
         ends = [0, *accumulate(wanted)]
-        found = np.empty((int(takes.sum()), width), rows.dtype)
-        their_indices, their_numbers = np.empty(sum(heard), np.int32), np.empty(sum(heard), np.float32)
-        at = told = 0
+        rows_in = np.empty((int(takes.sum()), width), rows.dtype)
+        their_indices, their_numbers = np.empty(sum(more_in), np.int32), np.empty(sum(more_in), np.float32)
+        at = number_at = 0
         for peer in range(size):
-            message_in, count, more = came[ends[peer] : ends[peer + 1]], int(takes[peer]), heard[peer]
+            message_in, count, more = received[ends[peer] : ends[peer + 1]], int(takes[peer]), more_in[peer]
             rest = self._payload(count, item, width)
-            self._decode(message_in[:rest], found[at : at + count])
+            self._decode(message_in[:rest], rows_in[at : at + count])
             if indices is not None:
-                their_indices[told : told + more] = message_in[rest : rest + 4 * more].view(np.int32)
+                their_indices[number_at : number_at + more] = message_in[rest : rest + 4 * more].view(np.int32)
                 rest += 4 * more
             if numbers is not None:
-                their_numbers[told : told + more] = message_in[rest:].view(np.float32)
-            at, told = at + count, told + more
-        return found, their_numbers, their_indices
+                their_numbers[number_at : number_at + more] = message_in[rest:].view(np.float32)
+            at, number_at = at + count, number_at + more
+        return rows_in, their_numbers, their_indices
 
     def _payload(self, count: int, item: int, width: int) -> int:
         """Return the bytes of `count` rows: a multiple of 4."""

@@ -77,6 +77,6 @@ def compare_dense(
 
 def mask_of(routing: Routing, tokens: int) -> Array:
     """Return a mask of the assignments, bool [tokens, experts]."""
-    found = np.zeros((tokens, len(routing.counts)), np.bool_)
-    found[routing.tokens, np.repeat(np.arange(len(routing.counts)), routing.counts)] = True
-    return found
+    mask = np.zeros((tokens, len(routing.counts)), np.bool_)
+    mask[routing.tokens, np.repeat(np.arange(len(routing.counts)), routing.counts)] = True
+    return mask

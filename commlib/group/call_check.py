@@ -146,7 +146,7 @@ class StallCheck:
                 if exchange.receive is not None:
                     exchange.receive.cancel()  # before its array is freed
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Send this rank's calls to the other ranks without receives: it has found a mismatch that they may not see."""
         self._post(listen=False)
 

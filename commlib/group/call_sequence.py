@@ -118,4 +118,4 @@ class CallSequence:
 def number_of(calls: CallSequence) -> Callable[[], int]:
     """Return a function that returns the number of the last call, holding no reference to the sequence."""
     weak = weakref.ref(calls)
-    return lambda: 0 if (found := weak()) is None else found.number
+    return lambda: 0 if (owner := weak()) is None else owner.number

@@ -313,7 +313,7 @@ class Group:
         explain: formats the warning about a long wait. The caller reports a failure to the other ranks, by `leave`.
         """
         self.explain = explain
-        self._standing.is_told = True
+        self._standing.is_reported = True
 
     # The end
 

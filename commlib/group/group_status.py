@@ -47,7 +47,7 @@ class GroupStatus:
         self.board: NodeBoard | None = None
         self.is_open = False  # all ranks are on the board
         self.failure: CommlibError | None = None  # once set, the group's ranks are out of step
-        self.is_told = False
+        self.is_reported = False
         """Whether the group's speaker reports a failure to the other ranks, by `leave` (see `Group.speak_for`)."""
 
     def attach(self, part: GroupPart) -> None:
@@ -77,7 +77,7 @@ class GroupStatus:
             return
         what = f"{self._name}: {text}: rank {self._rank}: ended half-way by {type(error).__name__}"
         self._fail(ShutdownError(f"{what}; the group runs no more calls"))
-        if not self.is_told:
+        if not self.is_reported:
             error.add_note(
                 f"commlib: {what}; the other ranks are notified, and the group runs no more calls: "
                 "make a new group on all ranks (commlib.shutdown and commlib.init, or split)"
@@ -108,8 +108,8 @@ class GroupStatus:
             self.board.fail()
         if isinstance(error, MismatchError):
             if self._stall_check is not None:
-                self._stall_check.tell()
-        elif not self.is_told:
+                self._stall_check.report()
+        elif not self.is_reported:
             self.leave(f"has given up this group ({type(error).__name__}: {error})")
 
     # The end
@@ -130,13 +130,13 @@ class GroupStatus:
         return text
 
     def announce(self, reason: str = "", *, history: int = -1) -> None:
-        """Tell the other ranks that this rank makes no more calls. history: a hash of its calls."""
+        """Notify the other ranks that this rank makes no more calls. history: a hash of its calls."""
         for part in self._attached:
             part.leave(reason)
         if self.board is not None:
             self.board.leave(reason or LEFT)
-        seen = self.is_open or (self._is_seen and not reason)
-        if self._stall_check is not None and not (self._one_node and seen):
+        visible = self.is_open or (self._is_seen and not reason)
+        if self._stall_check is not None and not (self._one_node and visible):
             finished = not reason and self.failure is None
             self._stall_check.leave(reason or LEFT, finished=finished, history=history if finished else -1)
 
@@ -170,10 +170,10 @@ class Liveness:
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never arrive, each with the reason."""
-        gone = self.board.absent()
+        absent = self.board.absent()
         if self.ranks is None:
-            return gone
-        return {self.ranks[member]: reason for member, reason in gone.items() if member in self.ranks}
+            return absent
+        return {self.ranks[member]: reason for member, reason in absent.items() if member in self.ranks}
 
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch on the group's own board; else none."""

@@ -58,11 +58,11 @@ class Memories:
 
     def on(self, device: Device) -> SymmetricMemory:
         """Return the symmetric memory of a device."""
-        found = self._on.get(device)
-        if found is None:
+        result = self._on.get(device)
+        if result is None:
             place, gather = self._hierarchy.place, self._gather_in_node
-            found = self._on[device] = self._create(lambda nbytes: device.share(nbytes, place, gather))
-        return found
+            result = self._on[device] = self._create(lambda nbytes: device.share(nbytes, place, gather))
+        return result
 
     def _create(self, share: Callable[[int], Any]) -> SymmetricMemory:
         return SymmetricMemory(self._hierarchy.place, share, self._gather)

@@ -22,9 +22,9 @@ class SingleRank:
         """Return an array of zeros."""
         if device is HOST:
             return np.zeros(shape, numpy_dtype(dtype))
-        made = device.empty(shape, numpy_dtype(dtype))
-        device.kernels.fill(device.wrap(made, "empty").reshape(-1), 0)
-        return made
+        array = device.empty(shape, numpy_dtype(dtype))
+        device.kernels.fill(device.wrap(array, "empty").reshape(-1), 0)
+        return array
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a callback for use during a wait. It never interrupts the wait."""

@@ -47,8 +47,8 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
             return None
         return place.at(address_of(memory), dimensions, kind, memory)
 
-    def finish(found: Any) -> Any:
-        return _private_zeros(place, dimensions, kind) if found is None else found
+    def finish(value: Any) -> Any:
+        return _private_zeros(place, dimensions, kind) if value is None else value
 
     text = f"empty of shape {dimensions} {name_of(kind)}"
     if place is not HOST:
@@ -58,6 +58,6 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
 
 def _private_zeros(place: Device, shape: tuple[int, ...], kind: Any) -> Any:
     """Return a zeroed array in private memory of this rank."""
-    made = place.empty(shape, kind)
-    place.kernels.fill(place.wrap(made, "empty").reshape(-1), 0)
-    return made
+    array = place.empty(shape, kind)
+    place.kernels.fill(place.wrap(array, "empty").reshape(-1), 0)
+    return array

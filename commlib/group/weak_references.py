@@ -12,12 +12,12 @@ P = ParamSpec("P")
 
 
 def make_weak_method(method: Callable[P, None]) -> Callable[P, None]:
-    """Return a method that holds only a weak reference to its object; once that is gone, calls do nothing."""
+    """Return a method that holds only a weak reference to its object; once the object is freed, calls do nothing."""
     weak = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        if (found := weak()) is not None:
-            found(*args, **kwargs)
+        if (method := weak()) is not None:
+            method(*args, **kwargs)
 
     return call
 

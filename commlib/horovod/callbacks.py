@@ -17,11 +17,11 @@ from commlib.horovod.operations import allgather_object
 
 def extract_numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the entries of `logs` that can be averaged."""
-    found = {}
+    numbers = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError, ValueError):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def average_metrics(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -191,14 +191,14 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
         meeting = _RestartBarrier(attempts)
         error: CommlibError | HostsUpdatedInterrupt | None = None  # the reason of this rank's restart
         while True:
-            comes_back = error is not None
+            is_returning = error is not None
             syncs = not (isinstance(error, HostsUpdatedInterrupt) and error.skip_sync)
             failed = syncs and meeting.hold(error, state.commits)
             error = None  # its traceback keeps the objects of the call alive
             try:
                 if failed:
                     state.restore()
-                if comes_back:
+                if is_returning:
                     reset()
                     state.on_reset()
                 if syncs:
@@ -218,7 +218,7 @@ class _RankStatus(NamedTuple):
     """The state of one rank at the rendezvous."""
 
     what: str
-    comes_back: bool
+    is_returning: bool
     failed: bool
     commits: int
     calls: int
@@ -266,7 +266,7 @@ class _RestartBarrier:
         return True
 
     def _gather(self, mine: _RankStatus) -> list[_RankStatus]:
-        if mine.comes_back:
+        if mine.is_returning:
             self._restart()
         group = process_set_of(None).communicator("elastic.run").group
         while True:
@@ -274,7 +274,7 @@ class _RestartBarrier:
                 # In program order, because others may wait for this rank in such a call. The name distinguishes it.
                 ranks: list[_RankStatus] = group.run(all_gather_object(group, mine, "meeting of elastic.run"))
             except MismatchError as other:
-                if not mine.comes_back or group.failure is not None:
+                if not mine.is_returning or group.failure is not None:
                     raise
                 log.debug("elastic: another rank has been notified that this one restarts: %s", other)
             except BaseException:
@@ -283,7 +283,7 @@ class _RestartBarrier:
                 raise
             else:
                 break
-        if any(rank.comes_back for rank in ranks):
+        if any(rank.is_returning for rank in ranks):
             self._restart()
             restarts, self._restarts = self._restarts, []
             for restart in restarts:

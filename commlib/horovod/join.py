@@ -97,7 +97,7 @@ def _stand_in(reducers: Sequence[JoinableReducer]) -> int | None:
 def _last(by_name: int, counts: Sequence[int | None]) -> int:
     """Return the last rank to join: the one that took part in the fewest reductions of others, if counts are known.
 
-    Named operations alone cannot tell: ranks that only reduce gradients learn of all joins at once, with the last one.
+    Named operations alone do not show it: ranks that only reduce gradients learn of all joins at once, with the last.
     """
     times = {rank: number for rank, number in enumerate(counts) if number is not None}
     last = [rank for rank, number in times.items() if number == min(times.values())]

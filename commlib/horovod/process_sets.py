@@ -89,8 +89,8 @@ class ProcessSet:
             request = OpRequest("process_set", "communicator", repeats=False)
             split = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
             self._communicator = split.wait()
-        found: Communicator = self._communicator
-        return found
+        result: Communicator = self._communicator
+        return result
 
     def forget(self) -> None:
         """Return to the unregistered state."""
@@ -243,8 +243,8 @@ class Registry:
 
     def coordinators(self) -> list[Coordinator]:
         """Return the coordinators of the sets that include this process."""
-        found = [process_set._coordinator for process_set in self.sets.values()]
-        return [coordinator for coordinator in found if coordinator is not None]
+        coordinators = [process_set._coordinator for process_set in self.sets.values()]
+        return [coordinator for coordinator in coordinators if coordinator is not None]
 
     def _agreed(self, what: str, ranks: Any, run: Any) -> Any:
         """Run a function in order with the operations of all ranks, once all have requested it for these ranks."""
@@ -313,8 +313,8 @@ def registry() -> Registry:
     world = require_world()
     if world.runtime.services is None:
         world.runtime.services = Registry(world)
-    found: Registry = world.runtime.services
-    return found
+    result: Registry = world.runtime.services
+    return result
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -368,8 +368,8 @@ def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
     """Return the coordinator of a set; None means all ranks. Raises UsageError as `process_set_of` does."""
     if process_set is None:
         process_set = global_process_set
-    found = process_set._coordinator if isinstance(process_set, ProcessSet) else None
-    return process_set_of(process_set).coordinator(verb) if found is None else found
+    coordinator = process_set._coordinator if isinstance(process_set, ProcessSet) else None
+    return process_set_of(process_set).coordinator(verb) if coordinator is None else coordinator
 
 
 def _split(comm: Any, members: Members) -> Any:

@@ -105,10 +105,10 @@ class Reduction:
         """Return the same reduction under another name."""
         return replace(self, name=name)
 
-    def check_linear(self, said: str) -> None:
-        """Raise UsageError unless the operation has a gradient; `said` names the verb and the operation."""
+    def check_linear(self, call: str) -> None:
+        """Raise UsageError unless the operation has a gradient; `call` names the verb and the operation."""
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UsageError(f"{said} has no gradient: only Average and Sum have one")
+            raise UsageError(f"{call} has no gradient: only Average and Sum have one")
 
     @property
     def gathered_factor(self) -> float:

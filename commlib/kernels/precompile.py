@@ -96,24 +96,24 @@ def tasks(*, rare: bool = True) -> Iterator[CompileTask]:
     for kind in FLOATS:
         stored = {"float16": types.uint16, "bfloat16": types.uint16}.get(kind) or getattr(types, kind)
         table = stored[:, ::1]
-        for made, signature in (
+        for factory, signature in (
             (norm._compiled, (stored[::1],)),
             (rows._summing, (table, _I, _I, _L, _F)),
             (rows._scaling, (_I, _I, _I, _i, table, _F, _i)),
             (rows._products, (table, table, _F, table, _F)),
         ):
-            dispatcher = made(kind)
+            dispatcher = factory(kind)
             yield CompileTask(f"{dispatcher.py_func.__name__} {kind}", partial(_kernel, dispatcher, signature))
 
 
 def dispatchers() -> Iterator[tuple[str, Any]]:
     """Yield the module-level kernels as (name, dispatcher), with names such as "module.name"."""
     for module in pkgutil.iter_modules(host.__path__):
-        found = importlib.import_module(f"{host.__name__}.{module.name}")
-        for value in vars(found).values():
+        loaded_module = importlib.import_module(f"{host.__name__}.{module.name}")
+        for value in vars(loaded_module).values():
             function = getattr(value, "py_func", None)
-            is_kept = hasattr(getattr(value, "_cache", None), "_name")  # other kernels are compiled into their callers
-            if is_kept and function is not None and function.__module__ == found.__name__:
+            is_cached = hasattr(getattr(value, "_cache", None), "_name")  # others are compiled into their callers
+            if is_cached and function is not None and function.__module__ == loaded_module.__name__:
                 yield f"{module.name}.{function.__name__}", value
 
 
@@ -123,8 +123,8 @@ def _kernel(dispatcher: Any, signature: tuple[Any, ...]) -> str:
 
 
 def _reduction(dtype: str, operation: str) -> str:
-    made = reduce_function(dtype, operation)
-    return str(made._cache._name(made._sig, made._targetdescr.target_context.codegen()))
+    compiled = reduce_function(dtype, operation)
+    return str(compiled._cache._name(compiled._sig, compiled._targetdescr.target_context.codegen()))
 
 
 def _number_signatures(dispatcher: Any) -> tuple[tuple[Any, ...], ...]:

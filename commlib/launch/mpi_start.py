@@ -17,7 +17,7 @@ from commlib.extras import install
 from commlib.launch.launcher_match import check_before_start, library_name, mapped_libraries
 from commlib.launch.launchers import find_launcher
 
-# Seconds that Open MPI waits before any abort, requested or because another rank is gone. Meanwhile the first abort
+# Seconds that Open MPI waits before any abort, requested or because another rank has exited. Meanwhile the first abort
 # ends the other ranks. If several hosts abort at once, the launcher can wait forever, with no rank left.
 _ABORT_DELAY = "1"
 _ABORT_DELAYS = ("OMPI_MCA_opal_abort_delay", "OMPI_MCA_mpi_abort_delay")  # the second is the old name
@@ -129,7 +129,7 @@ def delay_interrupts() -> Iterator[None]:
     """Delay SIGINT until the end of the block.
 
     During an import, numba mistakes a KeyboardInterrupt for a missing module and loses it. During the import of mpi4py,
-    MPI is already started, but the hooks that end the job do not know it yet.
+    MPI is already started, but the hooks that end the job are not aware of it yet.
     """
     import threading  # keep it out of `import commlib`
 
@@ -178,7 +178,7 @@ _OF_MPICH = re.compile(r"/dev/shm/mpich_shm_\w+$")
 def find_memory_files() -> set[str]:
     """Return the files of MPICH's shared memory that this process maps and that are not unlinked yet."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {found[0] for line in lines if (found := _OF_MPICH.search(line))}
+    return {match[0] for line in lines if (match := _OF_MPICH.search(line))}
 
 
 def unlink_memory_files() -> None:

@@ -91,8 +91,8 @@ class MeshShape:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return a rank's group along these axes, itself included, the last axis fastest."""
-        first, found = self.first(rank, *axes), self.find(*axes)
-        steps = product(*(range(0, axis.stride * axis.size, axis.stride) for axis in found))
+        first, own_axes = self.first(rank, *axes), self.find(*axes)
+        steps = product(*(range(0, axis.stride * axis.size, axis.stride) for axis in own_axes))
         return tuple(first + sum(step) for step in steps)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
@@ -122,18 +122,18 @@ class MeshShape:
         return mesh
 
     def _refactor_axis(self, old: tuple[str, ...], new: tuple[tuple[str, Any], ...]) -> MeshShape:
-        found = self.find(*old)
+        old_axes = self.find(*old)
         known = tuple((name, INFERRED if size is None else size) for name, size in new)
         what = f"{self}: refactor of {' x '.join(old)} into {text_of(known)}"
         for name, _ in known:
             if name in self.names:
                 raise UsageError(f"{what}: there is already an axis {name}; names must be new, also among former axes")
-        places = [(view, at) for view in self.views if (at := _find_run(view, found)) is not None]
+        places = [(view, at) for view in self.views if (at := _find_run(view, old_axes)) is not None]
         if not places:
             raise UsageError(f"{what}: these axes do not follow each other in the order {', '.join(self.axes)}")
-        total = prod(axis.size for axis in found)
-        axes = make_axes(what, known, total, f"{_ranks(total)} along {' x '.join(old)}", found[-1].stride)
-        views = [(*view[:at], *axes, *view[at + len(found) :]) for view, at in places]
+        total = prod(axis.size for axis in old_axes)
+        axes = make_axes(what, known, total, f"{_ranks(total)} along {' x '.join(old)}", old_axes[-1].stride)
+        views = [(*view[:at], *axes, *view[at + len(old_axes) :]) for view, at in places]
         return MeshShape(self.ranks, (*self.views, *views))
 
     def picture(self, *, ranks_per_node: int | None = None, topology: Topology | None = None) -> str:

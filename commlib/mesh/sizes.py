@@ -93,20 +93,20 @@ def _infer(what: str, sizes: list[tuple[str, int]], total: int, ranks: str) -> l
 def _suggest_inferred(sizes: list[tuple[str, int]], total: int) -> str:
     """Suggest axes to infer from the other sizes, with the size of each."""
     product = prod(size for _, size in sizes)
-    found = [(name, product // size) for name, size in sizes if total % (product // size) == 0]
-    if not found:
+    choices = [(name, product // size) for name, size in sizes if total % (product // size) == 0]
+    if not choices:
         return _divisors_text(total)
-    return "; ".join(f"with {name}=-1 it would be {total // others}" for name, others in found)
+    return "; ".join(f"with {name}=-1 it would be {total // others}" for name, others in choices)
 
 
 def _suggest_changes(sizes: list[tuple[str, int]], total: int) -> str:
     """Suggest other sizes for one axis with which the axis with -1 could be inferred."""
     known = [(name, size) for name, size in sizes if size != INFERRED]
     product = prod(size for _, size in known)
-    found = [(name, total // (product // size)) for name, size in known if total % (product // size) == 0]
-    if not found:
+    choices = [(name, total // (product // size)) for name, size in known if total % (product // size) == 0]
+    if not choices:
         return _divisors_text(total)
-    return "; ".join(f"{name} could be {_alternatives(_divisors(left))}" for name, left in found)
+    return "; ".join(f"{name} could be {_alternatives(_divisors(left))}" for name, left in choices)
 
 
 def _divisors_text(total: int) -> str:

@@ -35,12 +35,12 @@ class ChartGroup:
 
 def groups(run: BenchRun) -> list[ChartGroup]:
     """Return the charts of a run, the largest world first. Cases with only one size (a barrier) have none."""
-    found: dict[tuple[Any, ...], list[CaseEntry]] = {}
+    by_kind: dict[tuple[Any, ...], list[CaseEntry]] = {}
     for entry in run.entries:
         case = entry.case
         kind = (case.world, case.verb, case.dtype, case.op, case.in_place, case.symmetric)
-        found.setdefault(kind, []).append(entry)
-    drawn = [entries for entries in found.values() if len({entry.nbytes for entry in entries}) > 1]
+        by_kind.setdefault(kind, []).append(entry)
+    drawn = [entries for entries in by_kind.values() if len({entry.nbytes for entry in entries}) > 1]
     return [_group(entries) for entries in sorted(drawn, key=lambda entries: -entries[0].case.ranks)]
 
 
@@ -71,7 +71,7 @@ def _slim(picture: str, stem: str) -> str:
         picture = re.sub(superfluous, "", picture, flags=re.DOTALL)
     picture = re.sub(r"(\.\d)\d{4,}", r"\1", picture)  # coordinates, not labels: tenths of a point suffice
     used = dict.fromkeys(re.findall(r"#([A-Za-z][\w.-]*)[\")]", picture))
-    picture = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", picture)
+    picture = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", picture)
     for number, name in enumerate(used):
         short = f"{stem}-{number}"
         picture = picture.replace(f'id="{name}"', f'id="{short}"')
@@ -141,8 +141,8 @@ def _lines(entries: Sequence[CaseEntry]) -> Iterator[_ChartLine]:
 
 
 def _points(line: _ChartLine, value: Callable[[CaseEntry, str], float | None]) -> list[tuple[int, float]]:
-    found = ((entry.nbytes, value(entry, line.contender)) for entry in line.entries)
-    return [(x, y) for x, y in found if y]
+    points = ((entry.nbytes, value(entry, line.contender)) for entry in line.entries)
+    return [(x, y) for x, y in points if y]
 
 
 def _microseconds(entry: CaseEntry, name: str) -> float:

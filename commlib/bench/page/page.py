@@ -43,7 +43,7 @@ def render(runs: Sequence[BenchRun]) -> str:
 
 
 def _shown(run: BenchRun) -> dict[str, Any]:
-    found = charts.groups(run)
+    groups = charts.groups(run)
     return {
         "run": run,
         "facts": run.facts,
@@ -52,8 +52,8 @@ def _shown(run: BenchRun) -> dict[str, Any]:
         "busy": list(dict.fromkeys(filter(None, (busy_text(one["facts"]) for one in run.environments)))),
         "uncounted": sum(entry.rounds < FEWEST for entry in run.entries),
         "peers": [_beside(run, peer) for peer in run.peers],
-        "charts": [(group.title, charts.svg(group)) for group in found[:MOST_CHARTS]],
-        "more_charts": max(0, len(found) - MOST_CHARTS),
+        "charts": [(group.title, charts.svg(group)) for group in groups[:MOST_CHARTS]],
+        "more_charts": max(0, len(groups) - MOST_CHARTS),
         "rows": [_row(entry, run.peers) for entry in run.entries],
     }
 
@@ -61,7 +61,7 @@ def _shown(run: BenchRun) -> dict[str, Any]:
 def _beside(run: BenchRun, peer: str) -> dict[str, Any]:
     """Return the comparison with a peer: mean of the ratios, and the number of cases in which commlib is faster.
 
-    Cases of fewer than FEWEST rounds are left out: one burst may have met a slow spell.
+    Cases of fewer than FEWEST rounds are left out: one burst may fall into a slow period.
     """
     counted = [entry for entry in run.entries if entry.case.ranks > 1 and entry.rounds >= FEWEST]
     ratios = [ratio for entry in counted if (ratio := entry.ratio(peer)) is not None]

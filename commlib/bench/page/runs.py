@@ -76,8 +76,8 @@ class BenchRun:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts of the last environment, in which most cases were measured."""
-        found: dict[str, Any] = self.environments[-1]["facts"]
-        return found
+        result: dict[str, Any] = self.environments[-1]["facts"]
+        return result
 
     @property
     def peers(self) -> list[str]:
@@ -89,26 +89,26 @@ def read(path: Path) -> BenchRun:
     """Return the run of a file: JSON lines of a sweep, or the JSON of `commlib bench VERB --out`. Raises Refused."""
     if path.suffix == ".json":
         return _of_one_verb(path)
-    found = results.read(path)
+    sweep = results.read(path)
     try:
-        return _of_sweep(path, found)
+        return _of_sweep(path, sweep)
     except (KeyError, TypeError, ValueError) as error:
         raise BenchOptionsError(f"{path}: a case lacks a field that this version needs: {error!r}") from None
 
 
-def _of_sweep(path: Path, found: results.SweepResults) -> BenchRun:
-    lines = found.cases.values()
+def _of_sweep(path: Path, sweep: results.SweepResults) -> BenchRun:
+    lines = sweep.cases.values()
     measured = [line for line in lines if line["row"] is not None]
     entries = [_entry(_case(line["case"]), line["row"], line["environment"]) for line in measured]
     unmeasured = [
         UnmeasuredCase(_case(line["case"]), line["status"], line["reason"]) for line in lines if line["row"] is None
     ]
     notes = list(dict.fromkeys(note for line in lines for note in line["notes"]))
-    if found.torn:
+    if sweep.torn:
         notes.append(
             "The file ends with an incomplete line, which is ignored: the run was killed, or is still running."
         )
-    return BenchRun(_name(path), found.environments, entries, unmeasured, list(found.steps.values()), notes)
+    return BenchRun(_name(path), sweep.environments, entries, unmeasured, list(sweep.steps.values()), notes)
 
 
 def _name(path: Path) -> str:

@@ -84,11 +84,11 @@ def _measured(world: Any, contenders: Contenders, number: int, iters: int) -> di
     if contenders.peer is not None:
         steps[_PEER] = contenders.peer
     bursts = {name: burst_of(world, step, iters=iters, warm_up=1) for name, step in steps.items()}
-    found: dict[str, list[float]] = {name: [] for name in bursts}
+    times: dict[str, list[float]] = {name: [] for name in bursts}
     for figures in rounds(bursts, number):
         for name, value in figures.items():
-            found[name].append(value)
-    return found
+            times[name].append(value)
+    return times
 
 
 def _line(
@@ -101,7 +101,7 @@ def _line(
     seconds: dict[str, list[float]],
 ) -> Line:
     step, tokens = statistics.median(seconds[_OURS]), sizes.tokens(kind, facts["ranks"])
-    beside = seconds.get(_PEER)
+    peer_seconds = seconds.get(_PEER)
     is_right = math.isfinite(difference) and difference <= TOLERANCE
     return {
         "kind": "step",
@@ -121,10 +121,10 @@ def _line(
         "alone": statistics.median(seconds[_ALONE]),
         "exposed": statistics.median(a - b for a, b in zip(seconds[_OURS], seconds[_ALONE], strict=True)),
         "peer": contenders.peer_name,
-        "peer_step": None if beside is None else statistics.median(beside),
+        "peer_step": None if peer_seconds is None else statistics.median(peer_seconds),
         "ratio": None
-        if beside is None
-        else statistics.median(b / a for a, b in zip(seconds[_OURS], beside, strict=True)),
+        if peer_seconds is None
+        else statistics.median(b / a for a, b in zip(seconds[_OURS], peer_seconds, strict=True)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -15,8 +15,8 @@ _ALWAYS_OTHER = ("date", "load", "load_of_hosts", "command", "slurm")  # differ 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
     """Return the command that started this process, judged by its variables."""
-    found = find_launcher(environment)
-    return "no launcher" if found is None else found.launcher.command
+    match = find_launcher(environment)
+    return "no launcher" if match is None else match.launcher.command
 
 
 def gather(comm: Any, world: Any) -> dict[str, Any]:
@@ -33,18 +33,18 @@ def gather(comm: Any, world: Any) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return texts on the differences between two sets of facts, except the usual ones; of tables, for each entry."""
-    found: list[str] = []
+    lines: list[str] = []
     for name in sorted({*before, *now} - set(_ALWAYS_OTHER)):
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{name}.")
+            lines += differences(old, new, f"{prefix}{name}.")
         elif name == "mpi_build":
-            found += [] if before.get("mpi") != now.get("mpi") else [f"{prefix}{name}: another build"]
+            lines += [] if before.get("mpi") != now.get("mpi") else [f"{prefix}{name}: another build"]
         else:
-            found.append(f"{prefix}{name}: {_text(old)} before, {_text(new)} now")
-    return found
+            lines.append(f"{prefix}{name}: {_text(old)} before, {_text(new)} now")
+    return lines
 
 
 def _text(value: Any) -> str:

@@ -25,13 +25,13 @@ from commlib.errors import PeerError, ShutdownError, StallError
 
 MOST_BEGINNINGS = 2  # a case that has ended the job this often is skipped
 PATIENCE = 30.0  # seconds within which the other ranks must have failed, too
-_HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this rank's group is unusable
+_HOPELESS = (PeerError, ShutdownError, StallError)  # a rank has exited, or this rank's group is unusable
 
 
 def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan, memory: BenchMemory = HOST) -> Line:
     """Return the line of a case, with arrays in `memory`. Collective over the world; the same on all of its ranks.
 
-    status: "ok", "wrong" (commlib returned a wrong element), "refused" (impossible; the reason says why) or "failed"
+    status: "ok", "wrong" (commlib returned a wrong element), "refused" (impossible; see the reason) or "failed"
     (an error on every rank). An error on only some ranks is raised on them, and ends the job.
     """
     began = time.perf_counter()
@@ -44,9 +44,9 @@ def measure(world: SweepWorld, case: SweepCase, plan: SweepPlan, memory: BenchMe
             session = Session(world.comm, world.world, settings, memory=memory)
             session.probe()
             notes = session.notes
-            found = session.row(session.case(case.dtype or "float32", case.op, case.nbytes))
-            row = found.figures()
-            status = "wrong" if mistakes([found]) else "ok"
+            bench_row = session.row(session.case(case.dtype or "float32", case.op, case.nbytes))
+            row = bench_row.figures()
+            status = "wrong" if mistakes([bench_row]) else "ok"
             wait_asleep(world.control.Ibarrier())
         except _HOPELESS:
             raise
@@ -108,7 +108,7 @@ def _limited(seconds: float, what: str) -> Iterator[None]:
     what: printed before that, unless it is "".
     """
 
-    def say() -> None:
+    def warn() -> None:
         sys.stderr.write(
             f"commlib bench sweep: {what} takes more than {seconds:g} s (--case-seconds), so the job ends, with the "
             "stacks of its ranks. Start it again to continue; a case that ends it "
@@ -116,14 +116,14 @@ def _limited(seconds: float, what: str) -> Iterator[None]:
         )
         sys.stderr.flush()
 
-    speaker = threading.Timer(seconds, say) if what else None
+    timer = threading.Timer(seconds, warn) if what else None
     faulthandler.dump_traceback_later(seconds + 1, exit=True)  # works even if a call holds the interpreter lock
-    if speaker is not None:
-        speaker.daemon = True
-        speaker.start()
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        if speaker is not None:
-            speaker.cancel()
+        if timer is not None:
+            timer.cancel()

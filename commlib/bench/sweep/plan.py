@@ -189,22 +189,22 @@ def cases(plan: SweepPlan, ranks_of_nodes: Sequence[int]) -> tuple[list[SweepCas
 
     ranks_of_nodes: the number of ranks on each node of the job.
     """
-    found: dict[SweepCase, None] = {}
+    selected: dict[SweepCase, None] = {}
     unable: dict[str, None] = {}
-    for asked_nodes in plan.nodes:
-        nodes = asked_nodes or len(ranks_of_nodes)
+    for planned_nodes in plan.nodes:
+        nodes = planned_nodes or len(ranks_of_nodes)
         if nodes > len(ranks_of_nodes):
             unable[f"nodes = {nodes}: this job has {len(ranks_of_nodes)}"] = None
             continue
         most = min(ranks_of_nodes[:nodes])
-        for asked_ranks in plan.ranks_per_node:
-            ranks = asked_ranks or most
+        for planned_ranks in plan.ranks_per_node:
+            ranks = planned_ranks or most
             if ranks > most:
                 unable[f"ranks_per_node = {ranks} with nodes = {nodes}: the smallest of them has {most} here"] = None
                 continue
             for verb in plan.verbs:
-                found.update(dict.fromkeys(_of_verb(plan, VERBS[verb], nodes, ranks)))
-    return list(found), list(unable)
+                selected.update(dict.fromkeys(_of_verb(plan, VERBS[verb], nodes, ranks)))
+    return list(selected), list(unable)
 
 
 def _of_verb(plan: SweepPlan, verb: BenchVerb, nodes: int, ranks: int) -> Iterator[SweepCase]:

@@ -58,31 +58,31 @@ class SweepResults:
 
 def parse(data: bytes, name: str) -> SweepResults:
     """Return the results in the bytes of a file. Raises Refused, with the line number, if they are invalid."""
-    found = SweepResults()
+    results = SweepResults()
     lines = data.split(b"\n")
-    found.torn = len(lines.pop())  # the text after the last newline
+    results.torn = len(lines.pop())  # the text after the last newline
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
-            found.add(line)
+            results.add(line)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise BenchOptionsError(f"{name}, line {number}: not a line of a sweep's results: {error!r}") from None
         except BenchOptionsError as error:
             raise BenchOptionsError(f"{name}, line {number}: {error}") from None
-    return found
+    return results
 
 
 def read(path: Path) -> SweepResults:
     """Return the results in a file. Raises Refused."""
     try:
-        found = parse(path.read_bytes(), str(path))
+        results = parse(path.read_bytes(), str(path))
     except OSError as error:
         raise BenchOptionsError(f"{path}: cannot be read: {error.strerror}") from None
-    if not (found.environments or found.cases or found.steps):
+    if not (results.environments or results.cases or results.steps):
         raise BenchOptionsError(f"{path} is empty: expected the results of a sweep")
-    if not found.environments:
+    if not results.environments:
         raise BenchOptionsError(f"{path}: expected the results of a sweep, found no line with the environment")
-    return found
+    return results
 
 
 class ResultsWriter:

@@ -32,8 +32,8 @@ def read_on_one(read: Callable[[], SweepPlan]) -> SweepPlan:
         except BenchOptionsError as error:
             problem = str(error)
     agree(MPI.COMM_WORLD, problem)
-    found: SweepPlan = MPI.COMM_WORLD.bcast(plan)
-    return found
+    shared: SweepPlan = MPI.COMM_WORLD.bcast(plan)
+    return shared
 
 
 def run(plan: SweepPlan, out: Path, *, retry: bool = False) -> bool:
@@ -57,8 +57,8 @@ def run(plan: SweepPlan, out: Path, *, retry: bool = False) -> bool:
         left = world.bcast(None if writer is None else _left(writer, planned, retry, printer))
         printer.start(facts, planned, left, unable, out)
         endings = []
-        tell = stack.enter_context(show_progress("commlib bench sweep", silent=writer is None))
-        for line in _measured(comm, world, plan, left, tell, writer):
+        show = stack.enter_context(show_progress("commlib bench sweep", silent=writer is None))
+        for line in _measured(comm, world, plan, left, show, writer):
             endings.append(line["status"])
             printer.line(line)
         printer.end(endings, out, unmeasured=len(left) - len(endings))
@@ -79,14 +79,19 @@ def _opened(world: Any, out: Path) -> ResultsWriter | None:
 
 def _head(writer: ResultsWriter, plan: SweepPlan, facts: dict[str, Any], printer: report.SweepPrinter) -> None:
     """Print remarks about the file, and write the environment if it differs from the last one in the file."""
-    found = writer.results
+    results = writer.results
     if writer.remark:
         printer.note(writer.remark)
-    if found.torn:
-        printer.note(f"{writer.path}: an incomplete last line is cut off, {found.torn} bytes: of a killed job")
-    header: Line = {"kind": "environment", "number": len(found.environments), "format": FORMAT, "plan": to_table(plan)}
-    if found.environments:
-        last = found.environments[-1]
+    if results.torn:
+        printer.note(f"{writer.path}: an incomplete last line is cut off, {results.torn} bytes: of a killed job")
+    header: Line = {
+        "kind": "environment",
+        "number": len(results.environments),
+        "format": FORMAT,
+        "plan": to_table(plan),
+    }
+    if results.environments:
+        last = results.environments[-1]
         changed = environment.differences(last["plan"], header["plan"])
         elsewhere = environment.differences(last["facts"], facts)
         if changed:
@@ -102,12 +107,12 @@ def _left(
     writer: ResultsWriter, planned: list[SweepCase], retry: bool, printer: report.SweepPrinter
 ) -> list[SweepCase]:
     """Return the cases that the file lacks, and those to repeat. A case that ends the job has failed."""
-    found = writer.results
+    results = writer.results
     for case in planned:
-        if found.begun[case.key] >= MOST_BEGINNINGS:
-            printer.note(f"{case.name}: ended the job {found.begun[case.key]} times, and counts as failed")
-            writer.add(make_failed_line(case, f"the job ended {found.begun[case.key]} times during this case"))
-    ended = {key for key, line in found.cases.items() if not retry or line["status"] == "ok"}
+        if results.begun[case.key] >= MOST_BEGINNINGS:
+            printer.note(f"{case.name}: ended the job {results.begun[case.key]} times, and counts as failed")
+            writer.add(make_failed_line(case, f"the job ended {results.begun[case.key]} times during this case"))
+    ended = {key for key, line in results.cases.items() if not retry or line["status"] == "ok"}
     return [case for case in planned if case.key not in ended]
 
 
@@ -116,7 +121,7 @@ def _measured(
     world: Any,
     plan: SweepPlan,
     left: list[SweepCase],
-    tell: Callable[[float, str], None],
+    show: Callable[[float, str], None],
     writer: ResultsWriter | None,
 ) -> Iterator[Line]:
     """Measure, and yield the line of each case on rank 0, which has the writer. Collective."""
@@ -131,7 +136,7 @@ def _measured(
             for case in group:
                 if part.world.bcast(until is not None and time.monotonic() > until):
                     break
-                tell(done / len(left), case.name)
+                show(done / len(left), case.name)
                 done += 1
                 if writer is not None:
                     writer.add({"kind": "begun", "key": case.key})
@@ -140,4 +145,4 @@ def _measured(
                     line["environment"] = writer.results.environments[-1]["number"]
                     writer.add(line)
                     yield line
-    tell(1.0, "done")
+    show(1.0, "done")

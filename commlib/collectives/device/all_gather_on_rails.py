@@ -41,7 +41,7 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray,
     slots = rails.board.switch_slots()
     rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, count, dtype))
     rails.put(x[piece.start : piece.stop], result(rank))
-    rails.meet()
+    rails.synchronize()
     for slot, other in zip(slots, rails.ranks, strict=True):
         if other != rank:
             rails.put(rails.at(slot, 0, count, dtype), result(other))
@@ -57,7 +57,7 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, target: DeviceArray,
         rails.network("all_gather", [block], [layout])
         for first, last in ((0, start), (stop, layout.count)):  # all received chunks
             rails.put(block[first:last], rails.at(slots[rails.place], first, last - first, dtype))
-    rails.meet()
+    rails.synchronize()
     for rail in range(rails.rails):
         offsets = rails.by_node(rail, counts).offsets
         for number, members in enumerate(rails.members(rail)):

@@ -40,7 +40,7 @@ def _stages(
     shares = even(piece.count, rails.rails)
     slots = rails.board.switch_slots()
     rails.put(x[piece.start : piece.stop], rails.at(slots[rails.place], 0, piece.count, wide.dtype))
-    rails.meet()
+    rails.synchronize()
     own: Any = None
     if rails.on_rail:
         start, stop = shares.slice_of(rails.place)
@@ -55,9 +55,9 @@ def _stages(
         rails.network("all_reduce", [block], [], op=wide.operation, nbytes=nbytes)
         rails.put(block, own)
         wide.finish(own)
-    rails.meet()
+    rails.synchronize()
     for place in range(rails.rails):
         start, stop = shares.slice_of(place)
         share = rails.at(slots[place], start, stop - start, wide.dtype)
         rails.put(share, target[piece.start + start : piece.start + stop])
-    rails.meet()  # the slots may be reused only after this
+    rails.synchronize()  # the slots may be reused only after this

@@ -53,7 +53,7 @@ def _stages(
     slots = rails.board.switch_slots()
     for member in order:
         rails.put(part(x, member), rails.at(slots[rails.place], begins[member], count, dtype))
-    rails.meet()
+    rails.synchronize()
     for slot, other in zip(slots, rails.ranks, strict=True):
         rails.put(rails.at(slot, begins[rank], count, dtype), part(target, other))
     if rails.on_rail:
@@ -75,7 +75,7 @@ def _stages(
         arrived = rails.block(piece, incoming.count, dtype, "arrived")
         rails.network("all_to_all", [leaving, arrived], [outgoing, incoming], nbytes=most)
         rails.put(arrived, rails.at(slots[rails.place], 0, incoming.count, dtype))
-    rails.meet()
+    rails.synchronize()
     giver = rails.place % rails.rails
     members = rails.on_same_rail(here, giver)
     offset = members.index(rank) * count

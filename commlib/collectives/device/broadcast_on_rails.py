@@ -42,7 +42,7 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, piece: CallPiece) ->
         is_root = rails.group.rank == call.root
         if is_root:
             rails.put(whole, slot)
-        rails.meet()
+        rails.synchronize()
         if not is_root:
             rails.put(slot, whole)
         rails.put(whole[start:stop], block)
@@ -52,7 +52,7 @@ def _stages(rails: DeviceRails, call: Call, x: DeviceArray, piece: CallPiece) ->
     if rails.number != home:
         slots = rails.board.switch_slots()
         rails.put(block, rails.at(slots[rails.place], start, stop - start, call.dtype))
-        rails.meet()
+        rails.synchronize()
         for place in range(rails.rails):
             start, stop = shares.slice_of(place)
             rails.put(rails.at(slots[place], start, stop - start, call.dtype), whole[start:stop])

@@ -48,9 +48,9 @@ class StagedPath:
         if verb.elementwise:
             count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
             parts = cut(call, count)
-            made = {part: compile_call(paths, group, verb, part) for _, _, part in reversed(parts)}
+            compiled = {part: compile_call(paths, group, verb, part) for _, _, part in reversed(parts)}
             return run_in_pieces(
-                station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call
+                station, [(start, stop, compiled[part]) for start, stop, part in parts], group.rank, verb, call
             )
         return run_through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
 
@@ -174,10 +174,10 @@ def copy_back(station: StagingQueue, value: Array, stream: Any, on_wait: OnWait,
         station.device.copy(out, block)
         return out
     with station.device.using(stream):
-        made = station.device.empty(value.shape, value.dtype)
+        result = station.device.empty(value.shape, value.dtype)
     station.device.current().wait(stream.record())  # work on this memory's previous contents may still run
-    station.device.copy(station.device.wrap(made, "result"), block)
-    return made
+    station.device.copy(station.device.wrap(result, "result"), block)
+    return result
 
 
 def fetch(calls: StagingQueues, x: DeviceArray, text: str) -> Array:

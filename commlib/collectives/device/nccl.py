@@ -163,20 +163,20 @@ def disagreement(everyone: Sequence[NcclReport]) -> str:
         return "; ".join(f"{error} ({ranks_text(on)})" for error, on in errors.items())
     versions = _ranks_by(report.version for report in everyone)
     if len(versions) > 1:
-        found = (f"{version} on {ranks_text(on)}" for version, on in versions.items())
-        return f"its version must be the same on all ranks: {'; '.join(found)}"
+        texts = (f"{version} on {ranks_text(on)}" for version, on in versions.items())
+        return f"its version must be the same on all ranks: {'; '.join(texts)}"
     shared = {place: on for place, on in _ranks_by(report.place for report in everyone).items() if len(on) > 1}
     if not shared or all(report.shares for report in everyone):
         return ""
-    found = (f"{ranks_text(on)} share the GPU {bus}" for (_, bus), on in shared.items())
+    texts = (f"{ranks_text(on)} share the GPU {bus}" for (_, bus), on in shared.items())
     return (
-        f"{'; '.join(found)}, but NCCL needs one GPU for each rank (from version 2.30 on, ranks may share a GPU if "
+        f"{'; '.join(texts)}, but NCCL needs one GPU for each rank (from version 2.30 on, ranks may share a GPU if "
         "NCCL_MULTI_RANK_GPU_ENABLE=1 on all of them)"
     )
 
 
 def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = {}
+    by_value: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return found
+        by_value.setdefault(value, []).append(rank)
+    return by_value

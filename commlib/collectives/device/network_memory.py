@@ -21,11 +21,11 @@ class NetworkMemory:
     def block(self, piece: int, count: int, dtype: Any, part: str = "") -> Any:
         """Return a 1-D buffer of `count` elements. part: its name, for pieces that need several buffers."""
         nbytes = count * dtype.itemsize
-        made = self._made.setdefault((piece % 2, part), [])
-        if not made or made[-1].nbytes < nbytes:
+        blocks = self._made.setdefault((piece % 2, part), [])
+        if not blocks or blocks[-1].nbytes < nbytes:
             # Keep the smaller buffers: queued work may still use them. Together they are no larger than the new one.
-            made.append(self._make(max(nbytes, 2 * made[-1].nbytes if made else 1)))
-        return made[-1][:nbytes].view(dtype)
+            blocks.append(self._make(max(nbytes, 2 * blocks[-1].nbytes if blocks else 1)))
+        return blocks[-1][:nbytes].view(dtype)
 
     def _make(self, nbytes: int) -> Any:
         if not self._direct:
@@ -35,7 +35,7 @@ class NetworkMemory:
 
 def network_memory_of(board: DeviceBoard, *, direct: bool) -> NetworkMemory:
     """Return the network memory of a board. All its calls share it, because they run one after another."""
-    found: NetworkMemory | None = board.kept.get(NetworkMemory)
-    if found is None:
-        found = board.kept[NetworkMemory] = NetworkMemory(board.device, direct=direct)
-    return found
+    memory: NetworkMemory | None = board.kept.get(NetworkMemory)
+    if memory is None:
+        memory = board.kept[NetworkMemory] = NetworkMemory(board.device, direct=direct)
+    return memory

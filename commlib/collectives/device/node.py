@@ -60,25 +60,25 @@ class DevicePeers:
         return self.board
 
     def _make(self, on_wait: OnWait) -> None:
-        group, device, made, refusal = self.group, self._station.device, None, ""
+        group, device, device_board, refusal = self.group, self._station.device, None, ""
         memory, gather = group.symmetric_on(device), group.gather_in_node
         try:
             board, node = group.open().board, group.hierarchy.node
-            made = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
-            if made.by_host and not group.one_node:
+            device_board = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
+            if device_board.by_host and not group.one_node:
                 refusal = "on some node the devices cannot address each other's memory"
         except TransportError as error:
             refusal = str(error)
         refusals = [text for text in group.gather_objects(refusal) if text]
-        if made is None or refusals:
-            if made is not None:
-                made.close()
+        if device_board is None or refusals:
+            if device_board is not None:
+                device_board.close()
             self.refusal = refusals[0]
             level = logging.WARNING if group.rank == 0 else logging.DEBUG
             log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
             return
-        self.board, self._station.let_go = made, made.release
-        group.attach(WeakPart(made))
+        self.board, self._station.let_go = device_board, device_board.release
+        group.attach(WeakPart(device_board))
 
 
 def _refusal(group: Group) -> str:
@@ -119,12 +119,12 @@ class NodeDevicePath:
 
     def run(self, verb: Verb, call: Call) -> Run:
         group, text, peers = self._peers.group, call.text, self._peers
-        made: list[Enqueue] = []
+        compiled: list[Enqueue] = []
 
         def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
-            if not made:
-                made.append(_compile(peers, verb, call))
-            made[0](x, target, on_wait)
+            if not compiled:
+                compiled.append(_compile(peers, verb, call))
+            compiled[0](x, target, on_wait)
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
             return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)

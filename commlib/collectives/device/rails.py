@@ -55,7 +55,7 @@ class DeviceRails(Rails):
         self.board, self.device, self._open_slots = board, board.device, open_slots
         self.direct = group.transport.accepts(self.device.name)
         self._crossing = network_memory_of(board, direct=self.direct)
-        self._met: DeviceEvent | None = None
+        self._synchronized: DeviceEvent | None = None
 
     def begin(self) -> None:
         """Synchronize the node's ranks on the host and check that all make the same call. Raises MismatchError.
@@ -109,18 +109,18 @@ class DeviceRails(Rails):
         for number, start in enumerate(range(0, count, longest)):
             piece = stages(CallPiece(number, start, min(start + longest, count)))
             next(piece)
-            begun = piece, self.device.current().record()
+            current = piece, self.device.current().record()
             if before is not None:
                 self._end(*before)
-            before = begun
+            before = current
         if before is not None:
             self._end(*before)
-        if self._met is not None:
-            wait_for(self._met, self.group.watch(self.text))
+        if self._synchronized is not None:
+            wait_for(self._synchronized, self.group.watch(self.text))
 
-    def _end(self, piece: Iterator[None], begun: DeviceEvent) -> None:
+    def _end(self, piece: Iterator[None], start_event: DeviceEvent) -> None:
         """Finish a piece after its queued work is done. Then the work of the piece two before is done, too."""
-        wait_for(begun, self.group.watch(self.text))
+        wait_for(start_event, self.group.watch(self.text))
         for _ in piece:
             pass
 
@@ -134,10 +134,10 @@ class DeviceRails(Rails):
         """Return `count` elements of a slot, starting at element `offset`."""
         return self.board.at(slot + offset * dtype.itemsize, count, dtype)
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Queue a synchronization: later work runs after all earlier work of the node's devices."""
         self.board.meet()
-        self._met = self.device.current().record(self._met)
+        self._synchronized = self.device.current().record(self._synchronized)
 
     def put(self, source: Any, target: Any) -> None:
         """Queue a copy. If the dtypes differ, convert; then both arrays must be on the device."""

@@ -46,7 +46,7 @@ def _stages(
     by_rail = [list(chain(*rails.members(rail))) for rail in range(rails.rails)]
     slots = rails.board.switch_slots()
     _fill_slot(rails, wide, list(chain(*by_rail)), counts, x, chunks, slots[rails.place], piece)
-    rails.meet()
+    rails.synchronize()
     if rails.on_rail:
         begins = uneven(sum(counts[member] for member in members) for members in by_rail)
         start, stop = begins.slice_of(rails.place)
@@ -64,7 +64,7 @@ def _stages(
         reduced = rails.at(slots[rails.place], 0, stop - start, wide.dtype)
         rails.put(block[start:stop], reduced)
         wide.finish(reduced)
-    rails.meet()
+    rails.synchronize()
     giver = rails.place % rails.rails
     members = rails.on_same_rail(rails.number, giver)
     offset = sum(counts[member] for member in members[: members.index(rank)])

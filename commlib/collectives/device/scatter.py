@@ -63,15 +63,15 @@ def scatter_by_messages(
     text: str,
     array: DeviceArray | None,
     part: DeviceArray | None,
-    made: tuple[tuple[int, ...], Any],
+    shape_and_dtype: tuple[tuple[int, ...], Any],
     streams: Mapping[str, Any],
 ) -> None:
     """Scatter by messages from device memory, within a host operation; wait until the part has arrived.
 
     array: the root's, None elsewhere. part: the 1-D target of this rank's part; None if this rank refused the call,
-    which the other ranks do not know. made: the shape and dtype of a part.
+    which the other ranks do not know. shape_and_dtype: the shape and dtype of a part.
     """
-    group, (shape, dtype) = calls.group, made
+    group, (shape, dtype) = calls.group, shape_and_dtype
     layout = uneven([math.prod(shape)] * group.size)
     start, stop = layout.slice_of(group.rank)
     own = array if part is None else part
@@ -98,7 +98,7 @@ def scatter_between_devices(
     root: int,
     array: DeviceArray | None,
     part: DeviceArray | None,
-    made: tuple[tuple[int, ...], Any],
+    shape_and_dtype: tuple[tuple[int, ...], Any],
     streams: Mapping[str, Any],
 ) -> bool:
     """Scatter between the devices of a node, within a host operation; wait until the part has arrived.
@@ -106,7 +106,7 @@ def scatter_between_devices(
     Returns False on all ranks, without moving data, if a rank has no such device or the devices cannot exchange.
     For the arguments see `scatter_by_messages`.
     """
-    group, (shape, dtype) = calls.group, made
+    group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
     able = device is not None and calls.peers(device).may_exchange
     if not group.open().board.meet(1 + able, group.watch(text)) or device is None or not able:

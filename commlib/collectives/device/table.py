@@ -81,10 +81,10 @@ class DevicePaths:
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
             if not chosen:
-                found = next((choice for choice in order if choice[0].open(text, on_wait)), None)
-                if found is None:
+                selected = next((choice for choice in order if choice[0].open(text, on_wait)), None)
+                if selected is None:
                     raise UsageError(f"{verb.name}: algorithm {call.algorithm!r}: {order[-1][0].refusal}")
-                chosen.append(_prepare(verb, *found))
+                chosen.append(_prepare(verb, *selected))
             return chosen[0][1](x, target, on_wait)
 
         return DeviceCall(
@@ -92,7 +92,7 @@ class DevicePaths:
             text,
             self._station,
             run,
-            blocks=any(asked.algorithm == "native" for _, asked in order),
+            blocks=any(request.algorithm == "native" for _, request in order),
             only_queues=lambda: bool(chosen) and chosen[0][0].only_queues,
             on_wait=group.on_wait(f"{text}: copies to and from {self._station.device.name}"),
         )
@@ -115,7 +115,7 @@ class DevicePaths:
         if not times:
             return [(way, call) for way in taking]
         named = (replace(call, algorithm=time) for time in times)
-        direct = next((asked for asked in named if self._direct.does(verb, asked)), call)
+        direct = next((request for request in named if self._direct.does(verb, request)), call)
         names = [direct.algorithm if way is self._direct else way.name for way in taking]
         order = [taking[number] for number in order_by_times(names, times)]
         return [(way, direct if way is self._direct else call) for way in order]
@@ -124,10 +124,10 @@ class DevicePaths:
         """Return the algorithms with measured times for this size, the fastest first."""
         group, nodes = self._group, self._group.topology.nodes
         size = group.size if verb.name == "all_gather" else 1  # tables list the gathered size
-        found = group.runtime.chooser.measured(
+        times = group.runtime.chooser.measured(
             verb.name, len(nodes), max(map(len, nodes)), size * call.nbytes, device=call.device
         )
-        return [time.algorithm for time in found]
+        return [time.algorithm for time in times]
 
 
 # A call that names one of these uses no other path. "node" and "hierarchical" also name paths of the host.

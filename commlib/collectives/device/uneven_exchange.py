@@ -73,17 +73,17 @@ def exchange_rows(
     rank, size = group.rank, group.size
     row = math.prod(x.shape[1:])
     counts = gather_counts(group, text, np.array(splits, np.int64)).reshape(size, size)
-    came = counts[:, rank]
-    fits = takes is None or came.tolist() == list(takes)
+    received = counts[:, rank]
+    fits = takes is None or received.tolist() == list(takes)
     if out is not None:
-        fits &= out.array.shape[0] == came.sum()
-        target, made = out.array, None
+        fits &= out.array.shape[0] == received.sum()
+        target, result = out.array, None
     else:
-        target, made = allocate_like(x, (int(came.sum()), *x.shape[1:]))
+        target, result = allocate_like(x, (int(received.sum()), *x.shape[1:]))
     longest = int(counts.max(initial=0)) * row * x.itemsize
     sends = ranges(uneven(int(count) * row for count in splits), x.itemsize)
-    into = ranges(uneven(int(count) * row for count in came), x.itemsize) if fits else [NOTHING] * size
+    into = ranges(uneven(int(count) * row for count in received), x.itemsize) if fits else [NOTHING] * size
     before = counts[:, :rank].sum(axis=1) * row * x.itemsize  # each source begins with the rows for lower ranks
     what = Exchange(sends, into, longest, before.tolist(), size * longest)
     exchange(board, open_slots, what, None, again=False)(x.reshape(-1), target.reshape(-1), on_wait)
-    return made, came.copy()
+    return result, received.copy()

@@ -201,11 +201,11 @@ def _all_to_all(call: Call, node: Rails, x: Array, target: Array) -> None:
         node.network("all_to_all", [leaving, arrived], [outgoing, incoming], nbytes=most)
     # From each node: for each rank of my rail on this node, the chunks from all ranks of that node.
     for number, ranks in enumerate(node.nodes):
-        sent = len(ranks) * chunk
-        landed = np.empty(sent, x.dtype)
-        counts = [sent] * group.size
+        send_count = len(ranks) * chunk
+        landed = np.empty(send_count, x.dtype)
+        counts = [send_count] * group.size
         begin = incoming.offsets[number]
-        _distribute(node, arrived[begin : begin + here * sent], counts, landed)
+        _distribute(node, arrived[begin : begin + here * send_count], counts, landed)
         for index, rank in enumerate(ranks):
             target[rank * chunk : (rank + 1) * chunk] = landed[index * chunk : (index + 1) * chunk]
 

@@ -22,7 +22,7 @@ from commlib.schedule.layout import even
 def broadcast_object(group: Group, value: Any, root: int) -> Operation:
     root = check_root(group, "broadcast_object", root)
     text = f"broadcast_object, root={root}"
-    data = pickle.dumps(value) if group.rank == root else b""  # fails for an unpicklable value before ranks meet
+    data = pickle.dumps(value) if group.rank == root else b""  # fails for an unpicklable value before ranks communicate
     return Operation(text, lambda: broadcast_bytes(group, data, root, text), finish=pickle.loads)
 
 

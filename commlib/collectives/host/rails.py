@@ -119,12 +119,12 @@ Run = Callable[[Call, Rails, Array, Array], None]
 
 def make_rails_move(group: Group, call: Call, nbytes: int, run: Run) -> Move:
     """Return a Move that runs `run` on the rails for a call of `nbytes`. The first run sets them up."""
-    made: list[Rails] = []
+    rails: list[Rails] = []
 
     def move(x: Array, target: Array) -> None:
-        if not made:
-            made.append(Rails(group, call.text, nbytes))
-        made[0].begin()
-        run(call, made[0], x, target)
+        if not rails:
+            rails.append(Rails(group, call.text, nbytes))
+        rails[0].begin()
+        run(call, rails[0], x, target)
 
     return move

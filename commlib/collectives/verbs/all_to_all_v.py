@@ -83,9 +83,9 @@ class UnevenCall:
         return self.compiled.bind(self.source, self.target, deliver=self._deliver)
 
     def _deliver(self, value: Any) -> tuple[Any, Array]:
-        made, received = value if isinstance(value, tuple) else result_of(value, self.target)
+        result, received = value if isinstance(value, tuple) else result_of(value, self.target)
         out = self.deal.result
-        return (made if out is None else out.deliver()), received
+        return (result if out is None else out.deliver()), received
 
 
 def result_of(value: Any, parts: Array) -> tuple[Any, Array]:
@@ -176,11 +176,11 @@ _WHOLE = np.dtype(np.int64)
 
 
 def _counts(group: Group, counts: Sequence[int], name: str, one: str, total: int | None = None) -> list[int]:
-    found = [integer(_NAME, one, n) for n in counts]
-    if len(found) != group.size or min(found) < 0 or total not in (None, sum(found)):
+    lengths = [integer(_NAME, one, n) for n in counts]
+    if len(lengths) != group.size or min(lengths) < 0 or total not in (None, sum(lengths)):
         also = "" if total is None else f", that add up to {total}, the length of dimension 0 of x"
-        raise UsageError(f"{_NAME}: {name} {found} must be {group.size} lengths, none negative{also}")
-    return found
+        raise UsageError(f"{_NAME}: {name} {lengths} must be {group.size} lengths, none negative{also}")
+    return lengths
 
 
 def _result(array: Any, out: Any, takes: list[int] | None) -> Result:
@@ -230,12 +230,12 @@ def _between_devices(
         return exchange_rows(board, open_slots, group, full_text, x, deal.splits, deal.takes, deal.result, on_wait)
 
     def checked(x: DeviceArray, on_wait: OnWait) -> Any:
-        made, received = group.perform_call(full_text, move, x, on_wait)
-        came = received.tolist()
-        if deal.takes is not None and came != deal.takes:
-            raise make_counts_error(group.name, group.rank, came, deal.takes, deal.splits, deal.splits)
+        result, received = group.perform_call(full_text, move, x, on_wait)
+        counts = received.tolist()
+        if deal.takes is not None and counts != deal.takes:
+            raise make_counts_error(group.name, group.rank, counts, deal.takes, deal.splits, deal.splits)
         _check_fit(group, received, deal.result)
-        return made, received
+        return result, received
 
     return run_between_devices(peers, station, full_text, checked, otherwise)
 
@@ -271,15 +271,15 @@ class _MessageExchange(MessageCall):
         group, deal = self._group, target
         text = self.text + _COUNTED * (deal.takes is not None)
         odd: dict[int, int] = {}
-        made = group.perform_call(text, self._exchange, text, x, deal, odd)
+        result = group.perform_call(text, self._exchange, text, x, deal, odd)
         # The error is local to this rank: the exchange itself is complete.
         if odd:
             row_bytes = max(1, math.prod(x.shape[1:]) * x.itemsize)
-            came = [odd.get(peer, count * row_bytes) // row_bytes for peer, count in enumerate(deal.takes)]
-            raise make_counts_error(group.name, group.rank, came, deal.takes, deal.splits, deal.splits)
+            counts = [odd.get(peer, count * row_bytes) // row_bytes for peer, count in enumerate(deal.takes)]
+            raise make_counts_error(group.name, group.rank, counts, deal.takes, deal.splits, deal.splits)
         received = np.array(deal.takes, np.int64)
         _check_fit(group, received, deal.result)
-        return made, received
+        return result, received
 
     def _exchange(self, text: str, x: Any, deal: RowCounts, odd: dict[int, int]) -> Any:
         group, row = self._group, math.prod(x.shape[1:])
@@ -290,15 +290,15 @@ class _MessageExchange(MessageCall):
             regions = [Region(np.array(deal.splits, np.int64), layout), Region(received, layout)]
             group.execute(own_program(group, "all_to_all", "pairwise"), [regions], text)
             deal.takes = received.tolist()  # a plan exchanges the counts only once
-        out, made = deal.result, None
+        out, result = deal.result, None
         if out is not None and out.array.shape[0] == sum(deal.takes):
             target = out.flat
         else:
-            target, made = allocate_like(x, (sum(deal.takes), *x.shape[1:]))
+            target, result = allocate_like(x, (sum(deal.takes), *x.shape[1:]))
             target = target.reshape(-1)
         outof, into = (uneven(count * row for count in counts) for counts in (deal.splits, deal.takes))
         odd |= exchange(group, text, x.reshape(-1), outof, target, into, is_certain=is_certain)
-        return made
+        return result
 
 
 def _check_fit(group: Group, received: Array, out: Result | None) -> None:

@@ -54,7 +54,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
         try:
             make = make_result_for(device, current) if device else result
             given = make(out, shape, dtype, "scatter")
-        except UsageError as error:  # the other ranks go on: take part, then raise
+        except UsageError as error:  # the other ranks continue: participate, then raise
             refused = error
         whole, part = array if at_root else None, None if given is None else given.flat
         if (

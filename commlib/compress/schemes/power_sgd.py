@@ -166,12 +166,12 @@ class PowerReducer:
         state: State = {}
         residuals, factors = self._memory.on_host(self._residuals[current], self._factors[current])
         for matrix in self._matrices:
-            found: dict[str, Array] = {"step": np.array(steps, np.int64)}
+            arrays: dict[str, Array] = {"step": np.array(steps, np.int64)}
             if self._scheme.feedback:
-                found["residual"] = residuals[matrix.residual].reshape(matrix.part.shape).copy()
+                arrays["residual"] = residuals[matrix.residual].reshape(matrix.part.shape).copy()
             if self._scheme.warm_start:
-                found["q"] = factors[matrix.right].reshape(matrix.rank, matrix.cols).copy()
-            state[matrix.part.name] = found
+                arrays["q"] = factors[matrix.right].reshape(matrix.rank, matrix.cols).copy()
+            state[matrix.part.name] = arrays
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
@@ -186,9 +186,9 @@ class PowerReducer:
                 ("residual", residuals, matrix.residual),
                 ("q", factors, matrix.right),
             ):
-                found = known.get(what)
-                if found is not None and len(array) and found.size == place.stop - place.start:
-                    array[place] = found.reshape(-1)
+                saved = known.get(what)
+                if saved is not None and len(array) and saved.size == place.stop - place.start:
+                    array[place] = saved.reshape(-1)
         for array, values in zip(there, (residuals, factors), strict=True):
             self._memory.put(array, values)
         self._memory.wait()

@@ -115,22 +115,22 @@ class CudaDevice:
         if self.makes(x):
             if x.dtype in KNOWN and x.flags.c_contiguous:
                 return DeviceArray(self, x.data.ptr, x.shape, x.dtype, x, self.current())
-            found = foreign_arrays.ForeignArray(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
+            foreign = foreign_arrays.ForeignArray(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
         else:
-            found = self._describe(x, verb, what, written)
+            foreign = self._describe(x, verb, what, written)
         try:
-            name_of(found.dtype)
+            name_of(foreign.dtype)
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
-        if not found.contiguous:
+        if not foreign.contiguous:
             raise UsageError(
-                f"{verb}: {what} of shape {found.shape} is not contiguous, and GPU arrays are not copied implicitly: "
+                f"{verb}: {what} of shape {foreign.shape} is not contiguous, and GPU arrays are not copied implicitly: "
                 "pass cupy.ascontiguousarray(x), or x.contiguous() in PyTorch"
             )
-        if written and found.read_only:
+        if written and foreign.read_only:
             raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
-        owner = x if found.keep is None else (x, found.keep)
-        return DeviceArray(self, found.address, found.shape, found.dtype, owner, self.current())
+        owner = x if foreign.keep is None else (x, foreign.keep)
+        return DeviceArray(self, foreign.address, foreign.shape, foreign.dtype, owner, self.current())
 
     def _describe(self, x: Any, verb: str, what: str, written: bool) -> foreign_arrays.ForeignArray:
         """Describe another library's array; make the current stream wait for its contents."""
@@ -139,11 +139,11 @@ class CudaDevice:
         theirs = foreign_arrays.current_stream_of(x)
         try:
             if hasattr(type(x), "__dlpack__") and theirs is None:
-                found = foreign_arrays.describe_dlpack(x, number)
-                theirs, unknown = found.stream, True  # the library's later work may run on any stream
+                foreign = foreign_arrays.describe_dlpack(x, number)
+                theirs, unknown = foreign.stream, True  # the library's later work may run on any stream
             else:
-                found = foreign_arrays.describe_interface(x.__cuda_array_interface__)
-                theirs, unknown = found.stream if theirs is None else theirs, False
+                foreign = foreign_arrays.describe_interface(x.__cuda_array_interface__)
+                theirs, unknown = foreign.stream if theirs is None else theirs, False
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
         except Exception as error:  # library-specific, for example for tensors that require a gradient
@@ -159,7 +159,7 @@ class CudaDevice:
         if theirs not in (None, number):
             assert theirs is not None
             here.wait(self.existing(theirs).record())
-        return found
+        return foreign
 
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
@@ -167,18 +167,18 @@ class CudaDevice:
         if target.nbytes == 0:
             return
         if self.tape.is_recording:
-            assert not isinstance(target, np.ndarray) and not isinstance(source, np.ndarray), "host memory may be gone"
+            assert not isinstance(target, np.ndarray) and not isinstance(source, np.ndarray), "host memory may be freed"
             self.tape.add(self._copy, target.address, source.address, target.nbytes)
             return
         here = self.current()
         with self._gpu:
             self._copy(here.raw.ptr, _at(target), _at(source), target.nbytes)
         if host := [array for array in (target, source) if isinstance(array, np.ndarray)]:
-            event, kept = here.record(), self._under_way
+            event, in_flight = here.record(), self._under_way
             with self._looking:  # without it two threads could both pop after seeing one done event
-                while kept and kept[0][0].done():
-                    kept.popleft()
-                kept.extend((event, array) for array in host)
+                while in_flight and in_flight[0][0].done():
+                    in_flight.popleft()
+                in_flight.extend((event, array) for array in host)
 
     def _copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
@@ -215,8 +215,8 @@ class CudaDevice:
     def reach(self, memory: SharedMemory) -> HostMapped:
         return HostMapped(self._gpu, self._cuda, memory)
 
-    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
-        return CudaSignals(self._gpu, self._cuda, memory, tell, hear)
+    def signals(self, memory: SharedMemory, written: Sequence[int], awaited: Sequence[int]) -> CudaSignals:
+        return CudaSignals(self._gpu, self._cuda, memory, written, awaited)
 
 
 class _ForeignStream:

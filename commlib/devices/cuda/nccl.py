@@ -38,12 +38,12 @@ _of_parent: list[Any] = []
 def library() -> Any:
     """Return CuPy's NCCL module. Raises TransportError if there is none."""
     try:
-        found = importlib.import_module("cupy.cuda.nccl")
+        module = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         raise TransportError(f"CuPy has no NCCL: {error}") from error
-    if not found.available:
+    if not module.available:
         raise TransportError("CuPy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13, to match CuPy's CUDA")
-    return found
+    return module
 
 
 def version() -> int:

@@ -128,7 +128,7 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> GpuPee
         return [answer for answer, _ in answers]
 
     def make() -> tuple[int, tuple[int, str]]:
-        made.append(address := runtime.malloc(max(nbytes, 1)))
+        allocations.append(address := runtime.malloc(max(nbytes, 1)))
         runtime.memset(address, 0, max(nbytes, 1))
         cuda.Stream.null.synchronize()  # other ranks will read it on their own streams
         return address, _identity()
@@ -141,25 +141,25 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> GpuPee
                 bases.append(runtime.ipcOpenMemHandle(handle))
                 opened.append(bases[-1])
 
-    made: list[int] = []
+    allocations: list[int] = []
     bases: list[int] = []
     opened: list[int] = []
     closed = shared_memory.share(rank, _PAGE, gather)
     try:
         parts = everywhere("make", make, TransportError)
-        handles = everywhere("export", lambda: runtime.ipcGetMemHandle(made[0]), UnreachableMemoryError)
+        handles = everywhere("export", lambda: runtime.ipcGetMemHandle(allocations[0]), UnreachableMemoryError)
         everywhere("open", open_all, UnreachableMemoryError)
     except TransportError:
         with cuda.Device(gpu):
             for address in opened:
                 runtime.ipcCloseMemHandle(address)
             gather(None)  # wait until all ranks have closed the others' memory
-            for address in made:
+            for address in allocations:
                 runtime.free(address)
         closed.close()
         raise
     processes = [0 if closed.is_named else process for _, (process, _) in parts]
-    return GpuPeerMemory(bases, nbytes, _PeerMapping(cuda, gpu, made[0], opened, closed, rank, processes))
+    return GpuPeerMemory(bases, nbytes, _PeerMapping(cuda, gpu, allocations[0], opened, closed, rank, processes))
 
 
 def _identity() -> tuple[int, str]:

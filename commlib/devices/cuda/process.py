@@ -31,14 +31,14 @@ def device(index: int = -1) -> CudaDevice:
     with _process.lock:
         if _process.device is None:
             _process.device = _make(index)
-        found = _process.device
-    if index not in (-1, found.index):
+        current = _process.device
+    if index not in (-1, current.index):
         raise UsageError(
-            f"an array is on GPU {index}, but this process already uses GPU {found.index}, and a process uses only one "
-            "GPU: choose it by local_rank before the first allocation (torch.cuda.set_device, "
+            f"an array is on GPU {index}, but this process already uses GPU {current.index}, and a process uses only "
+            "one GPU: choose it by local_rank before the first allocation (torch.cuda.set_device, "
             "cupy.cuda.Device(n).use(), or CUDA_VISIBLE_DEVICES)"
         )
-    return found
+    return current
 
 
 def find_used() -> CudaDevice | None:
@@ -48,9 +48,9 @@ def find_used() -> CudaDevice | None:
 
 def device_of(x: Any) -> CudaDevice | None:
     """Return the GPU of an array of any library; None if the array is not on a GPU. Raises UsageError."""
-    found = _process.device
-    if found is not None and found.makes(x):  # by far the most frequent case
-        return found if x.data.device_id == found.index else device(x.data.device_id)
+    current = _process.device
+    if current is not None and current.makes(x):  # by far the most frequent case
+        return current if x.data.device_id == current.index else device(x.data.device_id)
     index = foreign_arrays.gpu_of(x)
     return None if index is None else device(index)
 

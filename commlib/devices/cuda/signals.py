@@ -42,7 +42,9 @@ def driver() -> Any:
 class CudaSignals:
     """Stream memory operations as `devices.protocol.Signals`."""
 
-    def __init__(self, gpu: Any, cuda: Any, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> None:
+    def __init__(
+        self, gpu: Any, cuda: Any, memory: SharedMemory, written: Sequence[int], awaited: Sequence[int]
+    ) -> None:
         """gpu: a cupy.cuda.Device. Raises TransportError."""
         self._cuda = cuda
         try:
@@ -52,9 +54,12 @@ class CudaSignals:
             raise TransportError(
                 f"streams of GPU {gpu.id} cannot wait for streams of other processes: {error}"
             ) from error
-        self._operations = np.zeros(len(tell) + len(hear), OPERATION)
-        self._operations["operation"] = [*[WRITE_VALUE_32] * len(tell), *[WAIT_VALUE_32] * len(hear)]
-        self._operations["address"] = [*tell, *hear]
+        self._operations = np.zeros(len(written) + len(awaited), OPERATION)
+        self._operations["operation"] = [
+            *[WRITE_VALUE_32] * len(written),
+            *[WAIT_VALUE_32] * len(awaited),
+        ]
+        self._operations["address"] = [*written, *awaited]
         self._operations["flags"] = _UNTIL_NOT_BEHIND
         self._values = self._operations["value"]
         self._at = ctypes.c_void_p(address_of(self._operations))

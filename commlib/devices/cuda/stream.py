@@ -37,9 +37,9 @@ class CudaStream:
 
     def record(self, event: Any = None) -> CudaEvent:
         with self._gpu:
-            found = CudaEvent(self._new_event()) if event is None else event
-            found.raw.record(self.raw)
-        return found
+            result = CudaEvent(self._new_event()) if event is None else event
+            result.raw.record(self.raw)
+        return result
 
     def wait(self, event: Any) -> None:
         with self._gpu:

@@ -95,12 +95,12 @@ class ArithmeticKernels(LaunchedKernels):
         return float(self._read(of, np.float64)[0])
 
     def is_finite(self, x: Any) -> bool:
-        found = self._scratch(4)
-        self.fill(found, 0)
+        result = self._scratch(4)
+        self.fill(result, 0)
         self._launch(
-            "finite.cu", "find_not_finite", {}, _steps(x.nbytes), pointer_to(x), u64(len(x)), pointer_to(found)
+            "finite.cu", "find_not_finite", {}, _steps(x.nbytes), pointer_to(x), u64(len(x)), pointer_to(result)
         )
-        return not self._read(found, np.uint32)[0]
+        return not self._read(result, np.uint32)[0]
 
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
         arguments = (

@@ -93,14 +93,14 @@ class CodecKernels(LaunchedKernels):
         """Write the measures of long blocks to the payload, with several workers per block; see measure.cuh."""
         blocks, pieces = _divide_up(len(x), block), _divide_up(block, _PIECE)
         values, size = (pointer_to(x), pointer_to(before)), (u64(len(x)), u32(block))
-        found = self._scratch(4 * blocks * pieces)
-        self._launch(source, "greatest", how, blocks * pieces, *values, *size, pointer_to(found))
+        maxima = self._scratch(4 * blocks * pieces)
+        self._launch(source, "greatest", how, blocks * pieces, *values, *size, pointer_to(maxima))
         # After this many halvings, a block is a row of 513 to 1024 sums: enough columns for many lanes.
         levels = (_divide_up(block, _PIECE) - 1).bit_length()
         row = _divide_up(block, 1 << levels)
         added = self._scratch(4 * blocks * row) if sums else None
         if sums:
-            halving = f32(top), pointer_to(found), u32(levels), pointer_to(added)
+            halving = f32(top), pointer_to(maxima), u32(levels), pointer_to(added)
             self._launch(source, "columns", how, blocks * _divide_up(row, 32), *values, *size, *halving)
         self._launch(
             source,
@@ -110,7 +110,7 @@ class CodecKernels(LaunchedKernels):
             pointer_to(payload),
             *size,
             f32(top),
-            pointer_to(found),
+            pointer_to(maxima),
             u32(levels),
             pointer_to(added),
         )

@@ -40,8 +40,8 @@ __device__ inline u32 all_max(u32 value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_max_sync(EVERY_LANE, value);
 #else
-    for (u32 apart = LANES / 2; apart > 0; apart /= 2) {
-        u32 other = __shfl_xor_sync(EVERY_LANE, value, apart);
+    for (u32 distance = LANES / 2; distance > 0; distance /= 2) {
+        u32 other = __shfl_xor_sync(EVERY_LANE, value, distance);
         value = value > other ? value : other;
     }
     return value;
@@ -51,13 +51,13 @@ __device__ inline u32 all_max(u32 value) {
 // Return the sum of all lanes' values, to all lanes; the order is fixed, but differs from the host's.
 template <class T>
 __device__ inline T all_sum(T value) {
-    for (u32 apart = LANES / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(EVERY_LANE, value, apart);
+    for (u32 distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(EVERY_LANE, value, distance);
     return value;
 }
 
-// Return the bitwise or of the words of this lane and of all lanes at multiples of `apart`, a power of two.
-__device__ inline u32 bits_apart(u32 word, u32 apart) {
-    for (; apart < LANES; apart *= 2) word |= __shfl_xor_sync(EVERY_LANE, word, apart);
+// Return the bitwise or of the words of this lane and of all lanes at multiples of `distance`, a power of two.
+__device__ inline u32 bits_apart(u32 word, u32 distance) {
+    for (; distance < LANES; distance *= 2) word |= __shfl_xor_sync(EVERY_LANE, word, distance);
     return word;
 }
 

@@ -31,13 +31,13 @@ __device__ inline void end_counts(const u32 *counts, u32 *table) {
 // workers read the table, this would take as long as reading the data.
 template <class Compute>
 __device__ inline auto once(Compute compute) {
-    __shared__ decltype(compute()) kept;
+    __shared__ decltype(compute()) result;
     if (threadIdx.x < LANES) {
         auto own = compute();
-        if (threadIdx.x == 0) kept = own;
+        if (threadIdx.x == 0) result = own;
     }
     __syncthreads();
-    return kept;
+    return result;
 }
 #else
 template <class Compute>

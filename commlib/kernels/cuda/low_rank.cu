@@ -99,9 +99,9 @@ struct Numbers {
 };
 
 __device__ inline Numbers numbers_of(const float *factor, u64 length, u64 at, u32 first, u32 rank, float sign = 1) {
-    Numbers found;
-    UNROLL for (u32 k = 0; k < 4; ++k) found.at[k] = first + k < rank ? sign * factor[(first + k) * length + at] : 0;
-    return found;
+    Numbers numbers;
+    UNROLL for (u32 k = 0; k < 4; ++k) numbers.at[k] = first + k < rank ? sign * factor[(first + k) * length + at] : 0;
+    return numbers;
 }
 
 // Return their product, added up in the host's order.
@@ -119,7 +119,7 @@ extern "C" __global__ void expand(
     for (u64 item = worker(); item < in_all; item += workers()) {
         u64 row = item / bands * ROWS, j = item % bands * LANES + lane();
         if (j >= cols) continue;
-        float lost[ROWS], made[ROWS];
+        float lost[ROWS], products[ROWS];
         UNROLL for (u32 i = 0; i < ROWS; ++i) lost[i] = after && row + i < rows ? matrix[(row + i) * cols + j] : 0;
         for (u32 first = 0; first < rank; first += 4) {
             Numbers shared = numbers_of(right, cols, j, first, rank), own = shared;
@@ -129,17 +129,17 @@ extern "C" __global__ void expand(
                 Numbers down = numbers_of(left, rows, at, first, rank);
                 if (first == 0) {
                     lost[i] -= product(down, own);
-                    made[i] = product(down, shared);
+                    products[i] = product(down, shared);
                 } else {
                     lost[i] += product(numbers_of(left, rows, at, first, rank, -1), own);
-                    made[i] += product(down, shared);
+                    products[i] += product(down, shared);
                 }
             }
         }
         UNROLL for (u32 i = 0; i < ROWS; ++i) {
             if (row + i >= rows) continue;
             if (after) after[(row + i) * cols + j] = lost[i];
-            matrix[(row + i) * cols + j] = made[i];
+            matrix[(row + i) * cols + j] = products[i];
         }
     }
 }

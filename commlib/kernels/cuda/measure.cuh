@@ -38,12 +38,12 @@ struct Values {
 
 // Return the bits of the greatest |v| between two indices, to all lanes.
 __device__ inline u32 greatest_of(Values v, u32 from, u32 to) {
-    u32 found = 0;
+    u32 maximum = 0;
     for (u32 i = from + lane(); i < to; i += LANES) {
         u32 magnitude = magnitude_of(v[i]);
-        found = magnitude > found ? magnitude : found;
+        maximum = magnitude > maximum ? magnitude : maximum;
     }
-    return all_max(found);
+    return all_max(maximum);
 }
 
 // Return a block's measure, to all lanes. The block is read twice if there is a sum.
@@ -61,14 +61,14 @@ __device__ inline float measured(Values v, u32 n, float top) {
 // Return the measure of a block that lanes hold, to all lanes.
 template <u32 GROUPS>
 __device__ inline float measured(const Four (&v)[GROUPS], float top) {
-    u32 found = 0;
+    u32 maximum = 0;
     UNROLL for (u32 g = 0; g < GROUPS; ++g) {
         UNROLL for (u32 k = 0; k < 4; ++k) {
             u32 magnitude = magnitude_of(v[g].at[k]);
-            found = magnitude > found ? magnitude : found;
+            maximum = magnitude > maximum ? magnitude : maximum;
         }
     }
-    u32 greatest = all_max(found);
+    u32 greatest = all_max(maximum);
     if (greatest >= INFINITY_BITS) return NOT_A_NUMBER;
     Scale scale(greatest, 4 * GROUPS * LANES, top);
 #if SUMS
@@ -80,36 +80,36 @@ __device__ inline float measured(const Four (&v)[GROUPS], float top) {
 
 // Several workers measure a long block: first the greatest value of each piece, then sums of columns, then the rest.
 
-extern "C" __global__ void greatest(const float *x, const float *before, u64 count, u32 block, u32 *found) {
+extern "C" __global__ void greatest(const float *x, const float *before, u64 count, u32 block, u32 *maximum) {
     u32 pieces = pieces_of(block);
     u64 blocks = blocks_of(count, block);
     for (u64 item = worker(); item < blocks * pieces; item += workers()) {
         Piece piece = piece_of(item, pieces);
         u32 n = length_of(piece.block, count, block);
         u32 most = greatest_of(Values(x, before, piece.block * block), piece.from, piece_end(piece.from, n));
-        if (lane() == 0) found[item] = most;
+        if (lane() == 0) maximum[item] = most;
     }
 }
 KERNEL(greatest)
 
 // Return the greatest value of a block's pieces, to all lanes.
-__device__ inline u32 greatest_found(const u32 *found, u32 pieces) {
+__device__ inline u32 greatest_found(const u32 *maximum, u32 pieces) {
     u32 most = 0;
-    for (u32 i = lane(); i < pieces; i += LANES) most = found[i] > most ? found[i] : most;
+    for (u32 i = lane(); i < pieces; i += LANES) most = maximum[i] > most ? maximum[i] : most;
     return all_max(most);
 }
 
 #if SUMS
 // levels: number of halvings that reduce a block to a row of sums. A worker computes one column per lane.
 extern "C" __global__ void columns(const float *x, const float *before, u64 count, u32 block, float top,
-                                   const u32 *found, u32 levels, float *sums) {
+                                   const u32 *maximum, u32 levels, float *sums) {
     u32 pieces = pieces_of(block), row = halved(block, levels), parts = (row + LANES - 1) / LANES;
     u64 blocks = blocks_of(count, block);
     for (u64 item = worker(); item < blocks * parts; item += workers()) {
         u64 number = item / parts;
         u32 column = (u32)(item % parts) * LANES + lane(), n = length_of(number, count, block);
         Values v(x, before, number * block);
-        Scale scale(greatest_found(found + number * pieces, pieces), n, top);
+        Scale scale(greatest_found(maximum + number * pieces, pieces), n, top);
         if (column < halved(n, levels))
             sums[number * row + column] = column_sum(n, levels, column, [&](u32 i) { return scale.leaf(v[i]); });
     }
@@ -117,12 +117,12 @@ extern "C" __global__ void columns(const float *x, const float *before, u64 coun
 KERNEL(columns)
 #endif
 
-extern "C" __global__ void measure(u8 *payload, u64 count, u32 block, float top, const u32 *found, u32 levels,
+extern "C" __global__ void measure(u8 *payload, u64 count, u32 block, float top, const u32 *maximum, u32 levels,
                                    const float *sums) {
     u32 pieces = pieces_of(block);
     u64 blocks = blocks_of(count, block);
     for (u64 number = worker(); number < blocks; number += workers()) {
-        u32 n = length_of(number, count, block), most = greatest_found(found + number * pieces, pieces);
+        u32 n = length_of(number, count, block), most = greatest_found(maximum + number * pieces, pieces);
         float sum = 0;
 #if SUMS
         const float *mine = sums + number * halved(block, levels);

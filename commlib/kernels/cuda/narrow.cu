@@ -29,8 +29,8 @@ __device__ inline float widened(u16 bits) {
 __device__ inline u16 narrowed_sum(float x, float &lost) {
     float value = x + lost;
     u16 bits = narrowed(value);
-    float kept = widened(bits);
-    lost = is_finite(kept) ? value - kept : lost;
+    float rounded = widened(bits);
+    lost = is_finite(rounded) ? value - rounded : lost;
     return bits;
 }
 

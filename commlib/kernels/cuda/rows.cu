@@ -67,7 +67,7 @@ KERNEL(sum_rows)
 
 #ifdef __CUDACC__
 __device__ inline float from_lane(float value, u32 which) { return __shfl_sync(EVERY_LANE, value, which); }
-__device__ inline float from_above(float value, u32 apart) { return __shfl_down_sync(EVERY_LANE, value, apart); }
+__device__ inline float from_above(float value, u32 distance) { return __shfl_down_sync(EVERY_LANE, value, distance); }
 #else
 inline float from_lane(float value, u32) { return value; }
 inline float from_above(float, u32) { return 0; }

@@ -10,9 +10,9 @@
 template <class T>
 __device__ inline T all_before(T value) {
     T sum = value;
-    for (u32 apart = 1; apart < LANES; apart *= 2) {
-        T other = __shfl_up_sync(EVERY_LANE, sum, apart);
-        if (lane() >= apart) sum += other;
+    for (u32 distance = 1; distance < LANES; distance *= 2) {
+        T other = __shfl_up_sync(EVERY_LANE, sum, distance);
+        if (lane() >= distance) sum += other;
     }
     return sum - value;
 }

@@ -24,6 +24,6 @@ def expand_source(name: str) -> str:
             return ""
         seen.add(name)
         written = (FOLDER / name).read_text().replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda found: text(found["name"]), written)
+        return _INCLUDE.sub(lambda match: text(match["name"]), written)
 
     return text(name)

@@ -115,8 +115,8 @@ class SparseKernels(LaunchedKernels):
         launch("refine", tiles, state, *by_word)
         launch("tally", chunks, state, *by_chunk)
         launch("choose_marked", chunks, state, *by_chunk, pointer_to(indices), pointer_to(payload))
-        found = u64(state + u64(_FOUND))
-        return self._write(pointer_to(indices), u64(0), found, k, value, zeros[_STATE + _sums(chunks) :], payload)
+        counter = u64(state + u64(_FOUND))
+        return self._write(pointer_to(indices), u64(0), counter, k, value, zeros[_STATE + _sums(chunks) :], payload)
 
     def _write(
         self,

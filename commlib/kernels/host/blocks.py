@@ -44,11 +44,11 @@ def copy(target: Any, x: Any) -> None:
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
 def greatest(x: Any) -> Any:
     """Return the bits of the greatest |x|. Bits compare like the numbers, with infinities and NaN last."""
-    found = nb.uint32(0)
+    result = nb.uint32(0)
     for i in range(len(x)):
         bits = nb.uint32(ins.float_bits(x[i]) & MAGNITUDE)
-        found = bits if bits > found else found
-    return found
+        result = bits if bits > result else result
+    return result
 
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]

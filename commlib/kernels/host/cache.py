@@ -120,14 +120,14 @@ def _reason(path: Path, error: OSError) -> str:
 @cache
 def find_site_folders() -> tuple[Path, ...]:
     """Return the kernel folders that this user can read, but not write to: those of a site or a container."""
-    found = []
+    site_folders = []
     for candidate in candidates():
         path = candidate / f"{_PREFIX}{stamp()}"
         if path != folder():
             with suppress(OSError), folders.open_private(path) as here:
                 folders.read_private(MARK, here)
-                found.append(path)
-    return tuple(found)
+                site_folders.append(path)
+    return tuple(site_folders)
 
 
 def read(name: str) -> bytes | None:

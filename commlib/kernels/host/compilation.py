@@ -39,7 +39,7 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         dispatcher = nb.njit(**options)(function)
-        dispatcher._cache = kept = _DiskCache(function)
+        dispatcher._cache = cache = _DiskCache(function)
         compile_here = dispatcher.compile
 
         @functools.wraps(compile_here)
@@ -49,7 +49,7 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
             return run_shielded(in_turn, signature)
 
         def in_turn(signature: Any) -> Any:
-            with global_compiler_lock, kept.turn(signature, dispatcher.targetctx):
+            with global_compiler_lock, cache.turn(signature, dispatcher.targetctx):
                 return compile_here(signature)  # which returns the code if another thread has compiled it
 
         dispatcher.compile = compile_once
@@ -63,10 +63,10 @@ def callback(signature: Any, **options: Any) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
-        compiled._cache = kept = _DiskCache(function)
+        compiled._cache = cache = _DiskCache(function)
 
         def in_turn() -> None:
-            with global_compiler_lock, kept.turn(compiled._sig, compiled._targetdescr.target_context):
+            with global_compiler_lock, cache.turn(compiled._sig, compiled._targetdescr.target_context):
                 compiled.compile()
 
         run_shielded(in_turn)

@@ -47,7 +47,7 @@ def lock_compilation(name: str, is_there: Callable[[], bool]) -> Iterator[None]:
             yield
         finally:
             if locks is not None and held:
-                with suppress(OSError):  # if the file system is gone, the lock is, too
+                with suppress(OSError):  # if the file system has vanished, so has the lock
                     fcntl.lockf(locks, fcntl.LOCK_UN, 1, _byte(name))
 
 
@@ -64,7 +64,7 @@ def _wait(locks: int, name: str, is_there: Callable[[], bool]) -> bool:
                 return False
         if is_there():
             return False
-        delay().say()
+        delay().warn()
         if (waited := time.monotonic() - start) > LONGEST_WAIT:
             log.warning("another process has been compiling %s for %d s: now this process does, too", name, waited)
             return False
@@ -96,7 +96,7 @@ class _Delay:
     before: float = 0.0
     start: float = 0.0
     depth: int = 0  # kernels within kernels
-    said: bool = False
+    has_warned: bool = False
     kernels: int = 0
 
     @contextmanager
@@ -104,21 +104,21 @@ class _Delay:
         if not self.depth:
             self.start = time.monotonic()
         self.kernels += 1
-        self.say()
+        self.warn()
         self.depth += 1
         try:
             yield
         finally:
             self.depth -= 1
             if not self.depth:
-                self.say()  # a process that compiles alone never waits, and its last kernel may take longest
+                self.warn()  # a process that compiles alone never waits, and its last kernel may take longest
                 self.before += time.monotonic() - self.start
 
-    def say(self) -> None:
+    def warn(self) -> None:
         """Log the reason for a long delay, once."""
-        if self.said or self.before + time.monotonic() - self.start < SILENT:
+        if self.has_warned or self.before + time.monotonic() - self.start < SILENT:
             return
-        self.said = True
+        self.has_warned = True
         where = folder()
         log.log(shared_log_level(), "compiling kernels for this kind of CPU, %s", _how_often(self.kernels, where))
 

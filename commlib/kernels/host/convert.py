@@ -69,9 +69,9 @@ def widen(source: int, target: int, count: int, bfloat: bool, add: bool) -> None
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _loss(value: float, kept: float, before: float) -> Any:
-    """Return the loss of rounding to `kept`, or the previous loss if the new one is not finite."""
-    return before if (ins.float_bits(kept) & _MAGNITUDE) >= _INFINITY else value - kept
+def _loss(value: float, rounded: float, before: float) -> Any:
+    """Return the loss of rounding to `rounded`, or the previous loss if the new one is not finite."""
+    return before if (ins.float_bits(rounded) & _MAGNITUDE) >= _INFINITY else value - rounded
 
 
 @kernel(nogil=True)

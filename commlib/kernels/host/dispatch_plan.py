@@ -54,11 +54,11 @@ def parts(block: Any) -> Any:
 def parts_of(block: Array) -> tuple[Array, ...]:
     """Return the same as `parts`, for Python."""
     n, tokens, experts, ranks, local = block[:HEAD].tolist()
-    found, at = [], HEAD
+    parts, at = [], HEAD
     for length in (n, tokens + 1, n, experts + 1, experts, ranks, local):
-        found.append(block[at : at + length])
+        parts.append(block[at : at + length])
         at += length
-    return tuple(found)
+    return tuple(parts)
 
 
 @kernel(nogil=True)

@@ -54,10 +54,10 @@ def draw(count: int, seed: int, indices: Any) -> None:
 @kernel(nogil=True)
 def _count_nonfinite(x: Any) -> int:
     """Return the number of elements that are not finite."""
-    found = 0
+    count = 0
     for i in range(len(x)):
-        found += 0 if is_finite(x[i]) else 1
-    return found
+        count += 0 if is_finite(x[i]) else 1
+    return count
 
 
 @kernel(nogil=True)

@@ -70,9 +70,9 @@ def narrow(context: Any, builder: Any, floats: Any) -> Any:
     payload = builder.and_(builder.lshr(size, number(13)), number(0x3FF))
     is_nan = builder.icmp_unsigned(">", size, number(0x7F800000))
     large = builder.select(is_nan, builder.or_(payload, number(0x7E00)), number(0x7C00))
-    found = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, normal)
-    found = builder.select(builder.icmp_unsigned("<", size, number(0x47800000)), found, large)
-    return builder.trunc(builder.or_(sign, found), _like(floats, ir.IntType(16)))
+    result = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, normal)
+    result = builder.select(builder.icmp_unsigned("<", size, number(0x47800000)), result, large)
+    return builder.trunc(builder.or_(sign, result), _like(floats, ir.IntType(16)))
 
 
 def _like(value: Any, element: Any) -> Any:

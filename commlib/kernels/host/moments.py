@@ -88,10 +88,10 @@ def _ratios(out: Any, second: Any, fresh: Any, root: Any, fresh_root: Any, eps: 
 
 @kernel(nogil=True)
 def _greatest(x: Any) -> int:
-    found = nb.int32(0)
+    result = nb.int32(0)
     for i in range(len(x)):
-        found = max(found, x[i])
-    return found
+        result = max(result, x[i])
+    return result
 
 
 @kernel(nogil=True)

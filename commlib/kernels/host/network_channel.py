@@ -161,12 +161,12 @@ def _post(end: Any, slot: int) -> Any:
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _longest_held(end: Any) -> Any:
     """Return the held slot that was taken first; -1 if none is held."""
-    found, least = -1, 0
+    longest, least = -1, 0
     for slot in range(end[DEPTH]):
         held = _row(end, slot)[HELD]
-        if held != 0 and (found < 0 or held < least):
-            found, least = slot, held
-    return found
+        if held != 0 and (longest < 0 or held < least):
+            longest, least = slot, held
+    return longest
 
 
 @kernel(nogil=True)

@@ -1,9 +1,9 @@
 """Collectives within a node: one compiled call each, without the GIL, on memory that all ranks map.
 
-Ranks meet at *epochs*: each rank's line of the board holds the number of the last epoch that it has reached, written
-with release and read with acquire order. A call that publishes data writes the data, then its epoch; a call that reads
-waits until the peers' lines show that epoch. Two slots of each kind (even and odd epochs) suffice: a rank that reaches
-epoch e + 2 has seen all peers at e + 1, so all have finished reading the data published at e.
+Ranks synchronize at *epochs*: each rank's line of the board holds the number of the last epoch that it has reached. It
+is written with release and read with acquire order. A call that publishes data writes the data, then its epoch; a call
+that reads waits until the peers' lines show that epoch. Two slots of each kind (even and odd epochs) suffice: a rank
+that reaches epoch e + 2 has seen all peers at e + 1, so all have finished reading the data published at e.
 
 A rank's line also carries the call's signature (a hash of verb, dtype, count, operation, ...). Peers compare it with
 their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing. The line also holds
@@ -178,8 +178,11 @@ def barrier(address: int) -> int:
 
 
 @kernel(nogil=True)
-def _meet_before(call: Any, control: Any) -> int:
-    """Meet before symmetric memory is touched. DONE: process your part; _PASSED: already processed; else return it."""
+def _enter(call: Any, control: Any) -> int:
+    """Synchronize before symmetric memory is touched.
+
+    DONE: process your part; _PASSED: already processed; else return it.
+    """
     if control[FAILED] != 0:
         return BROKEN
     _count(call, control)
@@ -195,8 +198,8 @@ def _meet_before(call: Any, control: Any) -> int:
 
 
 @kernel(nogil=True)
-def _meet_after(call: Any, control: Any, status: int) -> int:
-    """Meet again after this rank has processed its part, if `_meet_before` returned DONE: no rank leaves early."""
+def _leave(call: Any, control: Any, status: int) -> int:
+    """Synchronize again after this rank has processed its part, if `_enter` returned DONE: no rank leaves early."""
     if status == DONE:
         _arrive(call, control)
         call[STATE] = 2
@@ -238,13 +241,13 @@ def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce this rank's share from all ranks' buffers into all ranks' buffers."""
     call = _call(address)
     control = _control(call)
-    status = _meet_before(call, control)
+    status = _enter(call, control)
     if status == DONE:
         size = control[SIZE]
         start, stop = own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
         if stop > start:
             _reduce_share(call, size, size, start, stop)
-    return _meet_after(call, control, status)
+    return _leave(call, control, status)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -325,12 +328,12 @@ def _move(target: int, source: int, length: int) -> None:
 def exchange_symmetric(address: int) -> int:
     """Exchange between symmetric arrays: copy this rank's part directly out of every rank's array.
 
-    INPUTS holds the address of this rank's part in each rank's array. Ranks meet once before any data is read, and once
+    INPUTS holds the address of this rank's part in each rank's array. Ranks synchronize before any data is read, and
     after all have read.
     """
     call = _call(address)
     control = _control(call)
-    status = _meet_before(call, control)
+    status = _enter(call, control)
     if status == DONE:
         rank, size = control[RANK], control[SIZE]
         offsets, lengths = _table(call[RECV_OFFSETS], size), _table(call[RECV_LENGTHS], size)
@@ -342,7 +345,7 @@ def exchange_symmetric(address: int) -> int:
         elif lengths[rank] > 0:
             _table(call[OUTPUTS], 1)[0] = call[TARGET] + offsets[rank]
             _reduce_share(call, size, 1, 0, lengths[rank] // call[ITEM_BYTES])
-    return _meet_after(call, control, status)
+    return _leave(call, control, status)
 
 
 @kernel(nogil=True)
@@ -354,7 +357,7 @@ def broadcast_symmetric(address: int) -> int:
     """
     call = _call(address)
     control = _control(call)
-    status = _meet_before(call, control)
+    status = _enter(call, control)
     if status == DONE:
         size, root = control[SIZE], call[ROOT]
         inputs = _table(call[INPUTS], size)
@@ -364,7 +367,7 @@ def broadcast_symmetric(address: int) -> int:
             for peer in range(size):
                 if peer != root:
                     ins.memcpy(inputs[peer] + first, inputs[root] + first, length)
-    return _meet_after(call, control, status)
+    return _leave(call, control, status)
 
 
 @kernel(nogil=True)

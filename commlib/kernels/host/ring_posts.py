@@ -48,12 +48,12 @@ def _post(end: Any, index: int) -> Any:
 @kernel(nogil=True)
 def waiting_post(end: Any, tag: int) -> int:
     """Return the oldest waiting receive for a tag, or -1."""
-    found, least = -1, 0
+    oldest, least = -1, 0
     for index in range(end[POSTS_HIGH]):
         post = _post(end, index)
-        if post[STATE] == POSTED_HERE and post[TAG] == tag and (found < 0 or post[ORDER] < least):
-            found, least = index, post[ORDER]
-    return found
+        if post[STATE] == POSTED_HERE and post[TAG] == tag and (oldest < 0 or post[ORDER] < least):
+            oldest, least = index, post[ORDER]
+    return oldest
 
 
 @kernel(nogil=True)
@@ -84,10 +84,10 @@ def post(at: int, tag: int, target: int, room: int) -> int:
     posted = _post(end, index)
     posted[ORDER], posted[TAG], posted[ADDRESS], posted[ROOM] = end[POSTED], tag, target, room
     posted[STATE] = POSTED_HERE
-    found = find_unexpected(end, tag)
-    if found != 0:
-        deliver(end, index, found)
-        drop_unexpected(end, found)
+    message = find_unexpected(end, tag)
+    if message != 0:
+        deliver(end, index, message)
+        drop_unexpected(end, message)
     let_go(at)
     return index
 

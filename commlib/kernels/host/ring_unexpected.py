@@ -99,15 +99,15 @@ def move_unexpected(at: int, number: int, memory: int, units: int) -> int:
     claim(at)
     status = OTHER
     if end[ASIDE_NUMBER] == number and _live_units(end) <= units:
-        kept, place = 0, end[ASIDE_FIRST]
+        used, place = 0, end[ASIDE_FIRST]
         while place < end[ASIDE_LAST]:
             head = head_at(_place_at(end, place))
             length = length_of(head)
             if head[MARK] != NOTHING:
-                ins.memcpy(memory + kept * UNIT, _place_at(end, place), length * UNIT)
-                kept += length
+                ins.memcpy(memory + used * UNIT, _place_at(end, place), length * UNIT)
+                used += length
             place += length
-        end[ASIDE], end[ASIDE_UNITS], end[ASIDE_FIRST], end[ASIDE_LAST] = memory, units, 0, kept
+        end[ASIDE], end[ASIDE_UNITS], end[ASIDE_FIRST], end[ASIDE_LAST] = memory, units, 0, used
         end[ASIDE_NUMBER] = number + 1
         status = DONE
     let_go(at)

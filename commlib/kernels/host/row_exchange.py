@@ -52,9 +52,9 @@ def write_places(
     tokens: Any,
     slots: Any,
     sent: Any,
-    came: Any,
+    received: Any,
     returned: Any,
-    found: Any,
+    positions: Any,
     members: Any,
 ) -> None:
     """Write the places of one call, all int32.
@@ -62,9 +62,9 @@ def write_places(
     tokens: the token of each assignment, expert by expert. slots: assignments, token by token. Written:
 
     sent      [rows to send] ~token of each
-    came      [rows on this rank] the position of each among the received rows; ~token for a row of this rank
+    received  [rows on this rank] the position of each among the received rows; ~token for a row of this rank
     returned  [received rows] ~row on this rank of each
-    found     [assignments] the position of each among the sent rows; ~row on this rank for its own experts
+    positions [assignments] the position of each among the sent rows; ~row on this rank for its own experts
     members   [assignments] the same, token by token
     """
     ranks, experts = counts.shape
@@ -76,7 +76,7 @@ def write_places(
         if owners[expert] != rank:
             for i in range(starts[expert], starts[expert + 1]):
                 sent[at] = ~tokens[i]
-                found[i] = at
+                positions[i] = at
                 at += 1
     # Starts of the rows for each expert of this rank among all received rows.
     begins = np.zeros((ranks, experts), np.int64)
@@ -93,21 +93,21 @@ def write_places(
             for source in range(ranks):
                 for i in range(counts[source, expert]):
                     if source == rank:
-                        came[row] = ~tokens[starts[expert] + i]
-                        found[starts[expert] + i] = ~row
+                        received[row] = ~tokens[starts[expert] + i]
+                        positions[starts[expert] + i] = ~row
                     else:
-                        came[row] = begins[source, expert] + i
+                        received[row] = begins[source, expert] + i
                         returned[begins[source, expert] + i] = ~row
                     row += 1
     for i in range(len(slots)):
-        members[i] = found[slots[i]]
+        members[i] = positions[slots[i]]
 
 
 @kernel(nogil=True)
-def order_numbers(found: Any, returned: Any, own: Any, came: Any, rows: Any) -> None:
+def order_numbers(positions: Any, returned: Any, own: Any, received: Any, rows: Any) -> None:
     """Write the number of each row on this rank: of a received row, or of this rank's assignment."""
-    for i in range(len(found)):
-        if found[i] < 0:
-            rows[~found[i]] = own[i]
+    for i in range(len(positions)):
+        if positions[i] < 0:
+            rows[~positions[i]] = own[i]
     for i in range(len(returned)):
-        rows[~returned[i]] = came[i]
+        rows[~returned[i]] = received[i]

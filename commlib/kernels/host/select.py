@@ -74,14 +74,14 @@ def keep_largest(indices: Any, bits: Any, count: int, k: int) -> int:
             wanted -= histogram[digit]
             digit -= 1
         prefix = (prefix << width) | digit
-    kept: Any = 0
+    length: Any = 0
     for i in range(count):
         magnitude = np.int64(bits[i]) & MAGNITUDE
         equal = magnitude == prefix and wanted > 0
         wanted -= equal
-        indices[kept] = indices[i]
-        bits[kept] = bits[i]
-        kept += magnitude > prefix or equal
+        indices[length] = indices[i]
+        bits[length] = bits[i]
+        length += magnitude > prefix or equal
     return prefix
 
 

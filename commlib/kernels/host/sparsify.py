@@ -58,7 +58,7 @@ def feed(x: Any, before: Any, after: Any, total: Any) -> None:
 def encode_largest(source: int, before: int, after: int, count: int, k: int, kind: int, payload: int) -> int:
     """Write the k largest elements of x, or x + before, to the payload, and the loss to `after`; return the length."""
     indices, bits = np.empty(room(count, k), np.uint32), np.empty(room(count, k), np.uint32)
-    found, threshold = 0, 1  # zeros are never candidates
+    filled, threshold = 0, 1  # zeros are never candidates
     scratch = np.empty(BLOCK, np.float32)
     for start in range(0, count, BLOCK):
         stop = min(start + BLOCK, count)
@@ -66,15 +66,15 @@ def encode_largest(source: int, before: int, after: int, count: int, k: int, kin
         if before != 0:
             y = scratch[: len(x)]  # not by its address, or numba would free it too early
             feed(x, floats(before, start, stop), floats(after, start, stop), y)
-        found, threshold = collect(y, start, k, indices, bits, found, threshold)
-    found = finish(k, indices, bits, found)
+        filled, threshold = collect(y, start, k, indices, bits, filled, threshold)
+    filled = finish(k, indices, bits, filled)
     if before != 0:
         left = floats(after, 0, count)
-        for i in range(found):
+        for i in range(filled):
             lost = loss(kind, bits[i])
             if is_finite(lost):
                 left[indices[i]] = lost
-    return write(indices, bits, found, kind, payload)
+    return write(indices, bits, filled, kind, payload)
 
 
 @kernel(nogil=True)
@@ -97,7 +97,7 @@ def encode_accumulated(
     u and v, the momentum and the accumulated values, are inputs; their new values go to other arrays.
     """
     indices, bits = np.empty(room(count, k), np.uint32), np.empty(room(count, k), np.uint32)
-    found, threshold = 0, 1
+    filled, threshold = 0, 1
     factor, decay = nb.float32(scale), nb.float32(momentum)
     scratch = np.empty((3, BLOCK), np.float32)
     for start in range(0, count, BLOCK):
@@ -118,12 +118,12 @@ def encode_accumulated(
                 new_v[i] = old_v[i] + new_u[i]
         select_finite(new_u, old_u, floats(u_after, start, stop), new_v)
         select_finite(new_v, old_v, floats(v_after, start, stop), new_v)
-        found, threshold = collect(new_v, start, k, indices, bits, found, threshold)
-    found = finish(k, indices, bits, found)
+        filled, threshold = collect(new_v, start, k, indices, bits, filled, threshold)
+    filled = finish(k, indices, bits, filled)
     masked, left = floats(u_after, 0, count), floats(v_after, 0, count)
-    for i in range(found):
+    for i in range(filled):
         lost = loss(kind, bits[i])
         if is_finite(lost):
             left[indices[i]] = lost
             masked[indices[i]] = nb.float32(0)
-    return write(indices, bits, found, kind, payload)
+    return write(indices, bits, filled, kind, payload)

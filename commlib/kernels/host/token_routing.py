@@ -145,17 +145,17 @@ def drop_late(chosen: Any, capacity: int, before: Any) -> int:
     before: number of assignments before those of this rank, [choices, experts].
     """
     tokens, k = chosen.shape
-    taken = np.zeros(before.shape[1], np.int64)
+    counts = np.zeros(before.shape[1], np.int64)
     dropped = 0
     for j in range(k):
-        taken[:] = 0
+        counts[:] = 0
         for t in range(tokens):
             expert = chosen[t, j]
             if expert >= 0:
-                if before[j, expert] + taken[expert] >= capacity:
+                if before[j, expert] + counts[expert] >= capacity:
                     chosen[t, j] = -1
                     dropped += 1
-                taken[expert] += 1
+                counts[expert] += 1
     return dropped
 
 

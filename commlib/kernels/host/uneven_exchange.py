@@ -12,7 +12,7 @@ HELD  no data is published with the note. If all results are in symmetric memory
 
 Data through a slot is a stream: the parts in the order of their receivers, from the rank after the sender on, window by
 window, with one meeting per window. While receivers drain one slot, its owner fills the other. After PULL, PUSH and
-READ all ranks meet once more.
+READ all ranks synchronize once more.
 
 A rank whose counts do not match a peer's goes to all meetings, and moves no mismatched data. The other ranks get their
 data, and the group stays in step.
@@ -76,7 +76,7 @@ STREAMED_PART = 8 << 20
     PARTS,  # address of the call's parts: see below
     ROUND,  # number of windows done
     ROUNDS,  # number of windows of the longest stream
-    AFTER,  # whether all ranks meet again at the end
+    AFTER,  # whether all ranks synchronize again at the end
     VERDICT,
     MODE,  # mode of this rank's parts
     TOTAL,  # bytes that this rank sends to others
@@ -143,21 +143,21 @@ def _is_right(uneven: Any, control: Any) -> bool:
     """Return whether this rank's counts match its arrays, which must not overlap. Python would take longer."""
     rank, size, row = control[RANK], control[SIZE], uneven[ROW]
     parts = _table(uneven[PARTS], SPLITS + 2 * size)
-    sent = taken = 0
+    send_total = receive_total = 0
     for peer in range(size):
         if min(parts[SPLITS + peer], parts[SPLITS + size + peer]) < 0:
             return False
-        sent += parts[SPLITS + peer]
-        taken += parts[SPLITS + size + peer]
-    if sent != parts[ROWS]:
+        send_total += parts[SPLITS + peer]
+        receive_total += parts[SPLITS + size + peer]
+    if send_total != parts[ROWS]:
         return False
     if uneven[KNOWN] != 0:
         if parts[SPLITS + rank] != parts[SPLITS + size + rank]:
             return False
-        if uneven[TARGET] != 0 and taken != parts[OUT_ROWS]:
+        if uneven[TARGET] != 0 and receive_total != parts[OUT_ROWS]:
             return False
     source, target = uneven[SOURCE], uneven[TARGET]
-    return target == 0 or source + sent * row <= target or target + parts[OUT_ROWS] * row <= source
+    return target == 0 or source + send_total * row <= target or target + parts[OUT_ROWS] * row <= source
 
 
 @kernel(nogil=True)
@@ -166,28 +166,28 @@ def _write_note(uneven: Any, control: Any) -> None:
     rank, size, row = control[RANK], control[SIZE], uneven[ROW]
     note = _note(control, rank, control[EPOCH] + 1)
     parts = _table(uneven[PARTS], SPLITS + 2 * size)
-    sent = taken = 0
+    send_total = receive_total = 0
     for peer in range(size):
-        note[HEAD + peer] = sent
-        note[HEAD + size + 1 + peer] = taken
-        sent += parts[SPLITS + peer]
-        taken += parts[SPLITS + size + peer]
-    note[HEAD + size] = sent
-    note[HEAD + 2 * size + 1] = taken
-    total = (sent - parts[SPLITS + rank]) * row
+        note[HEAD + peer] = send_total
+        note[HEAD + size + 1 + peer] = receive_total
+        send_total += parts[SPLITS + peer]
+        receive_total += parts[SPLITS + size + peer]
+    note[HEAD + size] = send_total
+    note[HEAD + 2 * size + 1] = receive_total
+    total = (send_total - parts[SPLITS + rank]) * row
     note[N_OUT_SEGMENT] = 0
     mode = NOW
     if uneven[KNOWN] != 0 and uneven[TARGET] != 0:
-        if taken * row == 0:
+        if receive_total * row == 0:
             note[N_OUT_SEGMENT] = _NO_RESULT
         else:
-            place = _find(uneven[PLACES], size, uneven[TARGET], taken * row)
+            place = _find(uneven[PLACES], size, uneven[TARGET], receive_total * row)
             if place != 0:
                 segment = _table(place, 3)
                 note[N_OUT_SEGMENT] = segment[2]
                 note[N_OUT_OFFSET] = uneven[TARGET] - segment[0]
     if total > SMALL_BYTES:
-        place = _find(uneven[PLACES], size, uneven[SOURCE], sent * row)
+        place = _find(uneven[PLACES], size, uneven[SOURCE], send_total * row)
         if place != 0:
             segment = _table(place, 3)
             note[N_SEGMENT] = segment[2]
@@ -213,9 +213,9 @@ def _read_notes(uneven: Any, control: Any) -> None:
         in_reach &= _note(control, peer, control[EPOCH])[N_OUT_SEGMENT] != 0
     rows = 0
     for peer in range(size):
-        note, found = _note(control, peer, control[EPOCH]), _peer(uneven, peer)
+        note, entry = _note(control, peer, control[EPOCH]), _peer(uneven, peer)
         begin = note[HEAD + rank]
-        came = note[HEAD + rank + 1] - begin
+        received = note[HEAD + rank + 1] - begin
         mode, total = note[N_MODE], note[N_TOTAL]
         if mode == HELD:
             mode = PUSH if in_reach else (READ if uneven[READS] != 0 else LATE)
@@ -224,30 +224,30 @@ def _read_notes(uneven: Any, control: Any) -> None:
         expects = parts[SPLITS + peer]
         if uneven[KNOWN] != 0:
             expects = note[HEAD + size + 1 + rank + 1] - note[HEAD + size + 1 + rank]
-            if came != parts[SPLITS + size + peer] or expects != parts[SPLITS + peer]:
+            if received != parts[SPLITS + size + peer] or expects != parts[SPLITS + peer]:
                 verdict = UNEQUAL
         else:
-            parts[SPLITS + size + peer] = came
-        found[MODES], found[LENGTH], found[AT], found[CAME], found[EXPECTS] = (
+            parts[SPLITS + size + peer] = received
+        entry[MODES], entry[LENGTH], entry[AT], entry[CAME], entry[EXPECTS] = (
             mode,
-            came * row,
+            received * row,
             rows * row,
-            came,
+            received,
             expects,
         )
-        rows += came
+        rows += received
         # The stream does not contain the sender's own part.
         behind = note[HEAD + peer + 1]
-        found[STREAM] = (begin - behind if rank > peer else note[HEAD + size] - behind + begin) * row
+        entry[STREAM] = (begin - behind if rank > peer else note[HEAD + size] - behind + begin) * row
         if mode == PULL:
-            found[FROM] = _base(uneven[PLACES], size, note[N_SEGMENT], peer) + note[N_OFFSET] + begin * row
+            entry[FROM] = _base(uneven[PLACES], size, note[N_SEGMENT], peer) + note[N_OFFSET] + begin * row
         elif mode == READ:
-            found[FROM] = note[N_ADDRESS] + begin * row
-        found[BRINGS] = 0
+            entry[FROM] = note[N_ADDRESS] + begin * row
+        entry[BRINGS] = 0
         if in_reach and peer != rank and note[N_OUT_SEGMENT] > 0 and expects == parts[SPLITS + peer]:
-            found[BRINGS] = expects * row
-            found[TO] = _base(uneven[PLACES], size, note[N_OUT_SEGMENT], peer) + note[N_OUT_OFFSET]
-            found[TO] += note[HEAD + size + 1 + rank] * row
+            entry[BRINGS] = expects * row
+            entry[TO] = _base(uneven[PLACES], size, note[N_OUT_SEGMENT], peer) + note[N_OUT_OFFSET]
+            entry[TO] += note[HEAD + size + 1 + rank] * row
         if mode in (NOW, LATE):
             window = _window(control)
             rounds = max(rounds, (total + window - 1) // window + (1 if mode == LATE else 0))

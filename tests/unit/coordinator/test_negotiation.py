@@ -256,7 +256,7 @@ def test_what_waits_for_a_rank_that_restarts_is_given_up():
     ranks.submit(0, JOIN)
     ranks.submit(1, request("new", repeats=False))
     ranks.cycle()
-    assert not ranks.ranks[0].waiting and not ranks.ranks[1].waiting and not ranks.ranks[0].told
+    assert not ranks.ranks[0].waiting and not ranks.ranks[1].waiting and not ranks.ranks[0].announced
     for rank in range(3):  # what all ask for at once needs nobody who restarts
         ranks.submit(rank, request("known"))
     assert [type(response) for response in ranks.cycle()] == [Launch, Restart]
@@ -265,7 +265,7 @@ def test_what_waits_for_a_rank_that_restarts_is_given_up():
     ranks.submit(2, request("known"))
     ranks.submit(1, request("abandoned"), RESTART)
     assert ranks.cycle() == [Restart(RESTART, (0, 1, 2), complete=True)]
-    assert not any(each.waiting or each.told or each.has_unannounced for each in ranks.ranks)
+    assert not any(each.waiting or each.announced or each.has_unannounced for each in ranks.ranks)
     for name in ("known", "abandoned", "new"):  # as if nothing had been asked for
         for rank in range(3):
             assert ranks.launched() == []
@@ -342,7 +342,7 @@ def test_restarts_at_any_time_leave_all_ranks_alike(seed, size, capacity):
                     ranks.submit(rank, RESTART)
                     left.discard(rank)
             ranks.cycle()
-        assert not any(each.waiting or each.told or each.has_unannounced for each in ranks.ranks)
+        assert not any(each.waiting or each.announced or each.has_unannounced for each in ranks.ranks)
         for name in "abc":
             for rank in range(size):
                 ranks.submit(rank, request(name))

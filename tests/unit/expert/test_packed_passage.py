@@ -21,7 +21,7 @@ def test_there_and_back(monkeypatch: pytest.MonkeyPatch, lengths: Any) -> None:
     del passage, sent, came, returned, found, members, starts
     again = unpack_device_plan(block, 3, lambda: None)
     assert (again.sends, again.takes) == ([1, 2, 3], [4, 5, 6])
-    got = [again.sent, again.came, again.returned, again.found, again.members, again.starts]
+    got = [again.sent, again.received, again.returned, again.positions, again.members, again.starts]
     for array, expected in zip(got, values, strict=True):
         there = LATE.at(array.address, array.shape, array.dtype, array.owner)
         np.testing.assert_array_equal(LATE.fetch(there), expected)
