@@ -99,13 +99,13 @@ def of_units(units: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
 def _alive(nodes: Nodes) -> list[int]:
     """Return, for each operation, the number of values computed before it and used by it or later."""
     count = len(nodes.all)
-    made = dict.fromkeys(nodes.inputs, -1)
+    producers = dict.fromkeys(nodes.inputs, -1)
     last: dict[str, int] = {}
     for number, node in enumerate(nodes.all):
         last |= dict.fromkeys(nodes.taken(node), number)
-        made |= {nodes.names[id(tensor)]: number for tensor in node.outputs}
+        producers |= {nodes.names[id(tensor)]: number for tensor in node.outputs}
     last |= dict.fromkeys(nodes.outputs, count)
-    return [sum(made[name] < place <= end for name, end in last.items()) for place in range(count)]
+    return [sum(producers[name] < place <= end for name, end in last.items()) for place in range(count)]
 
 
 def _new_bytes(operation: Any, seen: set[int]) -> float:

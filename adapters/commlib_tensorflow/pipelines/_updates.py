@@ -164,8 +164,8 @@ def local_state_of(optimizer: Any) -> list[Any]:
     if not places:
         return []
     plain = getattr(optimizer, "inner_optimizer", optimizer)
-    kept = [variables[place] for variables in lists_of(plain).values() for place in places]
-    return [variable for variable in kept if variable is not None]
+    slots = [variables[place] for variables in lists_of(plain).values() for place in places]
+    return [variable for variable in slots if variable is not None]
 
 
 def singles_of(optimizer: Any) -> dict[str, Any]:

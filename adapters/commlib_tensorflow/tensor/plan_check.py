@@ -60,7 +60,7 @@ class CheckedModel:
         self._hidden: list[str] = []
         self._eager: list[str] = []
         self._stopped: UsageError | None = None
-        self._stands_in = True
+        self._replaces_zeros = True
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[ModelTrace, Exception | None]:
         """Return the model's trace, and the error of the call if it failed."""
@@ -94,13 +94,13 @@ class CheckedModel:
 
         stops: also warn of such a call. Returns whether there was one.
         """
-        said, self._stopped = self._stopped, None
-        if said is not None and stops:
-            warnings.warn(f"{said}", stacklevel=3)
+        text, self._stopped = self._stopped, None
+        if text is not None and stops:
+            warnings.warn(f"{text}", stacklevel=3)
         if self._eager:
             line, self._eager = self._eager[0], []
             warnings.warn(
-                f"plan: {type(self._model).__name__} asks whether it runs eagerly at {line}, but its plan is checked "
+                f"plan: {type(self._model).__name__} checks whether it runs eagerly at {line}, but its plan is checked "
                 "in a graph, also with verify= and example=: remove this branch, or call it in a graph, as fit does",
                 stacklevel=3,
             )
@@ -111,7 +111,7 @@ class CheckedModel:
                 "give verify=, which compares values",
                 stacklevel=3,
             )
-        return said is not None
+        return text is not None
 
     def run(self, call: Any, styles: Collection[str], outputs: OutputPlacements) -> TracedRun:
         """Run the model forward and backward."""
@@ -129,12 +129,12 @@ class CheckedModel:
             return None
         training = self._training and not evaluate
         run = functools.partial(forward, self._model, self._layers, self._axis, call, styles, guide, training=training)
-        found = run(stands_in=self._stands_in)
-        if guide is None and self._stands_in:
-            works = found.is_finite or not found.zeros
-            self._stands_in = all(self._axis.comm.all_gather_object(works))
-            found = found if self._stands_in else run(stands_in=False)
-        return found
+        result = run(stands_in=self._replaces_zeros)
+        if guide is None and self._replaces_zeros:
+            works = result.is_finite or not result.zeros
+            self._replaces_zeros = all(self._axis.comm.all_gather_object(works))
+            result = result if self._replaces_zeros else run(stands_in=False)
+        return result
 
     def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call, and this rank's call with its shards. Collective."""

@@ -28,8 +28,8 @@ def masked_forward(q: Tensor, k: Tensor, v: Tensor, sight: BlockMask, scale: flo
         most = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - make_finite(most))
         total = weights.sum(-1, keepdim=True)
-        found = sight.drop(weights, rows) @ values[..., keys, :] / total.clamp(min=1)
-        out[:, :, rows] = found.flatten(1, 2)
+        output = sight.drop(weights, rows) @ values[..., keys, :] / total.clamp(min=1)
+        out[:, :, rows] = output.flatten(1, 2)
         stats[:, :, rows] = torch.cat((most, total), -1).flatten(1, 2)
     return out, stats
 
