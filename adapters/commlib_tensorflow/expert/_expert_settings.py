@@ -134,7 +134,7 @@ def check_same_outputs(what: str, layer: Any, rebuilt: Any, width: int) -> None:
     lacks. Both are tried with random numbers, in evaluation mode.
     """
     shapes = [[tuple(variable.shape) for variable in one.trainable_variables] for one in (layer, rebuilt)]
-    hint = "give hidden= for built-in MLPs, or an MLP that treats each token separately, as its configuration says"
+    hint = "give hidden= for built-in MLPs, or an MLP that treats each token separately, as configured"
     for variable, old, new in zip(layer.trainable_variables, *shapes, strict=False):
         if old != new:
             raise UsageError(

@@ -185,9 +185,9 @@ def combine_tokens(rows: Any, mixture: Mixture, arrived: DispatchedTokens, token
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
         (combined,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
 
-        def gradient(of_found: Any) -> Any:
+        def gradient(of_combined: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _differentiate_once(place, backward, [passage], [of_found, rows, gates], specs)
+            return _differentiate_once(place, backward, [passage], [of_combined, rows, gates], specs)
 
         return combined, gradient
 

@@ -133,7 +133,7 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     if getattr(getattr(model, "optimizer", None), "built", False):
-        raise UsageError("expertize: the model has been trained: its optimizer knows the replaced weights")
+        raise UsageError("expertize: the model has been trained: its optimizer has the replaced weights")
     named = layers_named(model, "expertize")
     places = {name: place for place, name in enumerate(named)}
     resolved = resolve(plan, list(named), (Experts,))

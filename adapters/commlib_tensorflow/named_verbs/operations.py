@@ -425,11 +425,11 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 
-    def meet() -> list[Array]:
+    def run_barrier() -> list[Array]:
         core.start_barrier(group, name, blocking=True).wait()
         return [np.zeros((), np.int32)]
 
-    (done,) = call(meet, [], [Spec(tf.int32, ())])
+    (done,) = call(run_barrier, [], [Spec(tf.int32, ())])
     return None if is_ordered() else done.op
 
 

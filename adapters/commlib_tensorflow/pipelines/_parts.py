@@ -119,7 +119,7 @@ def _crossing(nodes: Nodes, stage_of: Mapping[int, int], stages: int) -> dict[Li
     for node in nodes.all:
         stage_of_name |= {nodes.names[id(tensor)]: stage_of[id(node)] for tensor in node.outputs}
     links: dict[Link, dict[str, None]] = {}
-    used = [(name, stage_of[id(node)]) for node in nodes.all for name in nodes.taken(node)]
+    used = [(name, stage_of[id(node)]) for node in nodes.all for name in nodes.inputs_of(node)]
     for name, stage in [*used, *((name, stages - 1) for name in nodes.outputs)]:
         if stage_of_name[name] != stage:
             names = links.setdefault(Link(stage_of_name[name], stage), {})

@@ -23,7 +23,7 @@ from commlib_tensorflow.pipelines._replicas import Gradients, note, reduce_over_
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
-    """Refuse settings that an optimizer of a part of a model cannot support. The UsageError says what to do instead."""
+    """Refuse settings that an optimizer of a part of a model cannot support. The UsageError suggests a remedy."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UsageError(
             "pipeline: a LossScaleOptimizer, which compile() wraps around every optimizer of a mixed_float16 model, "

@@ -194,22 +194,22 @@ def _share_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method: an error on one rank is sent to all ranks."""
 
     @wraps(method)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         with self.pipe.together():
             return method(self, *args, **options)
 
-    return told
+    return wrapper
 
 
 def _report_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method: an error between batches, such as a callback's, is also sent to all ranks."""
 
     @wraps(method)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         with self.pipe.telling(method.__name__):
             return method(self, *args, **options)
 
-    return told
+    return wrapper
 
 
 @dataclass(slots=True)

@@ -118,7 +118,7 @@ def numbers_of(call: ModelCall, seed: int = 0) -> ModelCall:
     """
     random = np.random.default_rng(seed)
 
-    def made(one: Any) -> Any:
+    def to_value(one: Any) -> Any:
         if tf.is_tensor(one) and not isinstance(one, tf.__internal__.EagerTensor):
             one = tf.TensorSpec(one.shape, one.dtype)
         if not isinstance(one, tf.TensorSpec):
@@ -129,7 +129,7 @@ def numbers_of(call: ModelCall, seed: int = 0) -> ModelCall:
         numbers = random.normal(size=shape) if not one.dtype.is_integer else random.integers(0, 2, shape)
         return tf.cast(tf.constant(numbers), one.dtype)
 
-    return call.mapped(made)
+    return call.mapped(to_value)
 
 
 def _numbers(

@@ -16,7 +16,7 @@ _NAME = "_gradient_op_type"
 """The attribute that names an operation's custom gradient."""
 
 
-def kept_by_gradients(operations: Iterable[Any]) -> list[Any]:
+def tensors_of_gradients(operations: Iterable[Any]) -> list[Any]:
     """Return the cells, tuples and lists through which the gradient functions of operations hold objects."""
     tensors: dict[int, Any] = {}
     waiting: list[Any] = [function for _, function in _registered(operations)]

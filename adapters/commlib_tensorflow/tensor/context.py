@@ -111,7 +111,7 @@ def attention(
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
     place = place_of((q, k, v))
 
-    def made() -> AttentionCall:
+    def build() -> AttentionCall:
         given = [_describe(x) for x in (q, k, v, mask, key_mask)]
         if mask is not None and None in [*mask.shape][max(0, len(mask.shape) - 3) :]:
             raise UsageError(f"attention: mask has shape {mask.shape}: all but its batch must be known in a graph")
@@ -122,7 +122,7 @@ def attention(
             call.mask.check_keys(WHAT, length)
         return call
 
-    what = make_or_refuse(over.comm, WHAT, made, 2) if tf.executing_eagerly() else made()
+    what = make_or_refuse(over.comm, WHAT, build, 2) if tf.executing_eagerly() else build()
     divided, q, seed_value = agree_on_sequence(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
     if what.mask is not None:
         what.mask.check_keys(WHAT, divided.length)

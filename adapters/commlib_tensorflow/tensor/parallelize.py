@@ -223,11 +223,11 @@ def watch_changes() -> None:
 
 def _wrap_change(original: Any) -> Any:
     @functools.wraps(original)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         for layer in self._flatten_layers():
             check = getattr(layer, "plan_check", None)
             if check is not None:
                 check.change()
         return original(self, *args, **options)
 
-    return told
+    return wrapper

@@ -29,7 +29,7 @@ from commlib_tensorflow.tensor._calls import ModelCall
 from commlib_tensorflow.tensor._conditions import deciding_tensors, watch_element_reads
 from commlib_tensorflow.tensor._eager_checks import watch_eager_checks
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
-from commlib_tensorflow.tensor._gradient_registry import forget_gradients, kept_by_gradients
+from commlib_tensorflow.tensor._gradient_registry import forget_gradients, tensors_of_gradients
 from commlib_tensorflow.tensor._guided_calls import GuidedCall, detach_tensors, replace_tensors
 from commlib_tensorflow.tensor._held_tensors import WRITES, find_held
 from commlib_tensorflow.tensor._numbers import numbers_in
@@ -280,7 +280,7 @@ class TraceRecorder:
         ]
         roots = (vars(self._model), call.args, call.options)
         inputs = [known for op in operations if (known := getattr(op, "_inputs_val", None)) is not None]
-        ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *kept_by_gradients(operations)]
+        ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *tensors_of_gradients(operations)]
         ours += [] if self._guided is None else [self._guided.given]
         held = find_held(candidates, ours, lambda: count_cached(roots, tf.is_tensor, keras.layers.Layer))
         return [tensor for tensor in candidates if id(tensor) in held]

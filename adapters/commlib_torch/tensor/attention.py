@@ -92,7 +92,7 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
         if query.is_nested:
             raise UsageError("ColumnAttention: nested tensors are not supported: pass padded ones and key_padding_mask")
         if is_causal and attn_mask is None:
-            raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: pass attn_mask, too")
+            raise UsageError("ColumnAttention: is_causal means that attn_mask is causal: pass attn_mask, too")
         for mask in (attn_mask, key_padding_mask):
             if mask is not None:
                 note_input(self, mask, "the mask")
